@@ -17,7 +17,7 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
 from ridgeline.ops.step import SHORT
 from ridgeline.ops.triton.layers import Layers
-from ridgeline.ops.triton.layers_keys import ALONE
+from ridgeline.ops.triton.layers_keys import UNSPLIT_SLOTS
 from ridgeline.speculation.controller import Controller
 from ridgeline.wire.messages import StepStats, Submit
 
@@ -47,8 +47,14 @@ calls: list[int] = []
 SAID = 48
 APART = {"": 0.04, "fp8": 0.2, "int8": 0.04, "int4": 0.04}
 """Nats, on average: prompts in fp8 also round what the weights are multiplied by, one token does not."""
-FROM = {"short": 60, "across ALONE": ALONE.value - SAID // 2, "across SHORT": SHORT - SAID // 2, "long": 6444}
-"""Tokens of a prompt. Behind ALONE slots a KV head's keys are of several programs, behind SHORT steps have another graph."""
+FROM = {
+    "short": 60,
+    "across UNSPLIT_SLOTS": UNSPLIT_SLOTS.value - SAID // 2,
+    "across SHORT": SHORT - SAID // 2,
+    "long": 6444,
+}
+"""Tokens of a prompt. Behind UNSPLIT_SLOTS slots a KV head's keys are of several programs, behind SHORT steps have another
+graph."""
 
 
 @pytest.fixture(scope="module", params=["", "fp8", "int8", "int4"])

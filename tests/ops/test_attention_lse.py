@@ -13,7 +13,7 @@ import torch
 
 from ridgeline.ops import native_cpu
 from ridgeline.ops.cpu import CPU
-from ridgeline.ops.cpu_alone import CPU_ALONE
+from ridgeline.ops.cpu_invariant import CPU_INVARIANT
 from ridgeline.ops.merge import merge_attention
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
@@ -51,7 +51,7 @@ is the same for all cases and implementations."""
 IMPLEMENTATIONS = [
     "reference",
     "cpu",
-    "cpu-alone",
+    "cpu-invariant",
     *(f"native-{what}" for what in ("1-thread", "2-threads", "fixed", "plain", "avx2")),
     *(pytest.param(name, marks=[pytest.mark.gpu] * (GPU == "cuda")) for name in ("triton", "invariant")),
 ]
@@ -77,7 +77,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[tuple[Ops, str, list[torc
         yield found, "cpu", types
         torch.set_num_threads(before)
     else:
-        yield {"reference": REFERENCE, "cpu": CPU, "cpu-alone": CPU_ALONE}[name], "cpu", types
+        yield {"reference": REFERENCE, "cpu": CPU, "cpu-invariant": CPU_INVARIANT}[name], "cpu", types
 
 
 def _triton(name: str) -> Ops:
@@ -89,7 +89,7 @@ def _triton(name: str) -> Ops:
 
 
 def interpreted(target: tuple[Ops, str, list[torch.dtype]]) -> bool:
-    return target[0] not in (REFERENCE, CPU, CPU_ALONE) and target[1] == "cpu" and "native" not in target[0].name
+    return target[0] not in (REFERENCE, CPU, CPU_INVARIANT) and target[1] == "cpu" and "native" not in target[0].name
 
 
 def skip_in_interpreter(target: tuple[Ops, str, list[torch.dtype]], skipped: bool) -> None:

@@ -136,7 +136,7 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
 
 
 def test_what_takes_much_memory_is_not_kept(native: Ops) -> None:
-    table, most = torch.randn(32, 1024), capture.MOST_BYTES // (1024 * 4)
+    table, most = torch.randn(32, 1024), capture.MAX_BYTES // (1024 * 4)
     for rows in (most, most + 1):
         ids = torch.arange(rows, dtype=torch.int32) % 32
         work = native.capture(lambda ids=ids: native.tokenwise.embed(table, ids, 1.0))

@@ -13,7 +13,7 @@ import torch
 from ridgeline.core.errors import ConfigError
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.cpu import CPU
-from ridgeline.ops.cpu_alone import CPU_ALONE
+from ridgeline.ops.cpu_invariant import CPU_INVARIANT
 from ridgeline.ops.table import Ops
 
 
@@ -63,6 +63,6 @@ def test_batch_invariant_operations_are_chosen_or_refused() -> None:
         return built if fixed else None, "AVX-512"
 
     assert choose_invariant(cpu, torch.bfloat16, load) is built
-    assert choose_invariant(cpu, torch.float16, load) is CPU_ALONE
+    assert choose_invariant(cpu, torch.float16, load) is CPU_INVARIANT
     with pytest.raises(ConfigError, match="float64"):
         choose_invariant(cpu, torch.float64, load)

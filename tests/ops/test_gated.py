@@ -49,7 +49,7 @@ def test_what_they_do_not_fit_is_not(tokens: int, features: int) -> None:
 )
 def test_groups_fit_the_cache_and_are_about_alike(tokens: int, inputs: int) -> None:
     group, tiles = group_of(tokens, inputs), -(-tokens // pairs.TILE_TOKENS)
-    assert 1 <= group * pairs.TILE_TOKENS * 2 * inputs <= pairs.HELD_BYTES
+    assert 1 <= group * pairs.TILE_TOKENS * 2 * inputs <= pairs.L2_BYTES
     assert -(-tiles // group) * group - tiles < -(-tiles // group)
 
 

@@ -62,7 +62,10 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, ga
         return
     stages, shared = integer_stream.ring(tile, bits)
     assert stages >= 2 and tokens <= tile.batch <= 2 * max(tokens, 8)
-    assert tile.each * (shared + integer_stream.OURS + integer_stream.BARRIERS) <= MEMORY + integer_stream.OURS
+    assert (
+        tile.each * (shared + integer_stream.DRIVER_BYTES + integer_stream.BARRIERS)
+        <= MEMORY + integer_stream.DRIVER_BYTES
+    )
     tiles = -(-n // tile.rows)
     assert tile.split == 1 or tile.split * tiles <= tile.each * PROCESSORS
     assert tile.split == 1 or not gate

@@ -60,7 +60,7 @@ def test_verify(seed: int, nodes: int, tree: bool) -> None:
     there = replace(there, tokens=there.tokens.clone(), ints=there.ints.clone())
     want, want_path = plainly(state, own, drawn, drafted)
     parent = None if drafted.parent is None else drafted.parent.to(DEVICE)
-    moved = Drafted(drafted.first.to(DEVICE), drafted.count.to(DEVICE), drafted.wide, parent)
+    moved = Drafted(drafted.first.to(DEVICE), drafted.count.to(DEVICE), drafted.columns, parent)
     got, path = verify(there, own.to(DEVICE), drawn.to(DEVICE), moved)
     got, wide = got.cpu(), nodes + 1
     assert torch.equal(there.ints.cpu(), state.ints)

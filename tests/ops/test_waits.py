@@ -57,7 +57,7 @@ def check_resident(k: int, rows: int, warps: int, stages: int, tokens: int, add:
         "eps": "fp32",
     }
     constants = {"TOKENS": tokens, "BIAS": False, "ADD": add, "NORM": not add, "OFFSET": False, "PDL": True}
-    constants |= {"KIND": KINDS[None], "EVEN": k == block, "STAGES": stages, "ROWS": rows, "BLOCK": block}
+    constants |= {"KIND": KINDS[None], "EVEN_K": k == block, "STAGES": stages, "ROWS": rows, "BLOCK": block}
     before, after = compiled_reads(gemv.resident_kernel, types, constants, warps)
     assert before == {"bf16"} and "f16" in after
 
@@ -68,7 +68,7 @@ def check_fp8(k: int, rows: int, warps: int, stages: int) -> None:
     types = {"x_ptr": "*i64", "gain_ptr": "*i64", "w_ptr": "*i32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16"}
     types |= {"out_ptr": "*bf16", "eps": "fp32"}
     constants = {"BIAS": False, "ADD": True, "NORM": False, "OFFSET": False, "KIND": KINDS[None], "PDL": True}
-    constants |= {"EVEN": k // 4 == words, "PACKED": True, "STAGES": stages, "ROWS": rows, "WORDS": words}
+    constants |= {"EVEN_K": k // 4 == words, "PACKED": True, "STAGES": stages, "ROWS": rows, "WORDS": words}
     before, after = compiled_reads(fp8_vector._kernel, types, constants, warps)
     assert before == {"i32", "f32"} and "i64" in after
 

@@ -11,7 +11,7 @@ import torch
 from ridgeline.core.errors import ConfigError
 from ridgeline.ops import native_cpu
 from ridgeline.ops.cpu import CPU
-from ridgeline.ops.cpu_alone import CPU_ALONE
+from ridgeline.ops.cpu_invariant import CPU_INVARIANT
 from ridgeline.ops.native.binding import TYPES
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Ops
@@ -66,7 +66,7 @@ def choose_invariant(
         )
         if native is None:
             log.warning("operations: PyTorch, one token at a time, which is slow (native operations: %s)", detail)
-        return native or CPU_ALONE
+        return native or CPU_INVARIANT
     from ridgeline.ops.triton.invariant import INVARIANT
 
     log.info("operations: batch-invariant Triton on %s in %s", torch.cuda.get_device_name(device), dtype)

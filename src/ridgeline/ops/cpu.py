@@ -1,8 +1,8 @@
-"""The operations on a CPU: the fewest PyTorch calls per layer (each costs 1 to 5 us), weights packed for oneDNN.
+"""CPU operations in PyTorch: few calls per layer (each costs 1 to 5 us) and weights packed for oneDNN.
 
-Index tensors and masks are the same for all layers of a group, so they are computed once and kept in step.derived.
-Attention packs the query heads that share a KV head as extra queries, so keys and values are never expanded.
-The block pool must be zeroed at creation: slots past a row's end are read with weight zero.
+Index tensors and masks are equal for all layers of a group, so they are computed once and kept in step.derived. Attention packs the
+query heads that share a KV head as extra queries, so keys and values are never expanded. The block pool must be zeroed at creation:
+slots past a row's end are read with weight zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-# --- rotary embedding and the write into the cache -------------------------------------------------------------------
+# --- rotary embedding and cache write ---------------------------------------------------------------------------------
 
 
 def _rope_factors(shape: QkvShape, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,7 @@ def _swap_halves(x: torch.Tensor, half: int) -> torch.Tensor:
 
 
 def _write_index(view: KvView, step: StepInputs) -> torch.Tensor:
-    """Where k and v of each token go, int64 [T * 2 * Hkv], in vectors of head_dim from the start of view.kv."""
+    """Destination of each token's k and v, int64 [T * 2 * Hkv], in vectors of head_dim from the start of view.kv."""
     page, kind, head, place, _ = view.kv.stride()
     key = ("write", view.slots.data_ptr(), view.kv.shape[2], page, kind, head)
     if (cached := step.derived.get(key)) is not None:
@@ -63,7 +63,7 @@ def _write_index(view: KvView, step: StepInputs) -> torch.Tensor:
 
 
 def _vectors(kv: torch.Tensor, width: int) -> torch.Tensor:
-    """One layer's cache as rows of `width` contiguous elements, from its first to its last one."""
+    """One layer's cache as rows of `width` contiguous elements, from its first to its last element."""
     pages, kinds, heads, places, size = kv.shape
     page, kind, head, _, _ = kv.stride()
     last = (pages - 1) * page + (kinds - 1) * kind + (heads - 1) * head + places * size
@@ -84,8 +84,8 @@ def qkv_write(
         heads = torch.cat(parts, 1)
     same, swapped = _rope_factors(shape, step)
     heads = torch.addcmul(heads * same, _swap_halves(heads, shape.cos_sin.shape[2]), swapped).to(qkv.dtype)
-    fresh = heads[:, shape.n_heads :].reshape(-1, shape.head_dim)
-    _vectors(view.kv, shape.head_dim).index_copy_(0, _write_index(view, step), fresh)
+    keys_values = heads[:, shape.n_heads :].reshape(-1, shape.head_dim)
+    _vectors(view.kv, shape.head_dim).index_copy_(0, _write_index(view, step), keys_values)
     q, k, v = heads.split(sizes, 1)
     return q, k, v
 
@@ -93,15 +93,15 @@ def qkv_write(
 # --- attention --------------------------------------------------------------------------------------------------------
 
 BATCHED_QUERIES = TREE_BITS
-"""Rows with the same number of query tokens, up to this many, share a call. Longer rows get a call each."""
+"""Rows with the same number of query tokens, up to this many, share a call. Longer rows get a separate call."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Rows computed by one call: each has `n` query tokens and, after padding, `keys` slots.
 
-    tokens: where their query tokens lie. gather: int64 [2 * rows * Hkv * pages], runs of page_tokens * head_dim in the
-    cache. mask: [rows, 1, n * G, keys], added to the scores.
+    tokens: indices of their query tokens. gather: int64 [2 * rows * Hkv * pages], runs of page_tokens * head_dim in the cache.
+    mask: [rows, 1, n * G, keys], added to the scores.
     """
 
     tokens: torch.Tensor
@@ -112,10 +112,10 @@ class _Part:
     mask: torch.Tensor
 
 
-def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_hand: bool) -> list[_Part | slice]:
-    """The attention calls of a step. A slice holds the query tokens of a row whose first token is in this step. All keys and
-    values of such a row are fresh, so none are gathered. by_hand: see _scores_by_hand, which takes no slices."""
-    key = ("parts", view.table.data_ptr(), view.kv.shape[2], view.kv.stride(), view.window, by_hand, group)
+def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, explicit: bool) -> list[_Part | slice]:
+    """The attention calls of a step. A slice holds the query tokens of a row whose first token is in this step: its keys and values
+    are all inputs of the step, so none are gathered. explicit: see _explicit_attention, which takes no slices."""
+    key = ("parts", view.table.data_ptr(), view.kv.shape[2], view.kv.stride(), view.window, explicit, group)
     if (cached := step.derived.get(key)) is not None:
         return cached  # type: ignore[no-any-return]
     starts, lengths = step.q_start.tolist(), step.length.tolist()
@@ -126,7 +126,7 @@ def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_ha
         if n == 0 or lengths[row] < n:
             continue
         window_covers_row = view.window is None or n <= view.window
-        if n > 1 and n == lengths[row] and window_covers_row and step.ancestors is None and not by_hand:
+        if n > 1 and n == lengths[row] and window_covers_row and step.ancestors is None and not explicit:
             parts.append(slice(starts[row], starts[row + 1]))
         elif n > BATCHED_QUERIES:
             parts.append(_gathered([row], n, view, step, (group, dtype)))
@@ -138,7 +138,7 @@ def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, by_ha
 
 
 def _gathered(rows: list[int], n: int, view: KvView, step: StepInputs, packed: tuple[int, torch.dtype]) -> _Part:
-    """Gather the pages of `rows` (indices in the step) that the window reaches."""
+    """Page indices and mask of `rows` (indices in the step), for the pages that the window reaches."""
     group, dtype = packed
     place = torch.tensor(rows)
     tokens = (step.q_start[place].long().unsqueeze(1) + torch.arange(n)).flatten()
@@ -197,8 +197,8 @@ def _seen(
             inside = slots.clamp(max=step.key_positions.shape[1] - 1)
             key_positions = step.key_positions[row.unsqueeze(1), inside].long()
         positions = step.position[tokens].long()
-        fresh = torch.gather(positions, 1, among[:, 0].clamp(0, n - 1))
-        key_positions = torch.where(among[:, 0] >= 0, fresh, key_positions)
+        query_positions = torch.gather(positions, 1, among[:, 0].clamp(0, n - 1))
+        key_positions = torch.where(among[:, 0] >= 0, query_positions, key_positions)
         seen = seen & (positions.unsqueeze(2) - key_positions.unsqueeze(1) < view.window)
     return seen
 
@@ -209,7 +209,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
-def _scores_by_hand(
+def _explicit_attention(
     q: torch.Tensor, keys_values: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor, view: KvView, lse_needed: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of q [rows, Hkv, n, d] with capped scores or a log-sum-exp [rows, Hkv, n], which
@@ -244,7 +244,7 @@ def _packed(part: _Part, q: torch.Tensor, view: KvView, lse_needed: bool) -> tup
     q = q.reshape(rows, kv_heads, queries, size)
     lse = None
     if lse_needed or view.softcap is not None:
-        out, lse = _scores_by_hand(q, (keys, values), part.mask, view, lse_needed)
+        out, lse = _explicit_attention(q, (keys, values), part.mask, view, lse_needed)
     else:
         out = F.scaled_dot_product_attention(q, keys, values, part.mask, scale=view.scale)
     if n > 1:
@@ -262,8 +262,8 @@ def attention(
     lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See AttentionOps."""
-    by_hand = lse_needed or view.softcap is not None
-    parts = _parts(view, step, q.shape[1] // view.kv.shape[2], q.dtype, by_hand)
+    explicit = lse_needed or view.softcap is not None
+    parts = _parts(view, step, q.shape[1] // view.kv.shape[2], q.dtype, explicit)
     if len(parts) == 1 and isinstance(parts[0], _Part) and len(parts[0].tokens) == len(q):
         return _packed(parts[0], q, view, lse_needed)
     out = q.new_zeros(q.shape)

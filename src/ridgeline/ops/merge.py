@@ -1,9 +1,9 @@
 """Attention over a set of keys from attention over its parts: for keys on several devices, shared prefixes, offloaded keys.
 
 `AttentionOps.attend` computes a part as a row of its own. The row's table begins with the part's first page, `length` counts the
-part's slots, and positions are relative to the part's first slot. A query token that stands behind the part is a row of one
+part's slots, and positions are relative to the part's first slot. A query token after the part is a row of one
 query token, because it sees all of the part. `length` is 0 where a query token sees no slot of the part, for example where the
-whole part lies behind its window. Each slot belongs to one part.
+complete part is outside its window. Each slot belongs to one part.
 """
 
 from __future__ import annotations

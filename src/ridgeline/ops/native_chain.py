@@ -1,4 +1,4 @@
-"""A draft model's chain in one foreign call: see native/chain.cpp."""
+"""A draft model's chain in one foreign call; see native/chain.cpp."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Parts(ctypes.Structure):
 
 
 class NativeChain:
-    """See Programs.chain; weights stay where they are for good."""
+    """See Programs.chain. Weights must keep their addresses."""
 
     __slots__ = ("_dtype", "_kept", "_parts", "_pointers", "_run", "_view_of")
 

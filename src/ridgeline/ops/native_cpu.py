@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ridgeline.ops import cpu, cpu_alone
+from ridgeline.ops import cpu, cpu_invariant
 from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import GATES, Kernels, Library, View, library_path, open_library, unsupported
 from ridgeline.ops.native.capture import CallListCapture
@@ -136,7 +136,7 @@ class NativeOps:
         """See AttentionOps."""
         kernels = self._of(q, view)
         if kernels is None or view.kv.shape[4] > MAX_HEAD_DIM or view.kv.shape[4] % 2:
-            return (cpu_alone if self._fixed else cpu).attention(q, k, v, view, step, lse_needed)
+            return (cpu_invariant if self._fixed else cpu).attention(q, k, v, view, step, lse_needed)
         tokens, heads, dim = q.shape
         stride, *inner = q.stride()
         if inner != [dim, 1]:
@@ -199,7 +199,7 @@ class NativeOps:
         source = x.x if isinstance(x, Normed) else x
         kernels = self._kernels.get(source.dtype)
         if kernels is None or (norm is not None and norm.weight.dtype is not source.dtype):
-            return self._plainly(plain(x, self.rms_norm), packed, bias, stream, kind)
+            return self._unfused(plain(x, self.rms_norm), packed, bias, stream, kind)
         source = source if source.is_contiguous() else source.contiguous()
         rows, inputs = source.shape
         outputs = packed.shape[0]
@@ -221,7 +221,7 @@ class NativeOps:
         )
         return out
 
-    def _plainly(
+    def _unfused(
         self,
         x: torch.Tensor,
         packed: torch.Tensor,
@@ -353,8 +353,7 @@ def _gather(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
 
 
 def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, str]:
-    """(operations, batch-invariant if `fixed`, what they are) where a library for this CPU was built, else (None, why not and
-    what to do)."""
+    """Load the library of this CPU: (operations, instruction set), or (None, reason and remedy). fixed: batch-invariant."""
     if (reason := unsupported()) is not None:
         return None, reason
     path = library_path(folder)
@@ -377,8 +376,8 @@ def _table(library: Library, fixed: bool) -> Ops:
         attention=AttentionOps(ops.qkv_write, ops.attention),
         matmul=MatmulOps(
             plain=PlainOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate),
-            fp8=fp8_ops(library, arena, ops.activate, fixed=fixed, plain=False),
-            fp8_weight=fp8_ops(library, arena, ops.activate, fixed=fixed, plain=True),
+            fp8=fp8_ops(library, arena, ops.activate, fixed=fixed, weight_only=False),
+            fp8_weight=fp8_ops(library, arena, ops.activate, fixed=fixed, weight_only=True),
             integer=integer,
             w8a8=rounding_inputs(integer),
             round_inliers=round_inliers,

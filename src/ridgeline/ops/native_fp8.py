@@ -1,5 +1,5 @@
-"""8-bit linears of the compiled library: see native/fp8.cpp. Values and sums are those of the reference; x is quantized while a
-product reads it, so norms and activations hand over plain numbers."""
+"""8-bit (e4m3) linears of the compiled library; see native/fp8.cpp. Values and sums are those of the reference. Products quantize x
+while they read it, so norms and activations return unquantized tensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PAD_INPUTS = 32
 
 
 class NativeFp8:
-    """The functions of Fp8Ops over one opened library. fixed: a token's sums are added in one order. plain: activations are
-    not quantized, but rounded to bfloat16 where they are wider."""
+    """The functions of Fp8Ops over one opened library. fixed: a token's sums are added in one order. weight_only: activations are
+    not quantized, but rounded to bfloat16 if they are wider."""
 
-    __slots__ = ("_arena", "_fixed", "_kernels", "_pack", "_plain")
+    __slots__ = ("_arena", "_fixed", "_kernels", "_pack", "_weight_only")
 
-    def __init__(self, library: Library, arena: Arena, fixed: bool, plain: bool) -> None:
+    def __init__(self, library: Library, arena: Arena, fixed: bool, weight_only: bool) -> None:
         self._kernels, self._pack, self._arena = library.kernels, library.fp8_pack, arena
-        self._fixed, self._plain = fixed, plain
+        self._fixed, self._weight_only = fixed, weight_only
 
     def pack(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
-        """values e4m3 [out, in] -> a matrix whose values hold blocks of 16 outputs."""
-        if values.device.type != "cpu":  # the meta device: a model that is only measured
+        """values e4m3 [out, in] -> a matrix with blocks of 16 outputs."""
+        if values.device.type != "cpu":  # the meta device: only sizes are needed
             return fp8_pack(values, scales)
         outputs, inputs = values.shape
         packed = self._arena.take(-(-outputs // LANES) * LANES, -(-inputs // PAD_INPUTS) * PAD_INPUTS, FP8)
@@ -42,7 +42,7 @@ class NativeFp8:
     def linear_add(
         self, x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor
     ) -> torch.Tensor:
-        """See reference.fp8_linear_add; the result lies in the stream's memory where that is one run."""
+        """See reference.fp8_linear_add. Writes into the stream's memory if that is contiguous and of x's dtype."""
         if stream.dtype not in self._kernels or not stream.is_contiguous():
             return stream + self._product(x, matrix, bias, stream.dtype)
         return self._product(x, matrix, bias, stream.dtype, stream)
@@ -77,7 +77,7 @@ class NativeFp8:
             0.0 if norm is None else norm.eps,
             norm is not None and norm.offset,
             self._fixed,
-            self._plain,
+            self._weight_only,
         )
         return out
 
@@ -98,10 +98,15 @@ def _numbers(x: Activation) -> torch.Tensor:
 
 
 def fp8_ops(
-    library: Library, arena: Arena, activate: Callable[[torch.Tensor, str], torch.Tensor], *, fixed: bool, plain: bool
+    library: Library,
+    arena: Arena,
+    activate: Callable[[torch.Tensor, str], torch.Tensor],
+    *,
+    fixed: bool,
+    weight_only: bool,
 ) -> Fp8Ops:
-    """The table for 8-bit linears, plain: of weights alone; activate: that of plain numbers."""
-    ops = NativeFp8(library, arena, fixed, plain)
+    """The table for 8-bit linears. weight_only: activations are not quantized. activate: the unquantized activation."""
+    ops = NativeFp8(library, arena, fixed, weight_only)
 
     def linear_activate(
         x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, kind: str

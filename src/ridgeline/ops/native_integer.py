@@ -1,4 +1,4 @@
-"""Integer weight-only linears of the compiled library: see native/integer.h. Any number of tokens gives each the same sums."""
+"""Integer weight-only linears of the compiled library; see native/integer.h. They are batch-invariant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
 
 
 class NativeInteger:
-    """The functions of IntOps over one opened library. norm, activate: the plain operations."""
+    """The functions of IntOps over one opened library. norm, activate: unquantized operations."""
 
     __slots__ = ("_activate", "_arena", "_kernels", "_norm", "_pack")
 
@@ -29,8 +29,8 @@ class NativeInteger:
     def pack(
         self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int
     ) -> IntMatrix:
-        """See IntOps: codes in blocks of 16 outputs, scales and zeros of the 16 side by side."""
-        if codes.device.type != "cpu":  # the meta device: a model that is only measured
+        """See IntOps. Codes are in blocks of 16 outputs, with scales and zeros of the 16 outputs adjacent."""
+        if codes.device.type != "cpu":  # the meta device: only sizes are needed
             return int_pack(codes, scales, zeros, bits, group)
         outputs, inputs = codes.shape
         rows, width = -(-outputs // LANES) * LANES, -(-inputs // ROW_CODES) * ROW_CODES * bits // 8
@@ -42,7 +42,7 @@ class NativeInteger:
         )
 
     def _blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """[out, groups] -> the same shape, in memory [out / 16, groups, 16]."""
+        """Reorder [out, groups] to memory [out / 16, groups, 16]; the shape stays."""
         outputs, groups = values.shape
         rows = -(-outputs // LANES) * LANES
         packed = self._arena.take(rows, groups, values.dtype)
@@ -57,7 +57,7 @@ class NativeInteger:
     def linear_add(
         self, x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor
     ) -> torch.Tensor:
-        """See reference.int_linear_add; the result lies in the stream's memory where that is one run."""
+        """See reference.int_linear_add. Writes into the stream's memory if that is contiguous and of x's dtype."""
         if stream.dtype is not x.dtype or not stream.is_contiguous():
             return self._product(x, matrix, bias).add_(stream)
         return self._product(x, matrix, bias, stream)

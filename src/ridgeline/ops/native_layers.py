@@ -1,4 +1,4 @@
-"""All layers of a decoder in one foreign call: see native/layers.cpp."""
+"""All layers of a decoder in one foreign call; see native/layers.cpp."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ViewOf = Callable[[KvView, StepInputs], ctypes.c_void_p]
 
 
 class NativeLayers:
-    """Runs a stream [T, d_model] through `parts`, in place; weights and caches stay where they are for good.
+    """Run a stream [T, d_model] through `parts`, in place. Weights and caches must keep their addresses.
 
-    view_of: pointer to what the kernels need of a layer's view. otherwise: for a cache in another number format.
+    view_of: returns the pointer to the kernels' struct of a layer's view. otherwise: for a cache in another number format.
     """
 
     __slots__ = ("_otherwise", "_parts", "_pointers", "_run", "_structs", "_view_of")

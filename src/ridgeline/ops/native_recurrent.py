@@ -1,4 +1,4 @@
-"""A recurrent draft's tree in one foreign call: see native/recurrent.cpp."""
+"""A recurrent draft model's tree in one foreign call; see native/recurrent.cpp."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class _Parts(ctypes.Structure):
 
 
 class NativeRecurrent:
-    """See Programs.recurrent; matrices as the library packs them. Weights stay where they are for good."""
+    """See Programs.recurrent. Matrices are in the library's layout. Weights must keep their addresses."""
 
     __slots__ = ("_attended", "_dtype", "_kept", "_parts", "_run", "_sizes", "_view_of", "_views")
 
     def __init__(self, parts: RecurrentParts, kernels: Kernels, view_of: ViewOf) -> None:
         self._run, self._dtype, self._kept, self._view_of = kernels.recurrent, parts.embedding.dtype, parts, view_of
-        self._views: Views = _nothing
+        self._views: Views = _no_views
         matrices, norms = parts.matrices, (parts.norms[name] for name in _NORMS)
         self._sizes = torch.tensor(parts.cut.sizes, dtype=torch.int32)
         vectors = (parts.embedding, *norms, parts.cos_sin, parts.ids, parts.parents, parts.ranks, self._sizes)
@@ -82,8 +82,8 @@ class NativeRecurrent:
         return worth
 
     def _attend(self, views: Views, groups: int) -> None:
-        """Find the layer's cache and tables, which stay where they are while `views` does; the rest of a view, rows, lengths and
-        positions, the library fills in."""
+        """Cache the layer's cache address and tables. Key: `views`. The library sets the other fields of a view (rows, lengths and
+        positions)."""
         none = torch.zeros((groups, 1), dtype=torch.int64)
         [view] = views(none)
         assert view.kv.dtype is self._dtype
@@ -91,5 +91,5 @@ class NativeRecurrent:
         self._views, self._attended = views, (self._view_of(view, step).value, view.kv.data_ptr(), step)
 
 
-def _nothing(slots: torch.Tensor) -> list[KvView]:
+def _no_views(slots: torch.Tensor) -> list[KvView]:
     return []

@@ -1,6 +1,6 @@
-"""The row operations (ops.rows, ops.verify) as one foreign call each: see native/rows.cpp.
+"""The row operations (ops.rows, ops.verify) as one foreign call each; see native/rows.cpp.
 
-The call's arguments are packed into the struct that it reads: for so many of them that is the cheapest way out of Python.
+The arguments of a call are packed into the struct that it reads, which is the cheapest way to pass so many from Python.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class NativeRows:
         self, state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ops.verify.verify."""
-        count, wide, parent = rows.shape[0], drafted.wide, drafted.parent
-        path = None if parent is None else torch.empty((count, wide), dtype=torch.int64)
-        packed = torch.empty((count, 2 + wide if parent is None else 2 + 3 * wide), dtype=torch.int32)
+        count, columns, parent = rows.shape[0], drafted.columns, drafted.parent
+        path = None if parent is None else torch.empty((count, columns), dtype=torch.int64)
+        packed = torch.empty((count, 2 + columns if parent is None else 2 + 3 * columns), dtype=torch.int32)
         each = (at(rows), at(drawn), at(drafted.first), at(drafted.count))
-        arguments = (*each, 0 if parent is None else at(parent), count, wide)
+        arguments = (*each, 0 if parent is None else at(parent), count, columns)
         out = (packed.data_ptr(), 0 if path is None else path.data_ptr())
         self._verify(_VERIFY.pack(*state_of(state), *arguments, *out))
         return packed, path
@@ -107,8 +107,10 @@ class NativeRows:
         """See ops.rows.last."""
         count, size = len(packed), hidden.shape[1] * hidden.element_size()
         out = hidden.new_empty((count, hidden.shape[1]))
-        along, wide = (0, 0) if path is None else (at(path), path.shape[1])
-        self._last(_LAST.pack(at(packed), along, at(first), at(hidden), at(out), count, wide, packed.stride(0), size))
+        along, columns = (0, 0) if path is None else (at(path), path.shape[1])
+        self._last(
+            _LAST.pack(at(packed), along, at(first), at(hidden), at(out), count, columns, packed.stride(0), size)
+        )
         return out
 
 

@@ -1,15 +1,14 @@
 """Stateless random numbers: a hash of the request, the position and the token.
 
-A draw depends on (seed, choice, position, purpose, token id) and on nothing else: not on the batch, the row, the rank,
-the device or the order of the steps. So a request's tokens are reproducible, also after a preemption, and drafts are
-verified with the noise of decoding without speculation.
+A draw depends on (seed, choice, position, purpose, token id) only: not on the batch, the row, the rank, the device or the order of
+the steps. A request's tokens are therefore reproducible, also after a preemption, and drafts are verified with the noise of
+decoding without speculation.
 
-Construction: additions, xor-shifts and odd multiplications modulo 2^32 in the manner of MurmurHash3's finalizer
-(Appleby 2011), with multipliers 0x21F0AAAD and 0x735A2D97, which Wellons' hash-prospector search found to have little
-bias.
-(seed, choice) become a row's two key words on the host; position and purpose turn them into the two words of a draw;
-a token's number is the first word hashed with the token id, with the second mixed in between the two multiplications, so
-that a draw has 64 bits of key. Everything is int32 arithmetic that wraps, which CPUs and GPUs do alike.
+Construction: additions, xor-shifts and odd multiplications modulo 2^32, as in MurmurHash3's finalizer (Appleby 2011), with
+multipliers 0x21F0AAAD and 0x735A2D97, for which Wellons' hash-prospector search found little bias. The host turns (seed, choice)
+into a row's two key words. Position and purpose turn them into the two words of a draw. A token's number is the first word hashed
+with the token id; the second word is mixed in between the two multiplications, so that a draw has a 64-bit key. All arithmetic is
+wrapping int32, which is the same on CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 _MASK = 0xFFFFFFFF
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
 _GOLDEN = 0x9E3779B9
-"""2^32 divided by the golden ratio: consecutive numbers land far apart (Knuth, TAOCP 3, section 6.4)."""
+"""2^32 divided by the golden ratio: consecutive numbers map far apart (Knuth, TAOCP 3, section 6.4)."""
 _LARGEST = 1.0 - 2.0**-24
 
 
@@ -56,8 +55,8 @@ def row_key(seed: int, choice: int) -> tuple[int, int]:
 
 
 def _mix_(words: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """`_mix` on int32 tensors, in place on `words`. One buffer serves all shifts: fresh memory costs more than arithmetic
-    on a CPU."""
+    """`_mix` on int32 tensors, in place on `words`. One buffer serves all shifts, because new memory costs more than arithmetic on
+    a CPU."""
     shifted = torch.empty_like(words)
     words ^= torch.bitwise_right_shift(words, 16, out=shifted).bitwise_and_(0xFFFF)
     words *= _FIRST
@@ -78,13 +77,13 @@ def draw_key(key: torch.Tensor, position: torch.Tensor, purpose: Purpose) -> tor
 
 
 def words(draw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Whole numbers below 2^31, uniform, int32 [N, V]. draw: int32 [N, 2] (draw_key), tokens: int32 [V]."""
+    """Uniform integers below 2^31, int32 [N, V]. draw: int32 [N, 2] (draw_key), tokens: int32 [V]."""
     hashed = (tokens * _signed(_GOLDEN)).unsqueeze(0) + draw[:, :1]
     return _mix_(hashed, draw[:, 1:]).bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF)
 
 
 def exponential(draw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Exponential numbers of mean 1, float32 [N, V], positive and finite: -log(1 - u) with u in (0, 1) in steps of
-    2^-31, so that the small ones, which win, are fine-grained."""
+    """Exponential numbers of mean 1, float32 [N, V], positive and finite: -log(1 - u) with u in (0, 1) in steps of 2^-31. Small
+    numbers, which win, are therefore fine-grained."""
     u = words(draw, tokens).float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-_LARGEST)
     return u.log1p_().neg_()

@@ -1,7 +1,7 @@
-"""Every operation in plain PyTorch, on any device and in any floating dtype: the definition of correct.
+"""Every operation in PyTorch, on any device and in any floating dtype. It defines correct results.
 
-Statistics and attention are computed in float32, or in float64 when the inputs are float64; results are rounded once,
-to the dtype of the input. Nothing here is meant to be fast.
+Statistics and attention are computed in float32, or in float64 if the inputs are float64. Results are rounded once, to the input's
+dtype. Speed is not a goal here.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ SMALLEST_AMAX = 1e-12
 """Rows of smaller magnitude quantize as if they had this one, so that nothing is divided by zero."""
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _upcast(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
     """x [..., D] / sqrt(mean(x^2) + eps) * (weight + 1 if offset), along the last dimension (Zhang and Sennrich 2019)."""
-    widened = _wide(x)
-    scale = _wide(weight) + (1.0 if offset else 0.0)
-    return (widened * torch.rsqrt(widened.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+    upcast = _upcast(x)
+    scale = _upcast(weight) + (1.0 if offset else 0.0)
+    return (upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [T, H, d] at position [T]: the first 2 * cos_sin.shape[2] of d turn, halves paired."""
+    """Rotary embedding of x [T, H, d] at position [T]: the first 2 * cos_sin.shape[2] elements rotate, with paired halves."""
     half = cos_sin.shape[2]
-    widened = _wide(x)
-    turn = cos_sin[position.long()].to(widened.dtype)
+    upcast = _upcast(x)
+    turn = cos_sin[position.long()].to(upcast.dtype)
     cos, sin = turn[:, 0].unsqueeze(1), turn[:, 1].unsqueeze(1)
-    first, second = widened[..., :half], widened[..., half : 2 * half]
-    parts = (first * cos - second * sin, second * cos + first * sin, widened[..., 2 * half :])
+    first, second = upcast[..., :half], upcast[..., half : 2 * half]
+    parts = (first * cos - second * sin, second * cos + first * sin, upcast[..., 2 * half :])
     return torch.cat(parts, dim=-1).to(x.dtype)
 
 
@@ -67,7 +67,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, view: KvView) -> None:
 def qkv_write(
     qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split qkv [T, (Hq + 2 Hkv) * d], norm and turn q and k, write k and v into the cache; see Ops."""
+    """Split qkv [T, (Hq + 2 Hkv) * d], apply norms and rotary embedding to q and k, and write k and v to the cache. See Ops."""
     heads = qkv.view(qkv.shape[0], shape.n_heads + 2 * shape.n_kv_heads, shape.head_dim)
     q, k, v = heads.split((shape.n_heads, shape.n_kv_heads, shape.n_kv_heads), dim=1)
     if shape.q_norm is not None:
@@ -80,10 +80,10 @@ def qkv_write(
 
 
 def row_mask(query: slice, start: int, row: int, window: int | None, step: StepInputs) -> torch.Tensor:
-    """Which slots 0 .. start + n - 1 each of a row's n query tokens sees, bool [n, start + n].
+    """Visibility of slots 0 .. start + n - 1 for a row's n query tokens, bool [n, start + n].
 
-    Order is by slot: a query sees every slot before its own and itself. ancestors narrow that among the row's first 64
-    query tokens (all bits set: plain causal order; a token always sees itself). The window is by position.
+    A query sees every earlier slot and its own. ancestors restrict this among the row's first 64 query tokens (all bits set: plain
+    causal order; a token always sees itself). The window is by position.
     """
     n = query.stop - query.start
     device = step.position.device
@@ -104,9 +104,9 @@ def row_mask(query: slice, start: int, row: int, window: int | None, step: StepI
 def _row_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, view: KvView
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q [n, Hq, d] over keys, values [Hkv, S, d]: (out [n, Hq, d], lse [n, Hq]); nothing seen gives 0, -inf."""
+    """Attention of q [n, Hq, d] over keys, values [Hkv, S, d]: (out [n, Hq, d], lse [n, Hq]). Without visible keys: 0 and -inf."""
     group = q.shape[1] // keys.shape[0]
-    q = _wide(q)
+    q = _upcast(q)
     keys, values = (tensor.to(q.dtype).repeat_interleave(group, 0) for tensor in (keys, values))
     scores = torch.einsum("nhd,hsd->hns", q, keys) * view.scale
     if view.softcap is not None:
@@ -127,10 +127,10 @@ def attention(
     step: StepInputs,
     lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Causal attention of each row's query tokens over the slots it holds; tokens of no row get 0 and -inf. The log-sum-exp
-    is always there."""
+    """Causal attention of each row's query tokens over the slots it holds. Tokens without a row get 0 and -inf. Always returns the
+    log-sum-exp."""
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], float("-inf"), dtype=_wide(q).dtype, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=_upcast(q).dtype, device=q.device)
     starts = step.q_start.tolist()
     for index, (row, length) in enumerate(zip(step.rows.tolist(), step.length.tolist(), strict=True)):
         query = slice(starts[index], starts[index + 1])
@@ -147,7 +147,7 @@ def attention(
 
 def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     """act(gate) * up of gate_up [T, 2 F]; kind is silu or gelu_tanh."""
-    gate, up = _wide(gate_up).chunk(2, dim=-1)
+    gate, up = _upcast(gate_up).chunk(2, dim=-1)
     act = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")
     return (act * up).to(gate_up.dtype)
 
@@ -157,7 +157,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, in], normed first where that is still to be done -> x packed^T + bias [T, out]."""
+    """x [T, in], after its norm if it is Normed -> x packed^T + bias [T, out]."""
     return F.linear(plain(x, rms_norm), packed, bias)
 
 
@@ -175,12 +175,12 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
 
 
 def quantize(x: torch.Tensor) -> Scaled:
-    """Each row of x [N, D] in e4m3 with its own scale; see Fp8Ops. The formula of weights and of activations."""
+    """Quantize each row of x [N, D] to e4m3 with its own scale; see Fp8Ops. Weights and activations use this formula."""
     x_f32 = x.float()
     amax = x_f32.abs().amax(-1).clamp(min=SMALLEST_AMAX)
-    # A tensor, because PyTorch divides by a number, or a number by a tensor, with one rounding more.
-    most = torch.full_like(amax, FP8_MAX)
-    return Scaled((x_f32 * (most / amax).unsqueeze(-1)).to(FP8), amax / most)
+    # A tensor, because PyTorch rounds once more when it divides by a Python number or divides one.
+    largest = torch.full_like(amax, FP8_MAX)
+    return Scaled((x_f32 * (largest / amax).unsqueeze(-1)).to(FP8), amax / largest)
 
 
 def fp8_activate(gate_up: torch.Tensor, kind: str) -> Scaled:
@@ -193,7 +193,7 @@ def fp8_pack(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
 
 
 def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """See Fp8Ops. The weights are widened at each use: this saves memory, not time."""
+    """See Fp8Ops. Weights are dequantized at each use, which saves memory, not time."""
     scaled = x if isinstance(x, Scaled) else quantize(plain(x, rms_norm))
     out = F.linear(scaled.values.float(), matrix.values.float())
     out = out * (scaled.scales.unsqueeze(-1) * matrix.scales)
@@ -216,7 +216,7 @@ FP8_REFERENCE = Fp8Ops(fp8_pack, fp8_linear, fp8_linear_add, fp8_linear_activate
 
 
 def fp8_weight_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """fp8_linear with x as it is: weights alone are in 8 bits."""
+    """fp8_linear with unquantized x: only weights are in 8 bits."""
     assert not isinstance(x, Scaled)
     out = F.linear(plain(x, rms_norm).float(), matrix.values.float()) * matrix.scales
     return (out if bias is None else out + bias.float()).to(dtype)
@@ -241,13 +241,13 @@ FP8_WEIGHT_REFERENCE = Fp8Ops(fp8_pack, fp8_weight_linear, fp8_weight_linear_add
 # --- integer linears --------------------------------------------------------------------------------------------------
 
 ROW_CODES = 32
-"""Rows of codes are padded to multiples of so many, which are whole bytes at any number of bits."""
-WIDENED = 1024
-"""Outputs whose weights the reference widens together."""
+"""Rows of codes are padded to multiples of this, which are complete bytes for any number of bits."""
+DEQUANTIZED = 1024
+"""Outputs whose weights the reference dequantizes together."""
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """codes uint8 [N, K], each below 2^bits -> uint8 [N, ceil(K / 32) * 4 * bits]: one run of bits a row, lowest first."""
+    """codes uint8 [N, K], each below 2^bits -> uint8 [N, ceil(K / 32) * 4 * bits]: a bit string per row, lowest bit first."""
     if pad := -codes.shape[1] % ROW_CODES:
         codes = F.pad(codes, (0, pad))
     if bits == 8:
@@ -258,7 +258,7 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, inputs: int) -> torch.Tensor:
-    """What pack_bits made -> codes uint8 [N, inputs]."""
+    """Inverse of pack_bits -> codes uint8 [N, inputs]."""
     if bits == 8:
         return packed[:, :inputs]
     each = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
@@ -271,12 +271,12 @@ def int_pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | No
 
 
 def int_unpack(matrix: IntMatrix) -> torch.Tensor:
-    """What int_pack was given: codes uint8 [out, in]."""
+    """Inverse of int_pack: codes uint8 [out, in]."""
     return unpack_bits(matrix.codes, matrix.bits, matrix.d_in)
 
 
-def int_plain(matrix: IntMatrix) -> torch.Tensor:
-    """The weights of what int_pack made, float32 [out, in]."""
+def int_dequantized(matrix: IntMatrix) -> torch.Tensor:
+    """The weights of an int_pack result, float32 [out, in]."""
     return dequantized(int_unpack(matrix), matrix.scales, matrix.zeros, matrix.bits, matrix.group)
 
 
@@ -290,11 +290,11 @@ def dequantized(
 
 
 def int_linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """See IntOps. Weights are widened at each use, some outputs at a time: this saves memory, not time."""
+    """See IntOps. Weights are dequantized at each use, some outputs at a time, which saves memory, not time."""
     source = plain(x, rms_norm)
     x_f32, parts = source.float(), []
-    for first in range(0, matrix.out, WIDENED):
-        rows = slice(first, first + WIDENED)
+    for first in range(0, matrix.out, DEQUANTIZED):
+        rows = slice(first, first + DEQUANTIZED)
         codes = unpack_bits(matrix.codes[rows], matrix.bits, matrix.d_in)
         zeros = None if matrix.zeros is None else matrix.zeros[rows]
         parts.append(x_f32 @ dequantized(codes, matrix.scales[rows], zeros, matrix.bits, matrix.group).t())
@@ -319,25 +319,26 @@ OUTLIER = 6.0
 
 
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
-    """x [T, D] as integers of -127..127 times a scale per token hold it: W8A8's inputs."""
+    """Round x [T, D] to integers of -127..127 times a scale per token, in x's dtype: the inputs of W8A8."""
     x_f32 = x.float()
     steps = x_f32.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127.0
     return ((x_f32 / steps).round() * steps).to(x.dtype)
 
 
 def round_inliers(x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """x [T, D] as LLM.int8() multiplies it: 0 where `empty`, bool [D]; inputs of OUTLIER and above as they are, the rest in 8 bits.
+    """Round x [T, D] as LLM.int8() does: 0 where `empty`, bool [D]; inputs of magnitude OUTLIER and above unchanged, others to 8
+    bits.
 
-    Which inputs are outliers each token decides for itself, where the paper takes a column for all tokens of a batch: so a
-    token's result depends on no other. The two products of the paper are one, because both take the same weights.
+    Each token has its own outliers, whereas the paper selects columns for all tokens of a batch. A token's result therefore does
+    not depend on other tokens. The two products of the paper are one, because both use the same weights.
     """
     x = x.masked_fill(empty, 0.0)
-    far = x.abs() >= OUTLIER
-    return torch.where(far, x, in_8_bits(x.masked_fill(far, 0.0)))
+    outlier = x.abs() >= OUTLIER
+    return torch.where(outlier, x, in_8_bits(x.masked_fill(outlier, 0.0)))
 
 
 def rounding_inputs(ops: IntOps) -> IntOps:
-    """MatmulOps.w8a8 where no kernel rounds inputs as it reads them."""
+    """MatmulOps.w8a8 for devices without a kernel that rounds inputs as it reads them."""
 
     def rounded(x: Plain) -> torch.Tensor:
         return in_8_bits(plain(x, rms_norm))

@@ -1,6 +1,6 @@
-"""State of the device's rows: gathers a step's query tokens from it and writes sampled tokens back.
+"""Per-row state on the device: gather a step's query tokens from it, and write sampled tokens back.
 
-This module is the PyTorch version. A GPU has one kernel for each function (ops.triton.rows).
+This module is the PyTorch version. ops.triton.rows has one kernel for each function.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 
 class Int(IntEnum):
-    """Columns of `ints`. The first four move with every step.
+    """Columns of `ints`. Every step changes the first four.
 
-    POSITION: tokens whose keys are written, so the position of the next query. LENGTH: slots in use; equal to POSITION
-    until a retention policy drops slots. KNOWN: tokens in the row. DONE: 1 once a stop or the limit was seen.
+    POSITION: tokens whose keys are written, which is also the position of the next query. LENGTH: slots in use; equal to POSITION
+    until a retention policy drops slots. KNOWN: tokens in the row. DONE: 1 once a stop token or the limit was reached.
     """
 
     POSITION = 0
@@ -47,8 +47,8 @@ MOVING = 4
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """tokens int32 [R, width]: all known tokens of each row. ints int32 [R, INTS]: columns as in Int. tables int32
-    [groups, R, P]: each row's pages of page_tokens slots, in slot order."""
+    """tokens int32 [R, width]: all known tokens of each row. ints int32 [R, INTS]: see Int. tables int32 [groups, R, P]: page
+    numbers of each row in slot order; a page has page_tokens slots."""
 
     tokens: torch.Tensor
     ints: torch.Tensor
@@ -58,9 +58,9 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How query tokens are spread over rows: n_query int32 [B]; row_of, place int32 [T], each token's row in the step and
-    number in that row. Tokens that are read again come before the row's next one: their places are below 0, and n_query
-    counts the others. shift int32 [T]: what a position is beyond its slot's, None for nothing."""
+    """Assignment of query tokens to rows. n_query int32 [B]: new query tokens per row. row_of, place int32 [T]: row index in the
+    step and number within the row of each token. Tokens that are recomputed precede the row's next token and have negative places;
+    n_query does not count them. shift int32 [T]: position minus the slot's position; None: zero."""
 
     n_query: torch.Tensor
     row_of: torch.Tensor
@@ -70,21 +70,21 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The drafts that device rows [S] verify. Of each row logits are wanted behind its last known token, node 0, and behind every
-    node of its draft: rows of logits that follow each other, the first of them at `first` int32 [S]. count int32 [S]: nodes but
-    for the root; wide: 1 + the most that a row may have; parent int64 [S, wide]: the node that each hangs on, which comes before
-    it, 0 for the root; None: chains."""
+    """Drafts that device rows [S] verify. The logits of a row belong to its last known token (node 0, the root) and to every node
+    of its draft. They are consecutive rows of logits, from index `first` int32 [S] on. count int32 [S]: nodes without the root.
+    columns: maximum nodes of a row, with the root. parent int64 [S, columns]: parent of each node, which precedes it; 0 for the
+    root; None: chains."""
 
     first: torch.Tensor
     count: torch.Tensor
-    wide: int
+    columns: int
     parent: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A step's query tokens: tokens, position int32 [T]; slots int64 [groups, T], where their keys go; length int32 [B],
-    slots each row holds with them."""
+    """Query tokens of a step. tokens, position: int32 [T]. slots int64 [groups, T]: slots of their keys. length int32 [B]: slots
+    that each row holds, including them."""
 
     tokens: torch.Tensor
     position: torch.Tensor
@@ -112,8 +112,8 @@ def gather(state: RowState, device_rows: torch.Tensor, spread: Spread | None) ->
 
 
 def ends(state: RowState, rows: torch.Tensor, place: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """What a token drawn for `place` of device rows [N] ends: int32 [N], 1 for a stop id, 2 for the limit, 3 for both, as
-    in core.plan.Flag."""
+    """Why tokens drawn for `place` of device rows [N] end a request: int32 [N], 1 stop token, 2 limit, 3 both; see
+    core.plan.Flag."""
     ints = state.ints.index_select(0, rows)
     known = place + 1
     stop = (drawn.unsqueeze(1) == ints[:, Int.STOP :]).any(dim=1)
@@ -128,8 +128,11 @@ def move(state: RowState, rows: torch.Tensor, count: torch.Tensor, flag: torch.T
 
 
 def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """Append one drawn token int32 [S] to each of the device rows int32 [S]. Rows that are done do not change. Only row 0 may
-    occur more than once. -> int32 [S, 3]: tokens gained, flag, token."""
+    """Append one drawn token int32 [S] to each of the device rows int32 [S]. Rows that are done do not change. Only row 0 may occur
+    more than once.
+
+    Returns: int32 [S, 3]: tokens gained, flag, token.
+    """
     place = state.ints.index_select(0, rows)[:, Int.KNOWN]
     live = 1 - state.ints.index_select(0, rows)[:, Int.DONE]
     flag = ends(state, rows, place, drawn) * live
@@ -140,8 +143,8 @@ def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.T
 
 
 def last(packed: torch.Tensor, path: torch.Tensor | None, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Select the hidden states [S, D] from which each row's last token was drawn. hidden [N, D]: of last known tokens and drafts.
-    packed int32 [S, 2 + ..], path int64 [S, wide]: of ops.verify; path None for chains. first: as in Drafted."""
+    """Select the hidden state [S, D] from which each row's last token was drawn. hidden [N, D]: of last known tokens and draft
+    nodes. packed int32 [S, 2 + ..], path int64 [S, columns]: results of ops.verify; path is None for chains. first: see Drafted."""
     node = (packed[:, 0] - 1).clamp(min=0).long()
     if path is not None:
         node = path.gather(1, node.unsqueeze(1)).squeeze(1)
@@ -153,13 +156,13 @@ Runs = Sequence[Sequence[torch.Tensor]]
 
 
 def keep(state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.Tensor, runs: Runs, depth: int) -> None:
-    """Move keys and values of kept draft nodes to the slots that those of a chain would have.
+    """Move keys and values of accepted draft nodes to the slots that they would have in a chain.
 
     Args:
-        state: of device rows int32 [S], which `verify` has moved on already.
-        packed, path: of ops.verify; packed[:, 0] is the tokens gained, the nodes kept and one more.
-        runs: the whole cache.
-        depth: of the deepest node that any of these drafts may have.
+        state: state of device rows int32 [S], after `verify` has updated it.
+        packed, path: results of ops.verify. packed[:, 0]: tokens gained, one more than the accepted nodes.
+        runs: the complete cache.
+        depth: depth of the deepest node in these drafts.
     """
     count = packed[:, 0]
     root = state.ints[:, Int.LENGTH].index_select(0, rows) - count

@@ -1,11 +1,12 @@
-"""Drawing tokens in plain PyTorch: Gumbel-max over tempered logits.
+"""Sampling in PyTorch: Gumbel-max over tempered logits.
 
-argmax(z / T + g) with independent standard Gumbel g samples softmax(z / T) (Gumbel 1954; Maddison et al. 2014, section
-2). With g = -log(E), E exponential, and multiplied by T, it is argmax(z - T log E): for T = 0 the plain argmax, so
-greedy rows and sampled rows are one formula and rows never influence each other.
+argmax(z / T + g) with independent standard Gumbel g samples softmax(z / T) (Gumbel 1954; Maddison et al. 2014, section 2). With
+g = -log(E), E exponential, multiplied by T, this is argmax(z - T log E). For T = 0 it is the argmax, so greedy and sampled rows use
+one formula and rows are independent.
 
-Noise belongs to a token, so the draw among some tokens is that among all where this is one of them, and otherwise lies above it:
-a kernel draws among all, looks whether that was allowed, and if not, draws again among those of larger logits.
+Noise belongs to a token. The draw among some tokens is the draw among all, if that is one of them; otherwise it has a larger logit.
+A kernel therefore draws among all tokens, checks whether the result is allowed, and if not, draws again among tokens of larger
+logits.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ridgeline.ops.rows import Int, Knob, RowState
 _IN_CACHE = 1 << 16
 """Logits per chunk on a CPU: the dozen passes over a chunk stay in its cache."""
 _SMALLEST = 1e-5
-"""Lowest temperature of the probabilities: lower ones overflow, and would draw the largest logit as well."""
+"""Lowest temperature of probabilities. Lower ones would overflow, and draw the largest logit as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What rows may draw: top_k int32 [N] (below 1: all), top_p float32 [N] (1: all), min_p float32 [N] (0: all)."""
+    """Limits of rows: top_k int32 [N] (below 1: all), top_p float32 [N] (1: all), min_p float32 [N] (0: all)."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -55,9 +56,15 @@ def sample(
     purpose: Purpose = Purpose.TOKEN,
     limits: Limits | None = None,
 ) -> torch.Tensor:
-    """logits [N, V] of any float type, -inf where a token is not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
-    (noise.row_key); position int32 [N], place in the request of the token to be drawn; limits: what may be drawn, None: all
-    -> tokens int32 [N]."""
+    """Draw tokens int32 [N].
+
+    Args:
+        logits: [N, V] of any float dtype, -inf where a token is masked.
+        temperature: float32 [N]; 0 is greedy.
+        key: int32 [N, 2], see noise.row_key.
+        position: int32 [N], place in the request of the token to be drawn.
+        limits: None: all tokens are allowed.
+    """
     if logits.device.type == "cpu" and not temperature.any():
         return greedy(logits)
     keys = draw_key(key, position, purpose)
@@ -87,8 +94,8 @@ def draw_with(sample: Callable[..., torch.Tensor]) -> DrawRows:
 
         Args:
             knobs: float32 [R, KNOBS], columns as in Knob.
-            logits: [N, V], behind the rows' last known tokens and their drafts.
-            depth: int32 [N], the drawn token's place behind the first unknown one; None: 0.
+            logits: [N, V], after the rows' last known tokens and draft nodes.
+            depth: int32 [N], offset of the drawn token from the first unknown one; None: 0.
         """
         ints, row_knobs = state.ints.index_select(0, rows), knobs.index_select(0, rows)
         temperature, top_p, min_p = (row_knobs[:, knob] for knob in (Knob.TEMPERATURE, Knob.TOP_P, Knob.MIN_P))
@@ -103,9 +110,9 @@ draw = draw_with(sample)
 
 
 def within(logits: torch.Tensor, temperature: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """logits [N, V] with -inf for what `limits` drop: all but the top_k largest, then all but the fewest that have top_p of the
-    chances of those (Holtzman et al. 2020), then what is less than min_p times as likely as the likeliest (Nguyen et al. 2024).
-    Tokens as probable as the last kept one are kept too."""
+    """logits [N, V] with -inf for tokens that `limits` exclude: all but the top_k largest; then all but the smallest set with top_p
+    of the probability of those (Holtzman et al. 2020); then tokens less than min_p times as likely as the likeliest (Nguyen et al.
+    2024). Ties with the last kept token are kept."""
     vocab = logits.shape[1]
     few = (limits.top_k > 0) & (limits.top_k < vocab)
     if logits.device.type == "cpu":  # a CPU finds the rows with limits without a synchronization

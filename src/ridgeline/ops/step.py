@@ -1,6 +1,6 @@
-"""Inputs of every layer and operation in a step: the positions of tokens and the places of their keys and values.
+"""Inputs of every layer and operation in a step: positions of tokens, and places of their keys and values.
 
-Shapes: T query tokens of B scheduled rows, R device rows, P pages a row's table holds. All tensors on the device.
+Shapes: T query tokens of B scheduled rows, R device rows, P pages in a row's table. All tensors are on the device.
 """
 
 from __future__ import annotations
@@ -47,20 +47,17 @@ class KvView:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's device data. Row i of the step owns query tokens q_start[i] .. q_start[i + 1] - 1.
+    """Device data of a step. Row i of the step owns query tokens q_start[i] .. q_start[i + 1] - 1.
 
-    rows: int32 [B], device row of each scheduled row. q_start: int32 [B + 1]. length: int32 [B], slots the row holds
-    with this step's keys written. position: int32 [T], sequence position of each query token. row_of: int32 [T], index into
-    rows of each query token. ancestors: int64 [T] for draft trees: bit j says that the token sees the j-th query token
-    of its own row (None: plain causal order). Bits only narrow the causal order of slots, a token always sees itself,
-    and tokens from the 64th on follow plain causal order, so all bits set (-1) is a row without a tree. max_query,
-    max_length: host-side upper bounds over the step's rows.
-    decode: every row has exactly one query token (T == B), known to the host; a shape, not a phase.
-    Key positions equal slots here; a retention policy that compacts slots brings its own positions in key_positions,
-    int32 [R, slots] (None: position == slot).
-    selected: int32 [W], the query tokens that run through the linears after the last attention (None: all, in order).
-    derived: cache of tensors that an operation computed from this step's tensors and later layers reuse (gather indices,
-    masks). Keys name the operation and the tensors used. After a change of the tensors in place, make a new StepInputs.
+    rows: int32 [B], device row of each scheduled row. q_start: int32 [B + 1]. length: int32 [B], slots the row holds with this
+    step's keys written. position: int32 [T], sequence position of each query token. row_of: int32 [T], index into rows of each
+    query token. max_query, max_length: host-side upper bounds over the step's rows. ancestors: int64 [T] for draft trees: bit j is
+    set if the token sees the j-th query token of its own row (None: plain causal order). Bits only restrict the causal order of
+    slots. A token always sees itself, and tokens from the 64th on follow plain causal order, so -1 (all bits set) is a row without
+    a tree. key_positions: int32 [R, slots], positions of keys if a retention policy compacts slots (None: position == slot).
+    selected: int32 [W], the query tokens that run through the linears after the last attention (None: all, in order). derived:
+    cache of tensors that an operation computed from this step's tensors and that later layers reuse (gather indices, masks). Keys
+    name the operation and the tensors used. After an in-place change of the tensors, make a new StepInputs.
     """
 
     rows: torch.Tensor
@@ -77,6 +74,7 @@ class StepInputs:
 
     @property
     def decode(self) -> bool:
+        """Whether every row has exactly one query token (T == B). The host knows it; it is a shape, not a phase."""
         return self.max_query == 1
 
     def select(self, tokens: torch.Tensor) -> StepInputs:

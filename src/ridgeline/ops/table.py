@@ -1,4 +1,4 @@
-"""The interface between a decoder and a device's operations: a table that `choose` picks at start-up.
+"""The interface between a decoder and a device's operations: a table that `choose` selects at start-up.
 
 Every operation exists on every device. Where a device has no kernel, its table holds the reference or a default.
 Shapes: T query tokens, D = d_model. x has the model's dtype.
@@ -17,8 +17,8 @@ from ridgeline.ops import rows
 from ridgeline.ops.capture import Capture, Uncaptured
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.sample import DrawRows, Limits
-from ridgeline.ops.sample import draw as draw_plainly
-from ridgeline.ops.sample import sample as sample_plainly
+from ridgeline.ops.sample import draw as torch_draw
+from ridgeline.ops.sample import sample as torch_sample
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.verify import verify
 
@@ -81,14 +81,13 @@ def plain(x: Plain, rms_norm: RmsNorm) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class IntMatrix:
-    """The weights of a linear in integers of `bits` bits, a scale per group of inputs; the last group may be shorter.
+    """Integer weights of a linear: codes of `bits` bits with a scale per group of inputs. The last group may be shorter.
 
-    weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], g = k // group; group >= d_in: one scale per output channel.
+    weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], g = k // group. group >= d_in: one scale per output channel.
 
-    codes: uint8, as IntOps.pack laid them out, out * ceil(d_in / 32) * 4 * bits bytes (outputs may be padded beyond that).
-    scales: float16 [out, groups], in the order the device wants, of either sign. float16 holds published scales of both half
-    types.
-    zeros: uint8 [out, groups] in the same order, or None: 2^(bits - 1) everywhere.
+    codes: uint8 in the layout of IntOps.pack, out * ceil(d_in / 32) * 4 * bits bytes (memory after them may pad the outputs).
+    scales: float16 [out, groups] in the device's memory order, of either sign. Published scales of both 16-bit dtypes fit float16.
+    zeros: uint8 [out, groups] in the same order. None: 2^(bits - 1) everywhere.
     """
 
     codes: torch.Tensor
@@ -102,8 +101,7 @@ class IntMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A loaded linear: packed as PlainOps.pack made it of floating-point numbers, in integers, or in 8 bits with its inputs in 8
-    bits too; bias [out] or None."""
+    """A loaded linear. packed: floating point in the layout of PlainOps.pack, integers, or e4m3. bias: [out] or None."""
 
     packed: torch.Tensor | IntMatrix | Fp8Matrix
     bias: torch.Tensor | None
@@ -111,10 +109,10 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """A loaded decoder layer on one device, pre-norm, without post norms, its linears as Matrix says:
+    """A loaded pre-norm decoder layer on one device, without post norms.
 
-    stream += out(attention(qkv(norm(stream)))); stream += down(act(gate) * up), (gate, up) = gate_up(norm(stream)). All its
-    norms have the eps and offset of `shape`.
+    stream += out(attention(qkv(norm(stream)))); stream += down(act(gate) * up) with (gate, up) = gate_up(norm(stream)). All norms
+    have the eps and offset of `shape`.
     """
 
     attention_norm: torch.Tensor
@@ -142,7 +140,7 @@ def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
     return torch.tanh(logits.float() / cap) * cap
 
 
-def one_by_one(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
+def layer_by_layer(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
     """Run the layers with one operation after the other. Default of Programs.layers."""
     return run
 
@@ -164,11 +162,10 @@ class Fp8Matrix:
 class PlainOps:
     """Linears in floating point.
 
-    pack(weight [out, in]) -> opaque packed weight.
-    linear(x [T, in], packed, bias) -> [T, out]. x may be Normed: a kernel that norms as it reads keeps float32 where the plain
-        norm rounds to x's dtype.
-    linear_add(x, packed, bias, stream [T, out]) -> stream + linear(x): the end of a block. May overwrite the stream with the
-        result.
+    pack(weight [out, in]) -> packed weight in the device's layout.
+    linear(x [T, in], packed, bias) -> [T, out]. x may be Normed. A kernel that fuses the norm keeps it in float32, whereas the
+        separate norm rounds to x's dtype.
+    linear_add(x, packed, bias, stream [T, out]) -> stream + linear(x). May overwrite the stream with the result.
     linear_activate(x, packed, bias, kind) -> [T, F] = activate(linear(x), kind), packed from a merged [2 F, in].
     """
 
@@ -180,16 +177,16 @@ class PlainOps:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Ops:
-    """Linears with weights in e4m3.
+    """Linears with e4m3 weights.
 
-    A token's values are x * (448 / amax), rounded to the nearest, ties to even; its scale is amax / 448 (448: the largest e4m3,
-    Micikevicius et al. 2022). x is the plain operation's result in the model's dtype, amax its largest magnitude.
+    A token's values are x * (448 / amax), rounded to nearest, ties to even; its scale is amax / 448 (448: the largest e4m3,
+    Micikevicius et al. 2022). x is the unquantized operation's result in the model's dtype, amax its largest magnitude.
     pack(values, scales) -> Fp8Matrix over the same memory.
     linear(x, matrix, bias, dtype) -> [T, out] in dtype: products and sums of the 8-bit values in float32, times both scales,
-        plus bias, rounded once. An x that is not quantized is quantized first, after its norm where x is Normed.
-    linear_add(x, matrix, bias, stream) -> stream + linear, in the stream's dtype; its memory may hold the result.
-    linear_activate(x, matrix, bias, dtype, kind) -> activate(linear(x, matrix, bias, dtype), kind), of a merged gate and up,
-        quantized or left to the next product; within one kernel linear's results keep float32.
+        plus bias, rounded once. An unquantized x is quantized first, after its norm if it is Normed.
+    linear_add(x, matrix, bias, stream) -> stream + linear, in the stream's dtype. May overwrite the stream with the result.
+    linear_activate(x, matrix, bias, dtype, kind) -> activate(linear(x, matrix, bias, dtype), kind) of a merged gate and up, either
+        quantized or left to the next product to quantize. A fused kernel keeps the result of `linear` in float32.
     """
 
     pack: Callable[[torch.Tensor, torch.Tensor], Fp8Matrix]
@@ -203,7 +200,7 @@ class IntOps:
     """Linears with integer weights.
 
     pack(codes uint8 [out, in], scales float32 [out, groups], zeros uint8 [out, groups] or None, bits, group) -> IntMatrix;
-        bits 3, 4 or 8; group a multiple of 32, or at least `in`. Scales are numbers that float16 holds.
+        bits 3, 4 or 8; group a multiple of 32, or at least `in`. float16 must represent the scales exactly.
     linear(x [T, in], matrix, bias) -> [T, out] in x's dtype: products with the dequantized weights, sums in float32, plus
         bias, rounded once. x may be Normed, as in PlainOps.
     linear_add, linear_activate: as in PlainOps.
@@ -219,11 +216,11 @@ class IntOps:
 class MatmulOps:
     """Linears by the number format of their weights.
 
-    plain: floating point. fp8: weights and inputs in e4m3. fp8_weight: weights alone. integer: weights alone. w8a8: integer
-    weights of 8 bits and one scale per output; inputs rounded to 8 bits with a scale per token (reference.in_8_bits).
-    round_inliers(x [T, D], empty bool [D]) -> [T, D]: the inputs of LLM.int8()'s integers: 0 where `empty`, outliers as they
-        are, the rest rounded to 8 bits (reference.round_inliers).
-    without_kernel: fields that the reference serves on this device.
+    plain: floating point. fp8: weights and inputs in e4m3. fp8_weight: weights only. integer: weights only. w8a8: 8-bit integer
+    weights with one scale per output; inputs rounded to 8 bits with a scale per token (reference.in_8_bits).
+    round_inliers(x [T, D], empty bool [D]) -> [T, D]: inputs of LLM.int8(): 0 where `empty`, outliers unchanged, others rounded to
+        8 bits (reference.round_inliers).
+    without_kernel: fields that use the reference on this device.
     """
 
     plain: PlainOps
@@ -235,7 +232,7 @@ class MatmulOps:
     without_kernel: frozenset[str] = frozenset()
 
     def has_kernel(self, quantization: str) -> bool:
-        """Whether kernels of the device, not the reference, multiply linears of this number format (--quantization)."""
+        """Whether the device has kernels, not only the reference, for linears of this number format (--quantization)."""
         return {"fp8": "fp8", "fp8-weight": "fp8_weight"}.get(quantization, "integer") not in self.without_kernel
 
 
@@ -245,8 +242,8 @@ Views = Callable[[torch.Tensor], Sequence[KvView]]
 
 @dataclass(frozen=True, slots=True)
 class ChainParts:
-    """A loaded draft model. embedding [V, D], multiplied by scale; norm [D], the final one; head: packed, of N tokens;
-    ids int32 [N], which ones they are (None: all, in their order)."""
+    """A loaded draft model. embedding [V, D], multiplied by scale. norm [D]: the final norm. head: packed, N tokens. ids int32 [N]:
+    token ids of the head's outputs; None: all tokens in order."""
 
     layers: Sequence[LayerParts]
     embedding: torch.Tensor
@@ -260,21 +257,21 @@ class ChainParts:
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """Tokens at the end of rows, all int32: q_start [S + 1], row_of [T], place [T], from 0 for a row's last token downwards;
-    n_query [S]: ones, since they end at the next query token. most: of a row."""
+    """Last tokens of rows that are run together, all int32: q_start [S + 1], row_of [T], place [T]: 0 for a row's last token and
+    negative before it. n_query [S]: ones, since they end at the next query token. max_tokens: maximum tokens of a row."""
 
     n_query: torch.Tensor
     q_start: torch.Tensor
     row_of: torch.Tensor
     place: torch.Tensor
-    most: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChainStart:
-    """Where a chain begins. state: its ints move along the draft, and what is drafted is written behind what rows know. rows
-    int32 [S]; temperature float32 [S]; last: what is read before the first token is drafted; count: tokens to draft; longest:
-    most slots any row can hold; greedy: no row samples."""
+    """Start of a chain. state: its ints advance with the draft; drafted tokens are written after the rows' known tokens. rows int32
+    [S]; temperature float32 [S]. last: tokens that are run before the first one is drafted. count: tokens to draft. longest:
+    maximum slots of any row. greedy: no row samples."""
 
     state: rows.RowState
     rows: torch.Tensor
@@ -296,23 +293,25 @@ def chain_by_tokens(parts: ChainParts, otherwise: RunChain) -> RunChain:
 
 @dataclass(frozen=True, slots=True)
 class DraftCut:
-    """How many nodes of a draft are verified: those whose expected tokens exceed their cost."""
+    """Rule for the number of draft nodes to verify: those whose expected tokens exceed their cost."""
 
     node_cost: float
     """Cost of verifying one node of one row, in tokens that the row gains meanwhile by plain decoding."""
     min_chance: float
     """A further level is drafted if some node of the last level is kept with more than this probability."""
     sizes: tuple[int, ...]
-    """Numbers of nodes that may be verified, beside 0 and all. Each size is a step shape of its own."""
+    """Node counts that may be verified, in addition to 0 and all. Each is a separate step shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentParts:
-    """A recurrent draft, loaded. embedding [V, D]; matrices mix [D, D], query [H d, D], out [D, H d], gate_up
-    [2 F, D], down [D, F], head [N, D], as reference.int_pack lays them out; norms query_norm, inner_norm and norm float32 [D];
-    cos_sin: of its queries, as in QkvShape; ids int32 [N]: the tokens that the head is for. parents, ranks int32 [M]: of the nodes
-    of its largest draft tree, parents before children, -1 for the last known token; a node is the child of that rank, 0 the
-    likeliest. cut: of its drafts."""
+    """A loaded recurrent draft model.
+
+    embedding [V, D]. matrices in the layout of reference.int_pack: mix [D, D], query [H d, D], out [D, H d], gate_up [2 F, D], down
+    [D, F], head [N, D]. norms float32 [D]: query_norm, inner_norm, norm. cos_sin: of its queries, see QkvShape. ids int32 [N]:
+    token ids of the head's outputs. parents, ranks int32 [M]: nodes of its largest draft tree, parents before children. parents: -1
+    for the last known token. ranks: a node's rank among its parent's candidates, 0 for the likeliest. cut: see DraftCut.
+    """
 
     embedding: torch.Tensor
     matrices: Mapping[str, IntMatrix]
@@ -329,10 +328,10 @@ class RecurrentParts:
 
 
 RunRecurrent = Callable[[Any, int, Views], torch.Tensor | None]
-"""Draft with a recurrent draft in one call.
+"""Draft with a recurrent draft model in one call.
 
-Args: the rows that have drawn (speculation.device.DraftRows); the largest number of nodes; views of the layer that it attends to.
-Returns: int32 [S], the number of leading nodes that are worth verifying; the nodes behind them may hold anything. None: all nodes.
+Args: rows that have drawn (speculation.device.DraftRows); maximum number of nodes; views of the layer that it attends to.
+Returns: int32 [S], number of leading nodes worth verifying. Nodes after them are undefined. None: all nodes.
 """
 
 
@@ -352,7 +351,7 @@ class Programs:
     prunes_drafts: the kernel of `recurrent` returns how many of its nodes are worth verifying.
     """
 
-    layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = one_by_one
+    layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = layer_by_layer
     chain: Callable[[ChainParts, RunChain], RunChain] = chain_by_tokens
     recurrent: Callable[[RecurrentParts, Callable[[], RunRecurrent]], RunRecurrent] = recurrent_by_nodes
     prunes_drafts: bool = False
@@ -378,10 +377,10 @@ class AttentionOps:
     qkv_write(qkv [T, (Hq + 2 Hkv) * d], shape, view, step) -> (q [T, Hq, d], k [T, Hkv, d], v [T, Hkv, d]): per-head norms,
         rotary embedding at step.position, keys and values written into view at view.slots.
     attend(q, k, v, view, step) -> (out [T, Hq, d], lse float32 [T, Hq] or None): causal attention of each row's query
-        tokens over all slots the row holds (this step's keys are in the cache already; k, v are the fresh ones, for
-        kernels that prefer them contiguous). With lse_needed, the sixth argument, lse is log(sum(exp(score))) over the keys that
-        a token sees, scores scaled and capped; ops.merge combines parts of the keys by it. A token that sees no key gets out 0
-        and lse -inf. Without lse_needed lse may be None, and out and lse of tokens of no row are undefined.
+        tokens over all slots of the row. The cache contains this step's keys already; k, v hold them contiguously for kernels that
+        prefer it. With lse_needed, the sixth argument, lse is log(sum(exp(score))) over the keys that a token sees, with scaled and
+        capped scores; ops.merge combines parts of the keys with it. A token that sees no key gets out 0 and lse -inf. Without
+        lse_needed lse may be None, and out and lse of tokens without a row are undefined.
     kv_formats: names in KV_FORMATS, beside the model's dtype, that qkv_write writes and that attend, SamplerOps.keep and all
         programs of whole layers read (KvView.format).
     """
@@ -439,13 +438,14 @@ class SamplerOps:
     """Operations on the device's rows around a forward pass: gather query tokens, draw, verify drafts, append tokens.
 
     gather, advance, last, to_host, keep: see ops.rows. verify: see ops.verify.
-    sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample; the
-        same tokens on every device, unless a sum of probabilities is within its rounding error of top_p.
-    draw: see ops.sample.draw_with; as `sample`, with the rows' own noise and limits.
+    sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample. All
+    devices
+        draw the same tokens, unless a sum of probabilities is within its rounding error of top_p.
+    draw: see ops.sample.draw_with; `sample` with the rows' noise and limits.
     """
 
-    sample: Sample = sample_plainly
-    draw: DrawRows = draw_plainly
+    sample: Sample = torch_sample
+    draw: DrawRows = torch_draw
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     verify: Callable[

@@ -1,18 +1,17 @@
-"""The acceptance rule: how many drafts of a step are kept. Pure functions.
+"""Acceptance of drafts: how many drafts of a step are kept. Pure functions.
 
-A deterministic drafter proposes token d with probability 1. The rule of Leviathan et al. (2023, section 2.3) and Chen
-et al. (2023, algorithm 2) then keeps d with probability min(1, p(d) / 1) = p(d), and after a refusal draws from p with d
-removed, renormalized. Drawing y from p once, keeping d if y = d and returning y otherwise, is the same law in one draw:
-P(y = d) = p(d), and y given y != d is p without d. It also makes speculation exact: the draw is the one that plain
-decoding would have made at that position (decoding.noise), so tokens are equal, not only their distribution. For greedy
-rows it is the exact match.
+A deterministic drafter proposes token d with probability 1. The rule of Leviathan et al. (2023, section 2.3) and Chen et al. (2023,
+algorithm 2) then keeps d with probability min(1, p(d) / 1) = p(d), and after a rejection draws from p without d, renormalized.
+Drawing y from p once, keeping d if y = d and returning y otherwise, has the same distribution: P(y = d) = p(d), and y given y != d
+follows p without d. It also makes speculation exact: the draw is the one that decoding without speculation makes at that position
+(ops.noise), so tokens are equal, not only their distribution. For greedy rows it is the exact match.
 
-A drafter that samples draws its token with that same noise: given the noise its proposal is a fixed token, and the rule is
-the one above. Draft and target then agree wherever their perturbed logits have the same largest entry.
+A drafter that samples uses the same noise: given the noise its proposal is a fixed token, and the rule is the one above. Draft and
+target then agree wherever their perturbed logits have the same largest entry.
 
-In a tree the target draws once behind every node, all nodes of one depth with the noise of their common position. From the
-root the walk goes to the child that equals the draw; siblings differ, so the path is the only one, and its tokens are again
-those that plain decoding would have drawn.
+In a tree the target draws once after every node, with the noise of the node's position, which nodes of one depth share. From the
+root the path continues at the child that equals the draw. Siblings differ, so the path is unique, and its tokens are again those of
+decoding without speculation.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from ridgeline.ops.rows import Drafted, Int, RowState, ends, move
 
 
 def accept(drawn: torch.Tensor, drafts: torch.Tensor, n_draft: torch.Tensor) -> torch.Tensor:
-    """Drafts of chains kept per row, int32 [S]: the longest prefix of drafts that equals what was drawn.
+    """Accepted drafts of chains per row, int32 [S]: the longest prefix of drafts that equals the drawn tokens.
 
     drawn: int32 [S, K + 1], a token drawn from the target after each of 0 .. K drafts. drafts: int32 [S, K]. n_draft:
-    int32 [S], how many drafts the row really has. The row gains drawn[:, : accepted + 1].
+    int32 [S], number of drafts of the row. The row gains drawn[:, : accepted + 1].
     """
     place = torch.arange(drafts.shape[1], device=drafts.device, dtype=torch.int32)
     right = (drawn[:, :-1] == drafts) & (place < n_draft.unsqueeze(1))
@@ -36,18 +35,18 @@ def accept(drawn: torch.Tensor, drafts: torch.Tensor, n_draft: torch.Tensor) -> 
 def accept_path(
     drawn: torch.Tensor, drafts: torch.Tensor, n_draft: torch.Tensor, parent: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drafts of trees kept per row, int32 [S], and the path to them, int64 [S, K + 1]: its nodes from the root on, where node
-    0 is the last known token and node i the i-th draft. Entries beyond the path are undefined.
+    """Accepted drafts of trees per row, int32 [S], and the path to them, int64 [S, K + 1]: its nodes from the root on. Node 0 is
+    the last known token and node i the i-th draft. Entries after the path are undefined.
 
-    drawn: int32 [S, K + 1], the draw behind each node. drafts: int32 [S, K]. n_draft: int32 [S]. parent: int64 [S, K + 1],
-    the node that each node hangs on, before it; 0 for the root. The row gains drawn at path[:, : accepted + 1].
+    drawn: int32 [S, K + 1], the draw after each node. drafts: int32 [S, K]. n_draft: int32 [S]. parent: int64 [S, K + 1], parent of
+    each node, which precedes it; 0 for the root. The row gains drawn at path[:, : accepted + 1].
     """
     nodes = parent.shape[1]
     place = torch.arange(nodes, device=drafts.device, dtype=torch.int32)
     right = torch.ones(parent.shape, dtype=torch.bool, device=drafts.device)
     right[:, 1:] = drawn.gather(1, parent)[:, 1:] == drafts
     right &= place <= n_draft.unsqueeze(1)
-    # A node is on the path if all its ancestors are right. Each round doubles the number of ancestors covered.
+    # A node is on the path if it and all its ancestors match. Each round doubles the number of ancestors covered.
     above = parent
     for _ in range((nodes - 1).bit_length()):
         right = right & right.gather(1, above)
@@ -74,18 +73,18 @@ def verify(
     """Verify the drafts of device rows int32 [S] and append the tokens drawn along the accepted path. Rows that are done do not
     change. drawn int32 [N]: one token for each row of logits that `drafted` describes.
 
-    -> int32 [S, 2 + wide]: tokens gained, flag, those tokens. For trees int32 [S, 2 + 3 wide]: also the token drawn behind each
-    node, and the path. The path is also the second result, int64 [S, wide]; None for chains. Entries beyond a row's tokens are
-    undefined.
+    Returns: int32 [S, 2 + columns]: tokens gained, flag, those tokens. For trees int32 [S, 2 + 3 columns]: also the token drawn
+    after each node, and the path. The path is also the second result, int64 [S, columns]; None for chains. Entries after a row's
+    tokens are undefined.
     """
-    wide, n_draft, parent = drafted.wide, drafted.count, drafted.parent
-    node = torch.arange(wide, dtype=torch.int32, device=rows.device)
+    columns, n_draft, parent = drafted.columns, drafted.count, drafted.parent
+    node = torch.arange(columns, dtype=torch.int32, device=rows.device)
     drawn = drawn[drafted.first.unsqueeze(1) + torch.minimum(node, n_draft.unsqueeze(1))]
     ints, row_index = state.ints.index_select(0, rows), rows.unsqueeze(1)
     place = ints[:, Int.KNOWN].unsqueeze(1) + node
     at = (row_index * state.tokens.shape[1] + place).long().flatten()
     # Read the drafts before the drawn tokens overwrite them: both use the same places.
-    drafts = state.tokens.view(-1).index_select(0, at).view(-1, wide)[:, :-1]
+    drafts = state.tokens.view(-1).index_select(0, at).view(-1, columns)[:, :-1]
     tokens, path = drawn, None
     if parent is None:
         accepted = accept(drawn, drafts, n_draft)
@@ -93,7 +92,7 @@ def verify(
         accepted, path = accept_path(drawn, drafts, n_draft, parent)
         tokens = drawn.gather(1, path)
     live = 1 - ints[:, Int.DONE]
-    flags = ends(state, row_index.expand(-1, wide).flatten(), place.flatten(), tokens.flatten()).view(-1, wide)
+    flags = ends(state, row_index.expand(-1, columns).flatten(), place.flatten(), tokens.flatten()).view(-1, columns)
     count = until_end(flags > 0, accepted).mul_(live)
     flag = flags.gather(1, (count - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1) * live
     state.tokens.view(-1).index_copy_(0, at, tokens.flatten())

@@ -90,7 +90,9 @@ class DraftModel(DeviceDrafter):
         """Read the last tokens of each row. Returns the hidden states of the last one, [S, d_model]."""
         rows, last = start.rows, start.last
         gathered = self._ops.sampler.gather(start.state, rows, Spread(last.n_query, last.row_of, last.place))
-        step = StepInputs(rows, last.q_start, gathered.length, gathered.position, last.row_of, last.most, start.longest)
+        step = StepInputs(
+            rows, last.q_start, gathered.length, gathered.position, last.row_of, last.max_tokens, start.longest
+        )
         hidden = self._decoder.forward(gathered.tokens, views(gathered.slots), step)
         return hidden[_UNREAD - 1 :: _UNREAD].contiguous()
 

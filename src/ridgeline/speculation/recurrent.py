@@ -28,7 +28,7 @@ from torch import Tensor
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
-from ridgeline.ops.reference import int_plain, rotate
+from ridgeline.ops.reference import int_dequantized, rotate
 from ridgeline.ops.rows import Int
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import DraftCut, IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
@@ -65,7 +65,7 @@ class RecurrentWeights:
 
     def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The dequantized matrix `name`, [out, in]."""
-        return int_plain(self.matrices[name]).to(device, dtype)
+        return int_dequantized(self.matrices[name]).to(device, dtype)
 
 
 def load_recurrent(folder: Path, spec: ModelSpec) -> RecurrentWeights:

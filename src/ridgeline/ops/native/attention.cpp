@@ -1,4 +1,4 @@
-// Attention as the library offers it.
+// Exported attention functions.
 
 #include "attention.h"
 

@@ -1,7 +1,7 @@
-// Attention of ragged rows over a paged cache, keys and values read where they lie.
+// Attention of ragged rows over a paged cache. Keys and values are read in place.
 //
-// Work is cut into items: a block of packed queries of one row and KV head over a range of its slots. Few queries over
-// many keys are split along the keys and merged by their maxima (flash decoding, Dao et al. 2023).
+// Work is divided into items: a block of packed queries of one row and KV head over a range of its slots. Few queries over many
+// keys are split along the keys, and partial results are combined (Flash-Decoding, Dao et al. 2023).
 
 #pragma once
 
@@ -12,31 +12,31 @@
 
 namespace ridgeline {
 
-constexpr index WORK_PER_THREAD = 48;  // 16 queries times one key each
+constexpr index WORK_PER_THREAD = 48;  // products of 16 queries with a key
 constexpr index SPLIT_KEYS = 64;
 
-// Unfinished: sums of values are relative to 2^top.
+// Partial sums of values, relative to 2^top.
 struct Partial {
     alignas(64) float top[LANES];
     float total[LANES];
     float sums[LANES * MAX_DIM];
 };
 
-// Whether tiles can be loaded straight from the pages.
+// Whether tiles can be loaded directly from the pages.
 template <class T> bool fits_tiles(const View& v) {
     if constexpr (sizeof(T) != 2) return false;
-    // A product of tiles adds 32 keys at once: a fixed order needs them to be the same 32 wherever a window begins.
+    // A tile product adds 32 keys at once. A fixed order requires the same 32 keys wherever a window begins.
     const bool even = !v.fixed || v.window < 0 || v.page_tokens % 32 == 0;
     return tiles_allowed && v.dim % 32 == 0 && v.page_tokens % LANES == 0 && even;
 }
 
-// Where packed query i of an item lies among [tokens, heads].
+// Index of packed query i of an item among [tokens, heads].
 template <class T> index place_of(const Call<T>& c, const Row& row, const Item& item, index i) {
     const index at = item.first + i, group = c.group();
     return (row.first_token + at / group) * c.heads + item.kv_head * group + at % group;
 }
 
-// Natural logarithm of the sum of exp(score): total is the sum of 2^score relative to 2^top.
+// Natural logarithm of the sum of exp(score). total: the sum of 2^score relative to 2^top.
 inline float log_sum(float top, float total) { return total > 0.0f ? top / LOG2E + std::log(total) : -INFINITY; }
 
 template <class T> void put(const Call<T>& c, const Row& row, const Item& item, Work<T>& w, Partial* partials) {
@@ -65,7 +65,7 @@ template <class T> void put(const Call<T>& c, const Row& row, const Item& item, 
         c.lse[place_of(c, row, item, i)] = log_sum(w.top[i / LANES][i % LANES], w.total[i / LANES][i % LANES]);
 }
 
-// Its first chunk is foreseen. next: the item behind it, null for none.
+// Compute an item, whose first chunk was prefetched. next: the item after it, null for none.
 template <class T> void compute(const Call<T>& c, const Item& item, const Item* next, Work<T>& w, Partial* partials) {
     const View& v = c.view;
     const Row row(v, item.row);
@@ -79,7 +79,7 @@ template <class T> void compute(const Call<T>& c, const Item& item, const Item* 
         store(w.total[tile], zeros());
     }
     std::memset(w.sums, 0, tiles * LANES * v.dim * sizeof(float));
-    // Rows of tiles without a query: their sums are never read, but no product should run over what memory held before.
+    // Tile rows without a query: their sums are never read, but they are zeroed so that products do not process undefined memory.
     if (by_tiles && item.count <= FEW) std::memset(w.weights, 0, CHUNK * LANES * sizeof(T));
     const bool few = sizeof(T) == 2 && !by_tiles && !v.fixed && item.count <= SOME_VECTORS;
     if (few) {
@@ -115,7 +115,7 @@ template <class T> void compute(const Call<T>& c, const Item& item, const Item* 
     put(c, row, item, w, partials);
 }
 
-// Merge the partial sums of items[0 .. n - 1], which differ in their keys only.
+// Combine the partial sums of items[0 .. n - 1], which differ only in their keys.
 template <class T> void merge(const Call<T>& c, const Item* items, index n, const Partial* partials) {
     const Item& item = items[0];
     const Row row(c.view, item.row);
@@ -142,7 +142,7 @@ template <class T> void merge(const Call<T>& c, const Item* items, index n, cons
     }
 }
 
-// Tokens that no row runs get 0 and -inf.
+// Tokens without a row get 0 and -inf.
 template <class T> void clear_idle(const Call<T>& c) {
     const View& v = c.view;
     const index width = c.heads * v.dim, owned = v.q_start[v.n_rows];
@@ -157,7 +157,7 @@ template <class T> void clear_idle(const Call<T>& c) {
     clear(owned, v.n_tokens - owned);
 }
 
-// Blocks of packed queries of every row and KV head, whole.
+// Blocks of packed queries of every row and KV head, over all of their keys.
 template <class T> std::vector<Item> whole_items(const View& v, index heads) {
     const bool by_tiles = fits_tiles<T>(v);
     const index group = heads / v.kv_heads, most = LANES * (by_tiles ? MAX_TILES : 1);
@@ -167,7 +167,7 @@ template <class T> std::vector<Item> whole_items(const View& v, index heads) {
         const Row row(v, i);
         if (!row.runs()) continue;
         const index all = row.tokens * group, blocks = (all + most - 1) / most;
-        // About as many in each where what a block takes is its queries', not a tile's.
+        // Blocks of about equal size, where the time of a block depends on its queries and not on complete tiles.
         const bool alike = sizeof(T) == 2 && SOME_VECTORS > FEW_VECTORS && !by_tiles && !v.fixed;
         const index each = alike ? (all + blocks - 1) / blocks : most;
         for (index first = 0; first < all; first += each) {
@@ -180,7 +180,7 @@ template <class T> std::vector<Item> whole_items(const View& v, index heads) {
     return items;
 }
 
-// Items of one tile cut along their keys, so that every thread finds some.
+// Split the items of one tile along their keys, so that every thread has some.
 inline std::vector<Item> split(const std::vector<Item>& items, index work, index threads, index* partials) {
     const index even = (work / (threads * 4) + LANES - 1) / LANES * LANES, most = std::max(SPLIT_KEYS, even);
     std::vector<Item> parts;
@@ -202,7 +202,7 @@ inline std::vector<Item> split(const std::vector<Item>& items, index work, index
 
 inline bool same_queries(const Item& a, const Item& b) { return a.row == b.row && a.kv_head == b.kv_head && a.first == b.first; }
 
-// Whether threads that take items in turns all get as much, so that cutting them would only add what it costs to merge.
+// Whether round-robin assignment gives all threads equal work. Splitting would then only add the cost of combining.
 inline bool fair(const std::vector<Item>& items, index threads) {
     const auto alike = [&](const Item& one) {
         return one.end - one.begin == items[0].end - items[0].begin && one.count == items[0].count;
@@ -210,12 +210,12 @@ inline bool fair(const std::vector<Item>& items, index threads) {
     return index(items.size()) % threads == 0 && std::all_of(items.begin(), items.end(), alike);
 }
 
-// What attention does in a step, the same for layers alike: items, and how many threads they are worth.
+// Attention work of a step, common to layers of the same kind: items, and the number of threads to use.
 struct Schedule {
     std::vector<Item> items;
     index partials = 0;
     int threads = 1;
-    bool even = false;  // all items alike: each thread takes its own in turn, and nobody asks who comes next
+    bool even = false;  // all items have equal cost: threads take them round-robin, without a shared counter
 
     index room() const { return std::max<index>(1, partials) * index(sizeof(Partial)); }
 };
@@ -232,7 +232,7 @@ template <class T> Schedule schedule(const View& v, index heads) {
     return made;
 }
 
-// Numbers handed out one by one to whoever asks next; of the items each thread has one from the start.
+// Hand out numbers one by one to the next free thread. Each thread starts with one item.
 struct Tickets {
     std::atomic<index> items{0}, merges{0};
 };
@@ -248,7 +248,7 @@ void attend(const Call<T>& c, const Schedule& s, Partial* partials, Tickets& tic
         ask_all(c.view, w);
     }
     if (team.who == 0) clear_idle(c);
-    // The next item is known before this one is computed, so that its first keys can be on their way.
+    // The next item is taken before this one is computed, so that its first keys can be prefetched.
     for (index i = team.who, next; i < n; i = next) {
         next = s.even ? i + team.of : team.of + tickets.items++;
         compute(c, *item(i), item(next), w, partials);

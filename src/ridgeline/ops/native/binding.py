@@ -1,4 +1,4 @@
-"""The compiled library: where it lies, and its functions with the types of their arguments."""
+"""The compiled library: its path, and its functions with their argument types."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden")
-# Headers of GCC 12 leave what an intrinsic overwrites uninitialized on purpose.
+# GCC 12's headers deliberately leave destinations of some intrinsics uninitialized.
 QUIET = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 NEEDED = frozenset({"avx2", "f16c", "fma"})
-"""What the least of the instruction sets takes; the compiler chooses the best that the CPU has (native/simd.h)."""
+"""CPU flags of the minimum instruction set. The compiler uses the best set that the CPU has (native/simd.h)."""
 GATES = {"silu": 1, "gelu_tanh": 2}
 TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 class View(ctypes.Structure):
-    """Mirror of View in view.h: one layer's window into the cache together with the step's rows."""
+    """Mirror of View in view.h: one layer's part of the cache, and the step's rows."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("table", "slots", "rows", "q_start", "length", "position", "ancestors")),
@@ -38,7 +38,7 @@ class View(ctypes.Structure):
 
 
 class IntWeights(ctypes.Structure):
-    """Mirror of IntWeights in integer.h; bits 0: the matrix is in floating point."""
+    """Mirror of IntWeights in integer.h. bits 0: the matrix is in floating point."""
 
     _fields_ = (*((name, c_void_p) for name in ("codes", "scales", "zeros")), ("bits", c_int64), ("group", c_int64))
 
@@ -63,11 +63,11 @@ class Layer(ctypes.Structure):
 
 
 Call = tuple["Foreign", tuple[Any, ...]]
-"""A function of the library and its arguments; what pointers point to lives as long as these do."""
+"""A function of the library and its arguments. They keep alive the memory that their pointers refer to."""
 
 
 class CallLog:
-    """calls: the library's calls since recording began, in order; None while nothing is recorded."""
+    """calls: the library's calls since recording began, in order; None if nothing is recorded."""
 
     __slots__ = ("calls",)
 
@@ -81,7 +81,7 @@ class Foreign:
     __slots__ = ("_by_words", "_function", "_log")
 
     def __init__(self, function: Any, by_words: int, log: CallLog) -> None:
-        """by_words: the address of what calls it with its arguments as 64-bit words (replay.h)."""
+        """by_words: address of the function that makes a call from 64-bit words (replay.h)."""
         self._function, self._by_words, self._log = function, by_words, log
 
     def __call__(self, *arguments: Any) -> None:
@@ -90,7 +90,7 @@ class Foreign:
             self._log.calls.append((self, arguments))
 
     def words(self, arguments: tuple[Any, ...]) -> list[int]:
-        """A call as replay.cpp reads it."""
+        """A call in the format of replay.cpp."""
         kinds = zip(self._function.argtypes, arguments, strict=True)
         return [self._by_words, len(arguments), *(_word(kind, value) for kind, value in kinds)]
 
@@ -98,7 +98,7 @@ class Foreign:
 def _word(kind: Any, value: Any) -> int:
     if kind is ctypes.c_float:
         return int.from_bytes(struct.pack("f", value), "little")
-    value = getattr(value, "_obj", value)  # what byref names
+    value = getattr(value, "_obj", value)  # the object behind byref
     if isinstance(value, ctypes.c_void_p):
         value = value.value
     if isinstance(value, bytes):
@@ -108,18 +108,17 @@ def _word(kind: Any, value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The library's functions for one element type; pointers are plain integers, sizes count elements.
+    """The library's functions for one element type. Pointers are integers, sizes count elements. "or 0" marks optional pointers.
 
     linear(x, packed, bias or 0, added or 0, out, m, n, k, gate or 0, norm or 0, eps, offset, fixed): see problem.h.
     pack(weight, packed, n, k). embed(table, ids, out, rows, n, scale). norm(x, weight, out, rows, n, eps, offset).
     activate(gate_up, out, rows, n, gate).
-    qkv_write(view, qkv, out, cache, cos_sin,
-    q_norm or 0, k_norm or 0, heads, half, eps, offset). attention(view, q, out, cache, heads, q_stride, lse or 0).
-    layers(layers, n, views, caches, stream, tokens, d_model). chain(arguments): see chain.cpp; recurrent(arguments): recurrent.cpp;
-    draw(arguments): sample.cpp.
-    fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n,
-    k, norm or 0, eps, offset, fixed, plain): see fp8.cpp. int_linear(x, weights, bias or 0, added or 0, out, m, n, k, gate or 0,
-    norm or 0, eps, offset): see integer.h.
+    qkv_write(view, qkv, out, cache, cos_sin, q_norm or 0, k_norm or 0, heads, half, eps, offset).
+    attention(view, q, out, cache, heads, q_stride, lse or 0).
+    layers(layers, n, views, caches, stream, tokens, d_model).
+    chain(arguments): see chain.cpp. recurrent(arguments): recurrent.cpp. draw(arguments): sample.cpp.
+    fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n, k, norm or 0, eps, offset, fixed, weight_only): see fp8.cpp.
+    int_linear(x, weights, bias or 0, added or 0, out, m, n, k, gate or 0, norm or 0, eps, offset): see integer.h.
     """
 
     linear: Any
@@ -152,21 +151,21 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "fp8_linear": (*[c_void_p] * 6, *[c_int64] * 3, c_void_p, c_float, c_float, c_int, c_int),
     "int_linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float),
 }
-"""Of the functions that steps call."""
-# Over in microseconds: these keep the interpreter's lock, which costs more to give away and get back.
+"""Argument types of the functions that steps call."""
+# These take microseconds and keep the GIL, because releasing and acquiring it would cost more.
 _BRIEF = frozenset({"embed", "norm", "activate", "qkv_write"})
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """An opened library: kernels by element type, the instruction set it was compiled for, what compiled it.
+    """An opened library: kernels by element type, its instruction set and its compiler.
 
     sample(logits, temperature, key, position, top_k, top_p, min_p or three times 0, tokens, n, vocab, strides of the first seven,
     purpose, ids or 0): see sample.cpp.
     fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
     rows_gather, rows_advance, rows_verify, rows_keep, rows_last(arguments): see rows.cpp.
-    huge_pages(address, bytes) asks the kernel for pages of 2 MiB; memory it was not asked for works as well.
-    replay(words, calls) makes recorded calls, see replay.cpp. log: of the calls of all functions that steps call.
+    huge_pages(address, bytes): requests pages of 2 MiB; it is optional.
+    replay(words, calls): makes recorded calls, see replay.cpp. log: records calls of all functions that steps call.
     """
 
     kernels: dict[torch.dtype, Kernels]
@@ -186,13 +185,13 @@ class Library:
 
 
 def sources() -> tuple[Path, ...]:
-    """Everything the library is compiled from, headers included, in a fixed order."""
+    """All source files of the library, headers included, in a fixed order."""
     here = Path(__file__).parent
     return tuple(sorted((*here.glob("*.cpp"), *here.glob("*.h"))))
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the kernel says this CPU can do; empty where there is no /proc/cpuinfo or the CPU is no x86."""
+    """This CPU's flags; empty without /proc/cpuinfo or on a CPU that is not x86."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -201,16 +200,16 @@ def cpu_flags() -> frozenset[str]:
 
 
 def unsupported() -> str | None:
-    """Why this CPU cannot run the library at all, or None."""
+    """Reason why this CPU cannot run the library, or None."""
     lacking = sorted(NEEDED - cpu_flags())
     return f"this CPU lacks {', '.join(lacking)}" if lacking else None
 
 
 def library_path(folder: Path | None = None, abilities: frozenset[str] | None = None) -> Path:
-    """Where the library for these sources and a CPU lies: `folder`, by default the user's cache. abilities: the CPU's, by default
-    of this one (cpu_flags).
+    """Path of the library for these sources and a CPU, in `folder` (default: the user's cache). abilities: the CPU's flags; None:
+    this CPU's (cpu_flags).
 
-    The name carries a hash of sources, flags and the CPU's abilities, so a library that does not fit is never found.
+    The name contains a hash of sources, compiler flags and CPU flags, so a library that does not match is never opened.
     """
     key = hashlib.sha256()
     for source in sources():
@@ -224,7 +223,7 @@ def library_path(folder: Path | None = None, abilities: frozenset[str] | None = 
 def open_library(path: Path) -> Library:
     """Open a library that `build` made. Raises OSError if it cannot be loaded.
 
-    It names libgomp, which torch has loaded by then: both share one pool of threads, sized by torch.set_num_threads.
+    It links to libgomp, which torch has loaded already. Both share one thread pool, whose size torch.set_num_threads sets.
     """
     library, brief, log = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path)), CallLog()
 

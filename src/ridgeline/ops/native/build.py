@@ -1,7 +1,7 @@
-"""Compile the native operations for the CPU of this machine: `python -m ridgeline.ops.native.build`.
+"""Compile the native operations for this machine's CPU: `python -m ridgeline.ops.native.build`.
 
-Needs a C++17 compiler (g++ 11 or newer; the variable CXX names another). Nothing else builds them: a server that finds
-no library runs on plain PyTorch and says so.
+Needs a C++17 compiler (g++ 11 or newer; the variable CXX names another). Nothing else builds them: a server without the library
+uses PyTorch operations and logs the reason.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def compiler() -> list[str] | None:
 
 
 def why_not() -> str | None:
-    """Why the library cannot be built here, or None."""
+    """Reason why the library cannot be built here, or None."""
     if (reason := unsupported()) is not None:
         return reason
     return None if compiler() else "no C++ compiler was found (install g++ or set CXX)"
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compile into `folder` (default: the user's cache) and return the library's path; one that is there is kept.
+    """Compile into `folder` (default: the user's cache) and return the library's path. An existing library is kept.
 
-    Raises RidgelineError with the reason, or with the end of what the compiler said.
+    Raises RidgelineError with the reason, or with the end of the compiler's output.
     """
     path = library_path(folder)
     if path.exists():
@@ -44,7 +44,7 @@ def build(folder: Path | None = None) -> Path:
     if (reason := why_not()) is not None or command is None:
         raise RidgelineError(f"The native operations cannot be built: {reason}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, so that the last step is one rename and no process opens half a library.
+    # Built in the same folder, so that the last step is a rename and no process opens a partial library.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
         units = [source for source in sources() if source.suffix == ".cpp"]

@@ -1,8 +1,8 @@
-"""Capture and replay for the CPU: a list of the foreign calls that the work made, with the memory that they used.
+"""Capture and replay for the CPU: a list of the foreign calls that the work made, and the memory that they used.
 
 Between two kernels Python allocates tensors and collects pointers. It runs with cold caches, because the kernels fill them with
-weights: this takes a third of a small model's step. While a capture records, every function of the library appends its calls to
-the library's log (binding.Foreign). If the work consists of foreign calls, replaying that list repeats it, as in a CUDA graph.
+weights; this takes a third of a small model's step. While a capture records, every function of the library appends its calls to the
+library's log (binding.Foreign). If the work consists of foreign calls, replaying the list repeats it, as in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from ridgeline.ops.native.binding import Call, Library
 
-MOST_BYTES = 2 << 20
-"""Most memory that captured work may keep. Larger work gains nothing from a capture."""
+MAX_BYTES = 2 << 20
+"""Maximum memory that captured work may keep. Larger work gains nothing from a capture."""
 _ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})
 _NO_COMPUTATION = frozenset(
     {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
@@ -41,7 +41,7 @@ class CapturedCalls:
     """Work that is recorded at its second replay and replayed in one call from the third on.
 
     The first replay runs the work itself, which fills its caches. Work in which torch computes or reads a value, or that
-    allocates more than MOST_BYTES, is never replaced by a list of calls."""
+    allocates more than MAX_BYTES, is never replaced by a list of calls."""
 
     __slots__ = ("_calls", "_count", "_kept", "_library", "_result", "_runs", "_work")
 
@@ -74,7 +74,7 @@ class CapturedCalls:
                 result = self._work(*arguments)
         finally:
             log.calls = None
-        if calls and not witness.computed and sum(tensor.nbytes for tensor in witness.allocated) <= MOST_BYTES:
+        if calls and not witness.computed and sum(tensor.nbytes for tensor in witness.allocated) <= MAX_BYTES:
             each = [word for function, arguments in calls for word in function.words(arguments)]
             words = (ctypes.c_int64 * len(each))(*each)
             self._calls, self._count = ctypes.addressof(words), len(calls)
@@ -83,7 +83,7 @@ class CapturedCalls:
 
 
 class _Witness(TorchFunctionMode):
-    """Keeps the tensors that are allocated. computed: torch computed or read a value itself, which no list of calls repeats."""
+    """Records the tensors that are allocated. computed: torch computed or read a value, which a list of calls cannot repeat."""
 
     def __init__(self) -> None:
         super().__init__()

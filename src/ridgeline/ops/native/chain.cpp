@@ -1,7 +1,6 @@
-// A chain of drafts by a small decoder, what it has not read yet and all of its tokens in one call; see
-// ridgeline.ops.table.ChainParts.
+// Draft a chain with a small decoder: its unread tokens and all drafted tokens in one call. See ridgeline.ops.table.ChainParts.
 //
-// Only what a draft model's own products take is worth its time: at one row, ten calls from Python between two tokens take as
+// A draft model pays only if little time is added to its products. For one row, ten calls from Python between two tokens take as
 // long as the tokens.
 
 #include "rows.h"
@@ -11,7 +10,7 @@
 
 namespace ridgeline {
 
-// Of the other files, by their exported names.
+// Functions of the other files, by their exported names.
 extern "C" {
 void rl_layers_bf16(const void* layers, index n, const View* const* views, bf16* const* caches, bf16* stream, index tokens,
                     index d_model);
@@ -50,8 +49,8 @@ void multiply(const float* x, const float* w, float* out, index m, index n, inde
     rl_linear_f32(x, w, nullptr, nullptr, out, m, n, k, 0, nullptr, 0, 0, fixed);
 }
 
-// Mirrored field by field in native_chain.py. embedding [vocab, d_model]; head packed [outputs, d_model]; ids [outputs], null: as
-// they are numbered.
+// native_chain.py mirrors the fields in this order. embedding [vocab, d_model]; head packed [outputs, d_model]; ids [outputs],
+// null: consecutive numbers.
 template <class T> struct Parts {
     const void* layers;
     index n_layers, d_model;
@@ -64,16 +63,17 @@ template <class T> struct Parts {
     std::int32_t fixed;
 };
 
-// Tokens at the end of rows, in the form of Gather: those to be read before the first one is drafted.
+// Tokens at the end of rows, in the form of Gather, that are read before the first token is drafted.
 struct Last {
-    const std::int32_t* n_query;  // [n], ones: they end at the next query token
+    const std::int32_t* n_query;  // [n], all 1: they end at the next query token
     const std::int32_t* q_start;  // [n + 1]
     const std::int32_t* row_of;   // [count]
     const std::int32_t* place;    // [count]
     index count;
 };
 
-// Mirrored by the order of arguments there. state.ints are a copy that moves along. views point to length, position and slots.
+// native_chain.py mirrors the order of arguments. state.ints is a copy that advances with the draft. views refer to length,
+// position, slots.
 template <class T> struct Chain {
     State state;
     const Parts<T>* parts;
@@ -99,7 +99,7 @@ template <class T> void widen_all(const T* from, float* to, index n) {
     }
 }
 
-// Read the rows' last tokens. hidden: behind each row, normed, [n, d_model].
+// Read the rows' last tokens. hidden [n, d_model]: normalised state after each row's last token.
 template <class T> void catch_up(const Chain<T>& c, T* hidden) {
     const Parts<T>& p = *c.parts;
     const Last& last = c.last;

@@ -1,8 +1,8 @@
 // Attention of one block of packed queries over one chunk of keys, by vectors.
 //
-// The query heads that share a KV head are packed as extra queries, token by token. 16 packed queries are the lanes of a
-// vector: scores are kept as [key][16 queries], so that masks, maxima and sums need no reduction across lanes. The softmax
-// runs from chunk to chunk with a running maximum (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2.
+// Query heads that share a KV head are packed as extra queries, token by token. 16 packed queries are the lanes of a vector. Scores
+// are stored as [key][16 queries], so that masks, maxima and sums need no reduction across lanes. The softmax uses a running
+// maximum over the chunks (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2.
 #pragma once
 
 #include "visible.h"
@@ -21,7 +21,7 @@ template <class T> struct Call {
     T* out;
     const T* cache;
     index heads, q_stride;  // q_stride: elements from one token's queries to the next
-    float* lse = nullptr;   // [tokens, heads], null: not asked for
+    float* lse = nullptr;   // [tokens, heads], null: not needed
 
     index group() const { return heads / view.kv_heads; }
 };
@@ -29,22 +29,22 @@ template <class T> struct Call {
 // Packed queries first .. first + count - 1 of one row and KV head, over the slots begin .. end - 1.
 struct Item {
     index row, kv_head, first, count, begin, end;
-    index partial;  // where its unfinished sums go, or -1
+    index partial;  // index of its partial sums, or -1
 };
 
 template <class T> struct Work {
     Work() = default;
-    Work(const Work&) = delete;  // it points into itself
+    Work(const Work&) = delete;  // it contains pointers to itself
     alignas(64) T q[MAX_TILES * LANES * MAX_DIM];  // per tile [dim / 2][16][2], float32 [dim][16]; few: [query][MAX_DIM]
     alignas(64) float scores[MAX_TILES][(CHUNK + LANES) * LANES];
     alignas(64) float sums[MAX_TILES * LANES * MAX_DIM];
     alignas(64) T weights[MAX_TILES * CHUNK * LANES];  // per tile [CHUNK / 32][16][32]; bfloat16 only
     alignas(64) T values[CHUNK * MAX_DIM];             // tiles: [CHUNK / 32][dim / 16][16][16][2]; else 32 keys, [dim / 2][2][16][2]
     const T* lists[2][CHUNK + LANES];
-    const T** keys = lists[0];   // of the chunk under way
-    const T** ahead = lists[1];  // of the one behind it,
-    index coming = 0;            // so many
-    // Of each query: the largest score so far, the sum of weights relative to it, what older sums shrink by.
+    const T** keys = lists[0];   // of the current chunk
+    const T** ahead = lists[1];  // of the next chunk
+    index coming = 0;            // number of keys in `ahead`
+    // Per query: largest score so far, sum of weights relative to it, factor for older sums.
     alignas(64) float top[MAX_TILES][LANES], total[MAX_TILES][LANES], fade[MAX_TILES][LANES];
 };
 
@@ -61,7 +61,7 @@ template <class T> void pack_queries(const Call<T>& c, const Row& row, const Ite
     }
 }
 
-// The same for few queries: one behind the other, padded with zeros to whole vectors.
+// The same for few queries: contiguous, padded with zeros to complete vectors.
 template <class T> void list_queries(const Call<T>& c, const Row& row, const Item& item, Work<T>& w) {
     const index dim = c.view.dim, group = c.group();
     for (index i = 0; i < item.count; ++i) {
@@ -73,13 +73,13 @@ template <class T> void list_queries(const Call<T>& c, const Row& row, const Ite
     }
 }
 
-// How many of an item's keys are computed together from `begin` on: in a fixed order all chunks end at multiples of CHUNK,
+// Number of an item's keys that are computed together from `begin` on. In a fixed order all chunks end at multiples of CHUNK,
 // wherever a window begins.
 inline index chunk_of(const View& v, index begin, index end) {
     return std::min(CHUNK - (v.fixed ? begin % CHUNK : 0), end - begin);
 }
 
-// Where the keys of the chunk to come lie.
+// Collect the addresses of the next chunk's keys.
 template <class T> void foresee(const Call<T>& c, const Row& row, index kv_head, index begin, index end, Work<T>& w) {
     const View& v = c.view;
     const index n = w.coming = chunk_of(v, begin, end);
@@ -94,8 +94,8 @@ template <class T> void foresee(const Call<T>& c, const Row& row, index kv_head,
     }
 }
 
-// Ask for some of the keys to come, or for what lies so far behind each, its value. Pages lie anywhere, so nothing else foresees
-// them; and a few at a time, between other work, as all at once would wait for each other.
+// Prefetch some of the next keys, or their values, at a fixed distance from each key. Pages are scattered, so the hardware
+// prefetcher does not predict them. Prefetches are spread over other work, because many at once would queue.
 template <class T> void ask(const View& v, index from, index count, index behind, const Work<T>& w) {
     const index end = std::min(from + count, w.coming), bytes = v.dim * sizeof(T);
     for (; from < end; ++from)
@@ -116,7 +116,7 @@ inline f32x16 score_step(f32x16 sum, const float* k, const float* q) {
     return fma(splat(*k), load(q), sum);
 }
 
-// Scores of n keys with the 16 queries of a tile, by vectors: four keys at a time, the queries' numbers stay in order.
+// Scores of n keys with the 16 queries of a tile, by vectors: four keys at a time; the queries' elements stay in order.
 template <class T> void score_vectors(const View& v, index tile, index n, Work<T>& w) {
     constexpr index pair = sizeof(T) == 2 ? 2 : 1, KEYS = 4;
     const T* q = w.q + tile * LANES * v.dim;
@@ -131,12 +131,12 @@ template <class T> void score_vectors(const View& v, index tile, index n, Work<T
     }
 }
 
-// What weights are relative to: the maximum, or 0 where nothing was seen yet.
+// Reference of the weights: the maximum, or 0 if no key was seen yet.
 inline f32x16 origin(f32x16 top) {
     return select(equal(top, splat(-INFINITY)), zeros(), top);
 }
 
-// Scores to weights 2^(score - top), the running maximum and sum moved on; w.fade is what older sums shrink by.
+// Convert scores to weights 2^(score - top), and update the running maximum and sum. w.fade: factor for older sums.
 template <class T>
 void soften(const View& v, const Row& row, const Lanes& lanes, index tile, index begin, index n, Work<T>& w) {
     float* scores = w.scores[tile];

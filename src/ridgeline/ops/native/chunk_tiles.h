@@ -1,7 +1,7 @@
 // Attention of one block of packed queries over one chunk of keys, with AMX tiles.
 //
-// Keys are the first operand as they lie in their page, 16 of them a tile; the packed queries are the second, so that
-// scores come out as [key][16 queries]. Values are interleaved in pairs first, which is what the second operand wants.
+// Keys are the first operand, loaded directly from their page, 16 of them per tile. Packed queries are the second operand, so
+// scores have the layout [key][16 queries]. Values are first interleaved in pairs, as the second operand requires.
 #pragma once
 
 #include "chunk_vectors.h"
@@ -10,7 +10,7 @@ namespace ridgeline {
 
 #if RIDGELINE_AMX
 
-// Scores of 32 keys with `tiles` tiles of queries: 16 keys as they lie in their page are the first operand.
+// Scores of 32 keys with `tiles` tiles of queries. 16 keys, loaded from their page, are the first operand.
 inline void score_tiles(const View& v, index tiles, index n, Work<bf16>& w) {
     constexpr index TILE = LANES * 32;
     const index stride = v.place_stride * 2, each = LANES * v.dim, second_q = tiles > 1 ? each : 0;
@@ -43,7 +43,7 @@ inline void score_tiles(const View& v, index tiles, index n, Work<bf16>& w) {
     }
 }
 
-// The first four columns of 16 rows of 16 numbers, each to to[column] + at.
+// Store the first four columns of 16 rows of 16 numbers, each at to[column] + at.
 inline void columns(const float* from, float* const (&to)[FEW], index at) {
     __m512 r[4];
     for (index i = 0; i < 4; ++i) {
@@ -60,12 +60,12 @@ inline void columns(const float* from, float* const (&to)[FEW], index at) {
     _mm512_store_ps(to[3] + at, _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
 }
 
-// Values of two keys side by side, 32 numbers at a time: columns 4 l .. 4 l + 3 of the first tile are numbers 8 l .. 8 l + 3,
-// those of the second tile the four after them (what the unpack instructions give; finish() puts them in order).
+// Interleave the values of two adjacent keys, 32 numbers at a time. Columns 4 l .. 4 l + 3 of the first tile are numbers 8 l .. 8 l
+// + 3, those of the second tile the next four (the order of the unpack instructions; finish() restores it).
 inline void pack_values(const View& v, index n, Work<bf16>& w) {
     const index tiles = v.dim / LANES;
     for (index at = 0; at < (n + 31) / 32 * 32; at += 2) {
-        // A key behind the end counts as zeros, not as what lies there: 0 times NaN is NaN.
+        // Keys past the end count as zeros, because the memory there may be NaN, and 0 times NaN is NaN.
         const __mmask32 has_first = at < n ? ~0u : 0, has_second = at + 1 < n ? ~0u : 0;
         const bf16* first = w.keys[std::min(at, n - 1)] + v.kind_stride;
         const bf16* second = w.keys[std::min(at + 1, n - 1)] + v.kind_stride;
@@ -79,7 +79,7 @@ inline void pack_values(const View& v, index n, Work<bf16>& w) {
     }
 }
 
-// One tile of queries times 64 numbers of the values: four sums at once, because each product waits for the last.
+// One tile of queries times 64 elements of the values, with four sums at once, because each product waits for the previous one.
 inline void add_wide_values(const View& v, index n, index d, Work<bf16>& w) {
     constexpr index TILE = LANES * 32;
     const index stride = v.dim * 4;
@@ -142,7 +142,7 @@ inline void add_values_tiles(const View& v, index tiles, index n, Work<bf16>& w)
     }
 }
 
-// From the order of pack_values to that of the head.
+// Convert from the order of pack_values to the order of a head.
 inline void restore_order(index rows, index dim, float* sums) {
     const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -157,7 +157,7 @@ inline void chunk_by_tiles(
     const View& v, const Row& row, const Lanes* lanes, index count, index begin, index n, Work<bf16>& w) {
     const index tiles = (count + LANES - 1) / LANES;
     score_tiles(v, tiles, n, w);
-    // Here, long before they are used: a tile can be loaded only after the stores that made it have left for the cache.
+    // Placed long before the use: a tile load waits until the stores that produced it have reached the cache.
     pack_values(v, n, w);
     if (count <= FEW && !v.fixed) {
         float* scores[FEW];

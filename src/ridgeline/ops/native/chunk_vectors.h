@@ -1,4 +1,4 @@
-// Attention over one chunk of keys by vectors, in bfloat16: weights and values in pairs, and few queries with keys as lanes.
+// Attention over one chunk of keys by vectors in bfloat16: weights and values in pairs; for few queries, keys as lanes.
 #pragma once
 
 #include "chunk.h"
@@ -7,11 +7,12 @@
 
 namespace ridgeline {
 
-constexpr index FEW = 4;          // queries of a tile that are worth softening by keys
-// Without tiles: up to so many add up the products with a key, and so many have keys as lanes from the start.
+constexpr index FEW = 4;          // up to this many queries of a tile use keys as lanes in the softmax
+// Without AMX tiles: largest number of queries whose products with a key are added up, and largest number with keys as lanes from
+// the start.
 constexpr index FEW_VECTORS = SUMS >= 24 ? 4 : 8, SOME_VECTORS = SUMS >= 24 ? 15 : FEW_VECTORS;
 
-// Weights [key][16 queries] to tiles [16 queries][32 keys]; those of the keys from n on are 0.
+// Convert weights [key][16 queries] to tiles [16 queries][32 keys]; weights of keys from n on are 0.
 inline void pack_weights(index tile, index n, Work<bf16>& w) {
     const float* from = w.scores[tile];
     bf16* to = w.weights + tile * CHUNK * LANES;
@@ -28,8 +29,8 @@ inline void pack_weights(index tile, index n, Work<bf16>& w) {
     }
 }
 
-// soften and pack_weights for few queries, with keys as lanes: 16 queries would leave most lanes idle. score: the scores of n
-// keys with query q, [query][CHUNK]; room for `end` of them, a multiple of 32.
+// soften and pack_weights for few queries, with keys as lanes: with 16 queries as lanes most lanes would be idle. score: scores of
+// n keys with query q, [query][CHUNK]. end: space for keys, a multiple of 32.
 inline void soften_few(const View& v, const Row& row, const Lanes& lanes, index count, index begin, index n, float* score,
                        Work<bf16>& w) {
     const bool capped = v.softcap != 0.0f;
@@ -40,7 +41,7 @@ inline void soften_few(const View& v, const Row& row, const Lanes& lanes, index 
     alignas(64) std::uint16_t who[CHUNK] = {};
     std::memset(who, 0xff, sure * sizeof(*who));
     for (index key = sure; key < n; ++key) who[key] = word_of(seen(v, row, lanes, begin + key));
-    // All maxima first, as each takes its time to be known.
+    // Compute all maxima first, because each has a long latency.
     alignas(64) float best[LANES];
     for (index q = 0; q < count; ++q) {
         f32x16 top = never;
@@ -68,8 +69,8 @@ inline void soften_few(const View& v, const Row& row, const Lanes& lanes, index 
     }
 }
 
-// Values of two keys side by side times their weights, which lie in pairs too, for QUERIES queries from `first` on and HALVES
-// times 32 numbers of each value from `d` on.
+// Values of two adjacent keys times their weights, both in pairs, for QUERIES queries from `first` on and HALVES times 32 elements
+// of each value from `d` on.
 template <int QUERIES, int HALVES> void add_value_pairs(const View& v, index tile, index first, index d, index n, Work<bf16>& w) {
     const bf16* weights = w.weights + tile * CHUNK * LANES + first * 32;
     const bool asks = !(tile || first || d);
@@ -80,7 +81,7 @@ template <int QUERIES, int HALVES> void add_value_pairs(const View& v, index til
     for (index key = 0; key < n; key += 2) {
         if (asks) ask(v, key, 2, v.kind_stride, w);
         const bf16* a = w.keys[key] + v.kind_stride + d;
-        // Behind the last key comes nothing: what lies there times a weight of 0 could be NaN.
+        // Keys past the last use zeros: the memory there may be NaN, which a weight of 0 would not remove.
         const bool both = key + 1 < n;
         const bf16* b = both ? w.keys[key + 1] + v.kind_stride + d : a;
         i32x16 pair[2 * HALVES];
@@ -113,12 +114,12 @@ template <int QUERIES, int HALVES> void add_value_pairs(const View& v, index til
     }
 }
 
-// act<n>() for the n from 1 to MOST that `count` is.
+// Call act<n>() for the n from 1 to MOST that equals `count`.
 template <class Act, int... BEFORE> void as_many(index count, Act&& act, std::integer_sequence<int, BEFORE...>) {
     ((count == BEFORE + 1 ? act(std::integral_constant<int, BEFORE + 1>()) : void()), ...);
 }
 
-// act(queries, first) for all of them, as few times as their sums stay in registers for and each time about as many.
+// Call act(queries, first) for all queries, in the fewest groups of about equal size whose sums stay in registers.
 template <int MOST, class Act> void in_turns(index count, Act&& act) {
     index first = 0;
     for (index turns = (count + MOST - 1) / MOST; turns; --turns) {
@@ -145,20 +146,20 @@ inline void add_values(const View& v, index tile, index count, index n, Work<bf1
     }
 }
 
-// Sums of each of four vectors, spread over the four parts of one: [part][vector].
+// Sums of each of four vectors, spread over the four parts of one vector: [part][vector].
 inline f32x16 sum_four(const f32x16 (&x)[4]) {
     const f32x16 a = unpack_low_32(x[0], x[1]) + unpack_high_32(x[0], x[1]);
     const f32x16 b = unpack_low_32(x[2], x[3]) + unpack_high_32(x[2], x[3]);
     return unpack_low_64(a, b) + unpack_high_64(a, b);
 }
 
-// The four parts of each of four vectors added up: [vector][16 / 4].
+// Add the four parts of each of four vectors: [vector][16 / 4].
 inline f32x16 sum_parts(const f32x16 (&x)[4]) {
     const f32x16 a = even_parts(x[0], x[1]) + odd_parts(x[0], x[1]), b = even_parts(x[2], x[3]) + odd_parts(x[2], x[3]);
     return even_parts(a, b) + odd_parts(a, b);
 }
 
-// Scores of n keys with QUERIES queries from `first` on, each key read once: to w.scores[0], [query][CHUNK].
+// Scores of n keys with QUERIES queries from `first` on, reading each key once, to w.scores[0], [query][CHUNK].
 template <int QUERIES> void score_few(const View& v, index first, index n, Work<bf16>& w) {
     const bf16* q = w.q + first * MAX_DIM;
     for (index i = n; i % LANES; ++i) w.keys[i] = w.keys[n - 1];
@@ -186,7 +187,7 @@ template <int QUERIES> void score_few(const View& v, index first, index n, Work<
     }
 }
 
-// Scores of 32 keys, whose numbers stand in pairs as columns in w.values, with QUERIES queries from `first` on.
+// Scores of 32 keys, stored as column pairs in w.values, with QUERIES queries from `first` on.
 template <int QUERIES> void score_columns(const View& v, index first, index key, Work<bf16>& w) {
     f32x16 sum[QUERIES][2];
     for (auto& of_query : sum) of_query[0] = of_query[1] = zeros();
@@ -205,7 +206,7 @@ template <int QUERIES> void score_columns(const View& v, index first, index key,
         for (int half = 0; half < 2; ++half) store(w.scores[0] + (first + q) * CHUNK + key + half * LANES, sum[q][half]);
 }
 
-// Scores of n keys, a lane each, with so many queries that to turn the keys takes less than to add up lanes.
+// Scores of n keys, one per lane, for query counts at which transposing the keys takes less time than reductions across lanes.
 inline void score_some(const View& v, index count, index n, Work<bf16>& w) {
     for (index i = n; i % (2 * LANES); ++i) w.keys[i] = w.keys[n - 1];
     for (index key = 0; key < n; key += 2 * LANES) {

@@ -1,4 +1,4 @@
-// Functions of vectors, and thread ranges, shared by all operations. AMX tiles are used where the compiler targets them.
+// Vector functions and thread ranges that all operations use. AMX tiles are used if the compiler targets them.
 #pragma once
 
 #include "replay.h"
@@ -18,15 +18,15 @@
 
 namespace ridgeline {
 
-// x as the type T would hold it.
+// x rounded to the type T.
 template <class T> inline f32x16 rounded(f32x16 x) {
     if constexpr (sizeof(T) == 2) return widen(narrow(x));
     return x;
 }
 
-// 2^x within 2 units in the last place: x = whole + part, |part| <= 1/2, Taylor's polynomial for 2^part. Bounded first, so
-// that infinities do not become infinity minus infinity; a NaN, as second operand, passes. What is below the smallest normal
-// number becomes 0 by a mask: to round such a number costs the CPU over 100 cycles.
+// 2^x within 2 units in the last place. x = whole + part, |part| <= 1/2, and a Taylor polynomial approximates 2^part. x is bounded
+// first, so that infinities are not subtracted from each other. NaN passes as the second operand. Results below the smallest normal
+// number are masked to 0, because rounding a subnormal number costs the CPU over 100 cycles.
 inline f32x16 exp2(f32x16 x) {
     x = min(splat(128.0f), max(splat(-200.0f), x));
     const f32x16 whole = round(x), part = x - whole;
@@ -50,12 +50,12 @@ inline f32x16 sigmoid(f32x16 x) {
     return one / (one + exp(zeros() - x));
 }
 
-// tanh x = 2 sigmoid(2 x) - 1, exact to 1e-7 of 1 (not of the result).
+// tanh x = 2 sigmoid(2 x) - 1, with an absolute (not relative) error of 1e-7.
 inline f32x16 tanh(f32x16 x) {
     return fms(splat(2.0f), sigmoid(x + x), splat(1.0f));
 }
 
-// A 16 x 16 matrix of 32-bit elements, rows to columns.
+// Transpose a 16 x 16 matrix of 32-bit elements.
 inline void transpose(i32x16 (&r)[16]) {
     i32x16 t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -78,14 +78,14 @@ inline void transpose(i32x16 (&r)[16]) {
     }
 }
 
-// The part of 0 .. n - 1 that is thread `who`'s of `of`.
+// The part of 0 .. n - 1 for thread `who` of `of` threads.
 struct Range {
     index begin, end;
 };
 inline Range share(index n, index who, index of) { return {n * who / of, n * (who + 1) / of}; }
 
-// Where the threads of a few meet: each says how often it came in a line of its own and reads the others'. Where one does not run,
-// who waits long gives way to it.
+// Barrier for a few threads. Each thread counts its arrivals in a cache line of its own and reads the others' counts. A thread that
+// waits long yields its core, because another thread may not be scheduled.
 struct Meeting {
     static constexpr int MOST = 8, SPINS = 1 << 14;
     struct alignas(128) Came {
@@ -101,12 +101,12 @@ struct Meeting {
     }
 };
 
-// A thread among those that share an operation's work; all of them must come to every `wait`. meeting null: where OpenMP has it.
+// A thread of a team that shares an operation's work. All threads must call each `wait`. meeting null: use OpenMP's barrier.
 struct Team {
     int who, of;
     Meeting* meeting = nullptr;
 
-    // This thread of a parallel region.
+    // The calling thread of a parallel region.
     static Team here(Meeting& meeting) {
         const int of = omp_get_num_threads();
         return {omp_get_thread_num(), of, of <= Meeting::MOST ? &meeting : nullptr};
@@ -116,8 +116,8 @@ struct Team {
         if (meeting) return meeting->wait(who, of);
 #pragma omp barrier
     }
-    // Who fills so many rows: where there is room for the rows of all threads, each for itself, which takes less than to meet and
-    // to fetch the others' parts. Its own then begin behind those of who - by().who threads, and its `wait` is for nobody.
+    // The team that fills so many rows. If `room` holds the rows of all threads, each thread fills its own copy, which is faster
+    // than a barrier and reads of the others' parts. Its copy follows those of who - by().who threads, and its `wait` does nothing.
     Team by(index rows, index room) const { return rows * of <= room ? Team{0, 1} : *this; }
 };
 
@@ -135,10 +135,11 @@ inline int threads_for(index work, index least_each) {
     return int(std::clamp<index>(work / least_each, 1, most));
 }
 
-// Whether the kernel lets this process use AMX tiles; asked once, when the library is opened.
+// Whether the kernel allows this process to use AMX tiles. Requested once, when the library is opened.
 extern bool tiles_allowed;
 
-// All eight tiles of 16 rows of 64 bytes. The configuration belongs to the thread, and others (oneDNN) set their own.
+// Configure all eight tiles as 16 rows of 64 bytes. The configuration belongs to the thread, and other libraries (oneDNN) change
+// it.
 struct TileConfig {
     const bool on;
     explicit TileConfig(bool wanted) : on(RIDGELINE_AMX && wanted) {

@@ -1,8 +1,8 @@
-// Drawing a token in one pass over the logits: the formula of ops.sample with the noise of ops.noise.
+// Draw a token in one pass over the logits, with the formula of ops.sample and the noise of ops.noise.
 //
-// A token's score is z - T log E, E = -log(1 - u) and u a hash of the draw and the token. E is at least u, and what -log u can
-// be at most stands in the exponent of u: where even that does not reach the best score so far, and it seldom does, no
-// logarithm is computed.
+// A token's score is z - T log E, E = -log(1 - u), where u is a hash of the draw and the token. E is at least u, and the exponent
+// of u bounds -log u from above. If even that bound does not reach the best score so far, which is the usual case, no logarithm is
+// computed.
 #pragma once
 
 #include "common.h"
@@ -39,8 +39,8 @@ inline Draw draw_of(const std::int32_t* key, std::int32_t position, int purpose,
     return {first, mix(where + std::uint32_t(key[1]), first), temperature};
 }
 
-// Natural logarithm of positive normal numbers: x = m 2^e with m in [3/4, 3/2), log m = 2 artanh s of s = (m - 1) / (m + 1) by
-// its series, whose terms from s^13 on are below the rounding.
+// Natural logarithm of positive normal numbers: x = m 2^e with m in [3/4, 3/2), log m = 2 artanh s with s = (m - 1) / (m + 1), by
+// its series. Terms from s^13 on are below the rounding error.
 inline f32x16 log(f32x16 x) {
     const f32x16 one = splat(1.0f);
     f32x16 m, e;
@@ -55,14 +55,15 @@ inline f32x16 log(f32x16 x) {
     return fma(e, splat(0.69314718056f), fma(s, splat(2.0f), y));
 }
 
-// log(-log(1 - u)). What 1 - u loses to rounding is put back into its logarithm to first order.
+// log(-log(1 - u)). The rounding error of 1 - u is added back to its logarithm to first order.
 inline f32x16 log_exponential(f32x16 u) {
     const f32x16 one = splat(1.0f), rest = one - u;
     const f32x16 lost = (one - rest) - u;
     return log(zeros() - (log(rest) + lost / rest));
 }
 
-// The same without a division, within 0.006: log m by a cubic in m - 1 without a constant, so that what is near 1 is right too.
+// The same without a division, within 0.006: log m is a cubic in m - 1 without a constant term, so that results near 1 are accurate
+// too.
 inline f32x16 rough_log(f32x16 x) {
     f32x16 m, e;
     split(x, m, e);
@@ -91,7 +92,7 @@ inline f32x16 uniforms(i32x16 tokens, const Draw& draw) {
     return min(u * splat(4.656612873077393e-10f), splat(1.0f - 0x1p-24f));
 }
 
-// The sum of exp(score - top) of the logits begin .. end - 1 of tokens `ids`, within a hundredth.
+// Sum of exp(score - top) over the logits begin .. end - 1 of tokens `ids`, within one percent.
 inline float weight_of(const float* logits, const std::int32_t* ids, const Draw& draw, index begin, index end, float top) {
     f32x16 sum = zeros();
     for (index at = begin; at < end; at += LANES) {
@@ -104,10 +105,11 @@ inline float weight_of(const float* logits, const std::int32_t* ids, const Draw&
     return sum_of(sum);
 }
 
-// The best of the logits begin .. end - 1; the first one of equals. NaN never wins. ids: their tokens, null: as they are numbered.
+// Best of the logits begin .. end - 1, the first of equal ones. NaN never wins. ids: their tokens; null: consecutive numbers.
 template <class T> Best best_of(const T* logits, const std::int32_t* ids, const Draw& draw, index begin, index end) {
     const f32x16 never = splat(-INFINITY), temperature = splat(draw.temperature);
-    // -log u <= -log 2 (exponent of u); the thousandth covers the rounding of scores, as does the millionth of z.
+    // -log u <= -log 2 (exponent of u). The margin of a thousandth covers the rounding of scores, and that of a millionth the
+    // rounding of z.
     const f32x16 per_bit = splat(-0.69314718056f * draw.temperature), slack = splat(1e-3f * draw.temperature);
     Best best;
     for (index at = begin; at < end; at += LANES) {

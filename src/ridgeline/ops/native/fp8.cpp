@@ -1,21 +1,22 @@
-// Products with weights in 8 bits (e4m3): y[m, n] = sum_k x8[m, k] w8[n, k] * row_scales[m] * scales[n], x quantized on the way in.
+// Products with e4m3 weights: y[m, n] = sum_k x8[m, k] w8[n, k] * row_scales[m] * scales[n]; x is quantized while it is read.
 //
-// Every e4m3 number is a bfloat16 number too: weights are widened in registers for a few tokens, for more into the thread's
-// cache, a few outputs at a time, and multiplied as in bfloat16. Memory gives half the bytes, and the sums are the same.
+// Every e4m3 number is also a bfloat16 number. For a few tokens weights are converted in registers, for more tokens into the
+// thread's cache, a few outputs at a time, and multiplied as bfloat16. Memory traffic is half that of bfloat16, and the sums are
+// the same.
 //
-// Packed layout: that of bfloat16, 64 bytes for two of its lines, in the order in which bytes and tables come together below.
+// Packed layout: that of bfloat16, with 64 bytes for two of its lines, in the byte order that Widener needs.
 
 #include "product.h"
 
 namespace ridgeline {
 namespace {
 
-constexpr index PAIR_OF_LINES = 64;  // bytes that become two lines of bfloat16
+constexpr index PAIR_OF_LINES = 64;  // bytes that convert to two lines of bfloat16
 constexpr float LARGEST = 448.0f, SMALLEST_AMAX = 1e-12f;
-constexpr index GROUP = 4;         // blocks of outputs that are widened together; a pair for tiles
+constexpr index GROUP = 4;         // blocks of outputs that are converted together; a pair for tiles
 
-// Byte `at` of the two lines that 64 bytes become, in those 64 bytes: each 16 of them hold 8 numbers of the first line and 8
-// of the second.
+// Position within 64 bytes of number `at` of the two lines to which they convert. Each 16 bytes hold 8 numbers of the first line
+// and 8 of the second.
 index place_in_pair(index number) { return number % 32 / 8 * 16 + number / 32 * 8 + number % 8; }
 
 void pack(const std::uint8_t* values, std::uint8_t* packed, index n, index k) {
@@ -32,7 +33,7 @@ void pack(const std::uint8_t* values, std::uint8_t* packed, index n, index k) {
     }
 }
 
-// y rounded to e4m3: three bits of mantissa, below 2^-6 multiples of 2^-9 (which is the unit of numbers next to 2^14).
+// Round y to e4m3: three mantissa bits; below 2^-6 multiples of 2^-9 (the unit in the last place of float32 near 2^14).
 f32x16 round_to_e4m3(f32x16 y) {
     const i32x16 bits = bits_of(y), odd = shift_right(bits, 20) & splat(1);
     const i32x16 up = add(bits, add(odd, splat(0x7ffff)));
@@ -41,7 +42,7 @@ f32x16 round_to_e4m3(f32x16 y) {
     return select(is_nan(y), y, select(less(abs(y), splat(0x1p-6f)), small, normal));
 }
 
-// One row of x as e4m3 numbers, normed before where asked for: to out, padded with zeros; -> its scale. See Fp8Ops.
+// Quantize a row of x to e4m3, after its norm if there is one, to `out`, padded with zeros. Returns its scale. See Fp8Ops.
 template <class T> float quantize_row(const T* x, bf16* out, index k, const Norm<T>& norm) {
     const f32x16 scale = norm.weight ? norm_scale(x, k, norm.eps) : zeros();
     const auto part = [&](index at) {
@@ -58,7 +59,7 @@ template <class T> float quantize_row(const T* x, bf16* out, index k, const Norm
     return amax / LARGEST;
 }
 
-// The same row in bfloat16, not quantized.
+// The same row in bfloat16, unquantized.
 template <class T> float narrow_row(const T* x, bf16* out, index k, const Norm<T>& norm) {
     const f32x16 scale = norm.weight ? norm_scale(x, k, norm.eps) : zeros();
     for (index at = 0; at < padded_k<bf16>(k); at += LANES) {
@@ -68,7 +69,7 @@ template <class T> float narrow_row(const T* x, bf16* out, index k, const Norm<T
     return 1.0f;
 }
 
-// Everything of one call; T: what x and y are. plain: x is not quantized.
+// Arguments of a call. T: type of x and y. plain: x is not quantized.
 template <class T> struct Call8 {
     const T* x;
     const std::uint8_t* packed;
@@ -77,7 +78,8 @@ template <class T> struct Call8 {
     bool plain;
 };
 
-// Up to ROWS of x times one block, weights widened in registers; up to MOST_SPLIT sums along K hide the latency of the multiply-adds.
+// Up to ROWS of x times one block, with weights converted in registers. Up to MOST_SPLIT sums along K hide the latency of
+// multiply-adds.
 template <int ROWS, int MOST_SPLIT, Form FORM, class T>
 void stream8(const Call8<T>& c, const bf16* x, const Widener& widen, index block) {
     constexpr int SPLIT = std::clamp(SUMS / ROWS, 1, MOST_SPLIT);
@@ -124,7 +126,7 @@ template <class T> void in_registers(const Call8<T>& c, const bf16* x, Range own
     }
 }
 
-// The blocks `own`, widened a few at a time.
+// The blocks `own`, converted a few at a time.
 template <class T> void multiply(const Call8<T>& c, const bf16* x, Form form, bf16* weights, Range own) {
     const Problem<bf16, T>& p = c.problem;
     const index panel = p.panel(), group = form == Form::TILES ? 2 : GROUP;

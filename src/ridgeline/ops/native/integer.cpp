@@ -1,11 +1,11 @@
-// Products with integer weights as the library offers them, and the packing; see integer.h.
+// Exported products with integer weights, and packing; see integer.h.
 
 #include "integer.h"
 
 namespace ridgeline {
 namespace {
 
-// codes: a byte each, [n, k].
+// codes: one byte each, [n, k].
 void pack(const std::uint8_t* codes, std::uint8_t* packed, index n, index k, index bits) {
     const index pieces = (k + PIECE_K - 1) / PIECE_K;
 #pragma omp parallel for num_threads(threads_for(n * k, 1 << 16))

@@ -1,14 +1,13 @@
 // Products with weights in 8, 4 or 3 bits: y[m, n] = sum_k x[m, k] (code[n, k] - zero[n, g]) scale[n, g], g = k / group.
 //
-// x is taken in chunks of inputs that share a step, of which each number is a multiple, exact to 2^-15 of the chunk's largest, or
-// to 2^-8 where one digit is asked for. Codes times multiples, cut into digits as the instructions want them (Quads), are summed
-// in integers, several inputs an instruction, so weights are never widened, and a token's sums are the same whatever is computed
-// beside it.
+// x is quantized in chunks of inputs with a common step, exact to 2^-15 of the chunk's largest value, or to 2^-8 with one digit.
+// Products of codes with these multiples, split into digits for the instructions (Quads), are summed in integers, several inputs
+// per instruction. Weights are never converted to float, and a token's sums do not depend on the other tokens.
 //
-// Packed layout: [N / 16][K / 32] pieces of `bits` lines of 64 bytes, byte 4 lane + j of quad i (0..7) for output `lane` and
-// input 4 i + j; 8 bits: a line a quad; 4 bits: quads 2 l and 2 l + 1 in the lower and upper half of line l's bytes; 3 bits:
-// the lower two bits of quads 0..3 and 4..7 in lines 0 and 1, lowest first, and bit i of line 2 is the third of quad i.
-// Scales are float16 [N / 16][groups][16], zeros bytes in the same order.
+// Packed layout: [N / 16][K / 32] pieces of `bits` lines of 64 bytes. Byte 4 lane + j of quad i (0..7) is for output `lane` and
+// input 4 i + j. 8 bits: one line per quad. 4 bits: quads 2 l and 2 l + 1 in the lower and upper half of line l's bytes. 3 bits:
+// the lower two bits of quads 0..3 and 4..7 in lines 0 and 1, lowest first, and bit i of line 2 is the third bit of quad i. Scales
+// are float16 [N / 16][groups][16], zero points are bytes in the same order.
 #pragma once
 
 #include "problem.h"
@@ -16,12 +15,12 @@
 namespace ridgeline {
 
 constexpr index PIECE_K = 32;     // inputs of a piece
-constexpr index CHUNK_K = 128;    // most inputs of a chunk
-constexpr index TILE_ROWS = SUMS >= 16 ? 8 : 4;  // most rows of x that are multiplied together
-constexpr index AHEAD = 4096;     // bytes
-constexpr index FAR = 1 << 16;    // bytes: the farthest that weights two turns ahead are asked for
+constexpr index CHUNK_K = 128;    // maximum inputs of a chunk
+constexpr index TILE_ROWS = SUMS >= 16 ? 8 : 4;  // maximum rows of x that are multiplied together
+constexpr index AHEAD = 4096;     // prefetch distance in bytes
+constexpr index FAR = 1 << 16;    // bytes: largest distance of prefetches two iterations ahead
 
-// zeros null: 2^(bits - 1) everywhere. group >= k: one scale for all inputs, else a multiple of 32.
+// zeros null: 2^(bits - 1) everywhere. group >= k: one scale for all inputs; otherwise a multiple of 32.
 struct IntWeights {
     const std::uint8_t* codes;
     const std::uint16_t* scales;
@@ -29,7 +28,7 @@ struct IntWeights {
     index bits, group;
 };
 
-// Quad `i` of the piece at `from`, a byte a code.
+// Quad `i` of the piece at `from`, one byte per code.
 template <int BITS> i32x16 quad(const std::uint8_t* from, int i) {
     if constexpr (BITS == 8) return load_bits(from + 64 * i);
     if constexpr (BITS == 4) {
@@ -44,9 +43,8 @@ template <int BITS> i32x16 quad(const std::uint8_t* from, int i) {
     }
 }
 
-// x in digits. Rows come in tiles of `rows`, of which the last may be filled up with zeros. groups: of
-// weights, each of so many chunks.
-// digits: [tiles][K / 4][words][rows]; steps, sums: [tiles][chunks][rows], sums of the multiples.
+// x in digits. Rows form tiles of `rows`; the last tile may be padded with zeros. groups: groups of weights, each of several
+// chunks. digits: [tiles][K / 4][words][rows]; steps, sums: [tiles][chunks][rows]; sums: of the multiples.
 struct Digits {
     index tiles, rows, chunk, chunks, pieces, words;
     index groups, chunks_in_group;
@@ -78,12 +76,12 @@ inline Digits digits_of(index m, index k, index group, index words) {
     return d;
 }
 
-// Bytes for so many rows of x in digits, at any group.
+// Bytes for so many rows of x in digits, for any group size.
 inline index digits_of_rows(index rows, index k) { return rows * ((k + PIECE_K - 1) / PIECE_K) * (2 * PIECE_K + 8); }
 
 inline index digits_room(index m, index k) { return digits_of_rows(m + TILE_ROWS, k); }
 
-// One chunk of a row, normed by `scale` where asked for.
+// Quantize one chunk of a row, multiplied by the norm's `scale` if there is a norm.
 template <int DIGITS, class T> void fill_chunk(const Problem<T>& p, const Digits& d, index row, index chunk, f32x16 scale) {
     constexpr int PARTS = CHUNK_K / LANES, WORDS = Quads<DIGITS>::WORDS;
     const index first = chunk * d.chunk, end = std::min(first + d.chunk, d.pieces * PIECE_K), tile = row / d.rows, r = row % d.rows;
@@ -92,7 +90,7 @@ template <int DIGITS, class T> void fill_chunk(const Problem<T>& p, const Digits
     int parts = 0;
     for (index at = first; at < end; at += LANES, ++parts) {
         part[parts] = part_of(p, row, at, scale);
-        // By their bits, a NaN is above all numbers.
+        // As integers, the bits of a NaN exceed those of all numbers.
         most = max_unsigned(most, bits_of(abs(part[parts])));
     }
     const std::uint32_t bits = max_unsigned_of(most);
@@ -123,12 +121,12 @@ template <int DIGITS, class T> void fill_digits(const Problem<T>& p, const Digit
     }
 }
 
-// The sums of one tile of rows times two blocks of 16 outputs. A row alone is multiplied with both together: what is read of it
-// serves both. ahead: bytes to where these blocks' weights lie that are multiplied two turns later.
+// The sums of one tile of rows times two blocks of 16 outputs. A single row is multiplied with both blocks together, so that each
+// read of it serves both. ahead: distance in bytes to the weights of the blocks that are multiplied two iterations later.
 template <int BITS, int ROWS, int DIGITS>
 void tile_sums(const Digits& d, const IntWeights& w, index tile, const index (&blocks)[2], index ahead,
                f32x16 (&of)[2][TILE_ROWS]) {
-    constexpr int BOTH = ROWS == 1 ? 2 : 1, SPLIT = ROWS <= 2 ? 2 : 1;  // SPLIT: chains that hide the latency of the products
+    constexpr int BOTH = ROWS == 1 ? 2 : 1, SPLIT = ROWS <= 2 ? 2 : 1;  // SPLIT: independent sums that hide latency
     constexpr int WORDS = Quads<DIGITS>::WORDS;
     const index in_chunk = d.chunk / PIECE_K;
     for (int first = 0; first < 2; first += BOTH) {

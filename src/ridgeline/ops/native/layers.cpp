@@ -1,7 +1,7 @@
-// Decoder layers one behind the other in one parallel region, for a step of any shape.
+// Consecutive decoder layers in one parallel region, for a step of any shape.
 //
-// Between two operations of a layer threads only wait for each other: nobody is woken, nothing is allocated, and no caller
-// runs in between, which at one token costs as much as the products do.
+// Between two operations of a layer threads only meet at a barrier. No thread is woken, no memory is allocated and no Python runs
+// in between. For one token that would take as long as the products.
 
 #include "attention.h"
 #include "integer.h"
@@ -13,7 +13,7 @@
 namespace ridgeline {
 namespace {
 
-// integer.bits 0: floating-point numbers.
+// integer.bits 0: floating-point weights.
 template <class T> struct Matrix {
     const T* packed;
     const T* bias;
@@ -25,7 +25,7 @@ template <class T> void multiply(const Problem<T>& p, const Matrix<T>& w, T* roo
     product(p, room, team);
 }
 
-// Mirrored field by field in binding.py. Norms of q and k and biases may be null.
+// binding.py mirrors the fields in this order. Norms of q and k, and biases, may be null.
 template <class T> struct Layer {
     const T* attention_norm;
     const T* feed_forward_norm;
@@ -46,9 +46,9 @@ template <class T> struct Stack {
     index tokens, d_model;
 };
 
-// What a team shares from one operation to the next.
+// Memory that a team shares between operations.
 template <class T> struct Room {
-    T* input;     // x of the product under way, as product() wants it
+    T* input;     // x of the current product, in product()'s layout
     T* qkv;       // [tokens, heads + 2 kv_heads, dim]
     T* attended;  // [tokens, heads, dim]
     T* inner;     // [tokens, d_ff]
@@ -87,7 +87,7 @@ void run_layer(const Stack<T>& s, index at, const Schedule& planned, const Room<
     team.wait();
 }
 
-// Each layer's schedule: layers that share a view and their number of heads share one.
+// Schedule of each layer. Layers with the same view and number of heads share one.
 template <class T> std::vector<const Schedule*> schedules(const Stack<T>& s, std::vector<Schedule>& kept) {
     std::vector<const Schedule*> of_layer(s.n);
     kept.reserve(s.n);

@@ -1,11 +1,11 @@
-// What may be drawn: top-k, top-p and min-p as ops.sample.within has them, without sorting.
+// Sampling limits (top-k, top-p and min-p, as in ops.sample.within) without sorting.
 //
-// Noise belongs to a token, so what is drawn among all tokens is also what is drawn among the allowed ones, if it is one of them.
-// Whether it is, its logit's rank and the chances above it say, by two more passes (the largest of all, then what is above). If not,
-// no smaller logit is allowed either, and the draw is among the larger ones, until it is allowed, as the largest always is: 1.05 to
-// 1.5 draws where a model is sure of anything.
+// Noise belongs to a token, so the token drawn among all tokens is also drawn among the allowed ones, if it is allowed. Its logit's
+// rank and the mass above it decide this, which takes two more passes: the maximum, then the logits above. If it is not allowed, no
+// smaller logit is allowed either, and the draw is repeated among the larger logits. The largest is always allowed. A confident
+// model takes 1.05 to 1.5 draws.
 //
-// A row's numbers are added in an order of their own, by one thread, so that they are the same in any company.
+// One thread adds a row's numbers in a fixed order, so that they do not depend on other rows.
 #pragma once
 
 #include "draw.h"
@@ -15,7 +15,7 @@
 
 namespace ridgeline {
 
-// Mirror of ops.sample.Limits, of one row.
+// Limits of one row; mirrors ops.sample.Limits.
 struct Limits {
     std::int32_t top_k = 0;
     float top_p = 1, min_p = 0;
@@ -24,12 +24,12 @@ struct Limits {
     bool any(index vocab) const { return few(vocab) || top_p < 1 || min_p > 0; }
 };
 
-// Logits whose chances are added in float32, 64 a lane; such sums are added in float64.
+// Logits whose probabilities are added in float32, 64 per lane. Such sums are added in float64.
 constexpr index PIECE = 64 * LANES;
 // As in ops.sample.
 constexpr float SMALLEST = 1e-5f;
 
-// 16 logits; -inf for what is not there or no number.
+// 16 logits; -inf for lanes past the end and for NaN.
 template <class T> f32x16 logits_at(const T* logits, index at, index n) {
     const Part inside = first_lanes(n - at);
     const f32x16 never = splat(-INFINITY);
@@ -42,7 +42,7 @@ template <class T> float largest_of(const T* logits, index n) {
     return max_of(top);
 }
 
-// act(logit, index) of those above `bound`, which may rise meanwhile.
+// Call act(logit, index) for logits above `bound`, which may increase meanwhile.
 template <class T, class Do> void each_above(const T* logits, index n, const float& bound, Do&& act) {
     for (index at = 0; at < n; at += LANES) {
         const f32x16 x = logits_at(logits, at, n);
@@ -54,7 +54,7 @@ template <class T, class Do> void each_above(const T* logits, index n, const flo
     }
 }
 
-// Chances as multiples of the largest logit's.
+// Probabilities relative to that of the largest logit.
 struct Scale {
     float top, per;  // per: log2(e) / temperature
 
@@ -62,7 +62,7 @@ struct Scale {
     double operator()(float logit) const { return std::exp2((double(logit) - top) * per); }
 };
 
-// Of logits above one: how many, and their chances; and the chances of all.
+// Number and mass of the logits above a given one, and the mass of all logits.
 struct Above {
     index count = 0;
     double chances = 0, all = 0;
@@ -86,7 +86,7 @@ template <bool CHANCES, class T> Above above(const T* logits, index n, float bou
     return found;
 }
 
-// The `count` largest logits of those above -inf, in any order but for the least of them, which is the last one.
+// The `count` largest logits above -inf. The smallest of them is last; the order of the others is undefined.
 template <class T> std::vector<float> largest_of(const T* logits, index n, index count) {
     std::vector<float> held;
     float least = -INFINITY;
@@ -104,23 +104,23 @@ template <class T> std::vector<float> largest_of(const T* logits, index n, index
     return held;
 }
 
-// The largest number below one that is at least `bound`.
+// The largest number below a given one that is at least `bound`.
 inline float just_below(double bound) {
     const float found = float(bound);
     return found < bound ? found : std::nextafter(found, -INFINITY);
 }
 
-// The draw of one row within its limits.
+// The draw of one row with limits.
 template <class T> struct Limited {
     const T* logits;
     index vocab;
     const Draw& draw;
     const Limits& limits;
     const Scale scale;
-    const double least;  // logit that min_p allows
+    const double least;  // smallest logit that min_p allows
     const bool few;
-    double all = 0;           // chances of all
-    std::vector<float> most;  // the top_k largest, once they are needed
+    double all = 0;           // mass of all logits
+    std::vector<float> most;  // the top_k largest logits, filled when needed
     double most_chances = 0;
 
     Limited(const T* row, index n, const Draw& how, const Limits& what)
@@ -138,11 +138,11 @@ template <class T> struct Limited {
         return limits.top_p < 1 ? above<true>(from, n, x, scale) : above<false>(from, n, x, scale);
     }
 
-    // x: a logit drawn, and what is above it.
+    // x: the drawn logit. above: number and mass of larger logits.
     bool allows(float x, const Above& more) {
         if (few && more.count >= limits.top_k) return false;
         if (limits.top_p >= 1) return true;
-        // The top_k largest have the chances of x and of what is above it at the least, and of all at the most.
+        // The mass of the top_k largest is at least that of x and all larger logits, and at most that of all logits.
         const double share = limits.top_p;
         if (more.chances >= share * all) return false;
         if (!few || more.chances < share * (more.chances + scale(x))) return true;
@@ -150,7 +150,7 @@ template <class T> struct Limited {
         return more.chances < share * most_chances;
     }
 
-    // best: the draw among all.
+    // best: the draw among all tokens.
     std::int32_t operator()(Best best) {
         if (!(best.score > -INFINITY)) return best.token;
         float x = first_of(load(logits + best.token, first_lanes(1)));

@@ -1,4 +1,4 @@
-// Products with packed weights as the library offers them, and the packing.
+// Exported products with packed weights, and packing.
 
 #include "product.h"
 

@@ -1,4 +1,4 @@
-// Root-mean-square norm of one row.
+// RMS norm of one row.
 #pragma once
 
 #include "common.h"
@@ -7,7 +7,7 @@
 
 namespace ridgeline {
 
-// How a row is normed: x / rms(x) * (weight + offset). weight null: not at all.
+// Norm of a row: x / rms(x) * (weight + offset). weight null: no norm.
 template <class T> struct Norm {
     const T* weight;
     float eps, offset;
@@ -23,13 +23,13 @@ template <class T> f32x16 norm_scale(const T* x, index n, float eps) {
     return splat(1.0f / std::sqrt(sum_of(squares) / float(n) + eps));
 }
 
-// 16 values from `at` on, normed; lanes that are not kept are 0.
+// 16 normalised values from `at` on; 0 in lanes that are not kept.
 template <class T> f32x16 normed(const T* x, index at, Part kept, f32x16 scale, const Norm<T>& norm) {
     const f32x16 factor = load(norm.weight + at, kept) + splat(norm.offset);
     return load(x + at, kept) * scale * factor;
 }
 
-// out may be x.
+// out may equal x.
 template <class T> void norm_row(const T* x, T* out, index n, const Norm<T>& norm) {
     const f32x16 scale = norm_scale(x, n, norm.eps);
     for (index at = 0; at < n; at += LANES) {

@@ -1,11 +1,11 @@
-// Products with packed weights: y[M, N] = x[M, K] W[N, K]^T + bias, x normed on the way in, the end of it fused.
+// Products with packed weights: y[M, N] = x[M, K] W[N, K]^T + bias, with an optional norm of x and a fused epilogue.
 //
-// Packed layout, bfloat16: [N / 16][K / 2][16][2], padded with zeros to whole blocks of 16 outputs and 32 inputs. Read in
-// order it is what a matrix-vector product wants, and 16 pairs of it are the second operand of an AMX product.
-// float32: [N / 16][K][16], padded to 16 outputs.
+// Packed layout, bfloat16: [N / 16][K / 2][16][2], padded with zeros to complete blocks of 16 outputs and 32 inputs. A
+// matrix-vector product reads it sequentially, and 16 pairs of it are the second operand of an AMX product. float32: [N /
+// 16][K][16], padded to 16 outputs.
 //
-// Work is shared by units of neighbouring blocks. Where a gate ends the product, a unit is a block of the gate and the block
-// of the other half that it weighs, so that the thread that has both sums writes one result.
+// Threads share units of adjacent blocks. With a gate, a unit is a block of the gate and the block of up that it multiplies, so
+// that the thread with both sums writes one result.
 #pragma once
 
 #include "norm.h"
@@ -28,10 +28,10 @@ inline f32x16 gelu(f32x16 x) {
 
 inline f32x16 act(Gate gate, f32x16 x) { return gate == Gate::GELU ? gelu(x) : x * sigmoid(x); }
 
-// bias, added: null or what is added to the result, [N] and [M, N] (added may be out). With a gate the first N / 2 outputs are
-// the gate, N / 2 is a multiple of 16, out is [M, N / 2], and nothing is added. fixed: each output is summed along K in one
-// order, whatever M is. scales, row_scales: null or float32 [N] and [M], by which sums are multiplied. from_block: which block
-// of 16 outputs lies at `packed`.
+// bias, added: null, or summands [N] and [M, N] of the result (added may equal out). With a gate, the first N / 2 outputs are the
+// gate, N / 2 is a multiple of 16, out is [M, N / 2], and `added` is null. fixed: each output is summed along K in one order for
+// any M. scales, row_scales: null, or factors float32 [N] and [M] of the sums. from_block: number of the block of 16 outputs at
+// `packed`.
 template <class T, class Out = T> struct Problem {
     const T* x;
     const T* packed;
@@ -57,7 +57,7 @@ template <class T, class Out = T> struct Problem {
         return bias ? sum + load(bias + first, lanes) : sum;
     }
 
-    // Row `row` of 16 outputs from `first` on.
+    // Store row `row` of 16 outputs from `first` on.
     void put(index row, index first, f32x16 sum) const {
         const Part lanes = first_lanes(n - first);
         sum = biased(sum, row, first, lanes);
@@ -65,7 +65,7 @@ template <class T, class Out = T> struct Problem {
         store(out + row * n + first, sum, lanes);
     }
 
-    // The same of a gate and what it weighs.
+    // The same for a gate and the values that it multiplies.
     void put_gated(index row, index first, f32x16 gate_sum, f32x16 sum) const {
         gate_sum = biased(gate_sum, row, first, ALL);
         sum = biased(sum, row, n / 2 + first, ALL);
@@ -73,8 +73,8 @@ template <class T, class Out = T> struct Problem {
     }
 };
 
-// x as a product reads it: ROWS: one row of padded_k numbers behind the other; TILES: [M / 16][K / 32][16][32]; MIXED, for at
-// most 16 rows: [K / 2][16][2], float32 [K][16], so that one step along K reads one cache line.
+// Layout of x for a product. ROWS: contiguous rows of padded_k numbers. TILES: [M / 16][K / 32][16][32]. MIXED, for up to 16 rows:
+// [K / 2][16][2], float32 [K][16], so that each step along K reads one cache line.
 enum class Form { ROWS, TILES, MIXED };
 
 template <class T> constexpr index room_of(index m, index k) {
@@ -85,7 +85,7 @@ template <class T, class Out> f32x16 row_scale(const Problem<T, Out>& p, index r
     return p.norm.weight && row < p.m ? norm_scale(p.x + row * p.k, p.k, p.norm.eps) : zeros();
 }
 
-// 16 numbers of a row of x, normed where asked for; zeros behind its end, and in rows behind the last.
+// 16 numbers of a row of x, normalised if there is a norm; zeros past its end and in rows past the last.
 template <class T, class Out> f32x16 part_of(const Problem<T, Out>& p, index row, index at, f32x16 scale) {
     const index left = row < p.m ? std::max<index>(0, p.k - at) : 0;
     const Part kept = first_lanes(left);
@@ -102,7 +102,7 @@ template <class Out> i32x16 line_of(const Problem<bf16, Out>& p, index row, inde
     return line(part_of(p, row, at, scale), part_of(p, row, at + LANES, scale));
 }
 
-// One thread's part of x in `room`, in the form ROWS or TILES.
+// One thread's part of x in `room`, with layout ROWS or TILES.
 template <class T, class Out> void fill_rows(const Problem<T, Out>& p, T* room, Form form, Team team) {
     constexpr index each = 64 / sizeof(T);
     const index wide = padded_k<T>(p.k);
@@ -118,7 +118,7 @@ template <class T, class Out> void fill_rows(const Problem<T, Out>& p, T* room, 
     }
 }
 
-// The same in the form MIXED: threads share the columns, because all rows of one lie in one cache line.
+// The same with layout MIXED. Threads share the columns, because all rows of a column are in one cache line.
 template <class T, class Out> void fill_mixed(const Problem<T, Out>& p, T* room, Team team) {
     constexpr index each = 64 / sizeof(T);
     const index wide = padded_k<T>(p.k);

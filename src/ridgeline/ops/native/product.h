@@ -1,4 +1,4 @@
-// One product of any size, by vectors or by AMX tiles.
+// A product of any size, by vectors or by AMX tiles.
 #pragma once
 
 #include "product_tiles.h"
@@ -6,7 +6,7 @@
 
 namespace ridgeline {
 
-// How a product reads x. Tiles add in an order of their own, so where the order is fixed they take one row as well.
+// How a product reads x. Tiles sum in an order of their own, so with a fixed order they also serve single rows.
 template <class T> Form form_of(index m, bool fixed = false) {
     const bool tiles = sizeof(T) == 2 && tiles_allowed;
     if (fixed) return tiles ? Form::TILES : Form::ROWS;
@@ -15,7 +15,7 @@ template <class T> Form form_of(index m, bool fixed = false) {
     return m > FEWER_ROWS && m <= FEW_ROWS ? Form::MIXED : Form::ROWS;
 }
 
-// x in the form in which the product reads it, in `room` (room_of(m, k) bytes that the team shares) where it is not so yet.
+// Convert x to the layout that the product reads, in `room` (room_of(m, k) bytes that the team shares), unless it has that layout.
 template <class T, class Out> const T* prepare(const Problem<T, Out>& p, Form form, T* room, Team team) {
     if (form == Form::ROWS && !p.norm.weight && padded_k<T>(p.k) == p.k) return p.x;
     const Team fills = form == Form::ROWS ? team.by(p.m, LANES) : team;

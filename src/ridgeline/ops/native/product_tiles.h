@@ -1,4 +1,4 @@
-// Products of bfloat16 by AMX tiles: 16 or 32 rows times 32 outputs at a time.
+// bfloat16 products by AMX tiles: 16 or 32 rows times 32 outputs at a time.
 #pragma once
 
 #include "problem.h"
@@ -9,8 +9,8 @@ namespace ridgeline {
 
 constexpr index TILE_PREFETCH = 4096;
 
-// The two panels of 16 outputs that are computed side by side: a gate and what it weighs, or neighbours (the last one twice
-// where there is no second).
+// Two panels of 16 outputs that are computed together: a gate and the values it multiplies, or neighbours (the last panel twice if
+// there is no second).
 struct Panels {
     const bf16* first;
     index second;  // elements from the first panel to the second
@@ -23,7 +23,7 @@ template <class Out> Panels panels_of(const Problem<bf16, Out>& p, index pair) {
     return {p.panel_of(2 * pair), 2 * pair + 1 < blocks_of(p.n) ? p.panel() : 0};
 }
 
-// 16 rows of the sums of two panels; of neighbours a whole cache line of outputs at a time where there are 32 of them.
+// Store 16 rows of the sums of two panels; for neighbours a complete cache line of outputs at a time if there are 32.
 template <class Out>
 void put_tiles(const Problem<bf16, Out>& p, const float* first, const float* second, index row, index pair) {
     const index rows = std::min<index>(LANES, p.m - row), column = pair * (p.gated() ? LANES : 2 * LANES);
@@ -48,7 +48,7 @@ void put_tiles(const Problem<bf16, Out>& p, const float* first, const float* sec
     }
 }
 
-// 32 rows times a pair of panels in four tiles of sums.
+// 32 rows times a pair of panels, in four tiles of sums.
 template <class Out> void four_tiles(const Problem<bf16, Out>& p, const bf16* tiles, index row, index pair) {
     constexpr index TILE = LANES * TILE_K;
     const index wide = padded_k<bf16>(p.k), steps = wide / TILE_K;
@@ -111,8 +111,8 @@ template <class Out> void pair_by_tiles(const Problem<bf16, Out>& p, const bf16*
     if (halves % 2) two_tiles(p, tiles, (halves - 1) * LANES, pair);
 }
 
-// Threads form a grid: as many columns as there are pairs of panels, the rest split the rows. Each goes over its weights
-// once per chunk of rows, which stays in the cache meanwhile. The thread's tiles must be configured.
+// Threads form a grid: at most one column per pair of panels; the remaining threads divide the rows. Each thread reads its weights
+// once per chunk of rows, and the chunk stays in the cache. The thread's tiles must be configured.
 template <class Out> void by_tiles(const Problem<bf16, Out>& p, const bf16* tiles, Team team) {
     constexpr index CACHED = 1 << 20;
     const index halves = blocks_of(p.m), pairs = pairs_of(p);

@@ -1,4 +1,4 @@
-// Products without tiles: by fused multiply-adds along K, 16 outputs a vector.
+// Products without tiles: fused multiply-adds along K with 16 outputs per vector.
 #pragma once
 
 #include <utility>
@@ -8,12 +8,12 @@
 namespace ridgeline {
 
 constexpr index PREFETCH_BYTES = 4096;
-constexpr index IN_FLIGHT = 1 << 14;  // bytes that are asked for ahead, of all blocks side by side
+constexpr index IN_FLIGHT = 1 << 14;  // bytes prefetched ahead, over all adjacent blocks
 constexpr bool MANY_SUMS = SUMS >= 24;
-constexpr index FEWER_ROWS = MANY_SUMS ? 8 : 2;  // up to so many a register points to each
-constexpr index FEW_ROWS = MANY_SUMS ? 16 : 2;   // up to so many every weight is read once
+constexpr index FEWER_ROWS = MANY_SUMS ? 8 : 2;  // up to this many rows, each has a pointer in a register
+constexpr index FEW_ROWS = MANY_SUMS ? 16 : 2;   // up to this many rows, every weight is read once
 
-// What one step along K takes: two bfloat16 numbers or one float32 of x in every lane, times 64 bytes of weights.
+// Operands of one step along K: two bfloat16 numbers or one float32 of x in every lane, times 64 bytes of weights.
 inline i32x16 spread(const bf16* x) {
     std::int32_t both;
     std::memcpy(&both, x, 4);
@@ -25,10 +25,10 @@ inline f32x16 step(f32x16 sum, f32x16 x, i32x16 w) { return fma(x, floats_of(w),
 
 constexpr int power_of_two(int most) { return most < 2 ? 1 : 2 * power_of_two(most / 2); }
 
-// ROWS of x times BLOCKS blocks of weights from `block` on; up to MOST_SPLIT independent sums along K hide the latency of the
-// multiply-adds; blocks take turns where registers do not hold the sums of all. GATED: the second half of the blocks is of the
-// second half of the outputs. Only `rows` of ROWS are there, but where all are for SURE. Weights are asked for where they are read
-// once, those of the next blocks while these end, unless they are the last.
+// ROWS of x times BLOCKS blocks of weights from `block` on. Up to MOST_SPLIT independent sums along K hide the latency of
+// multiply-adds. Blocks alternate if registers do not hold the sums of all. GATED: the second half of the blocks belongs to the
+// second half of the outputs. Only `rows` of ROWS exist, unless SURE. Weights that are read once are prefetched; those of the next
+// blocks while these end, unless they are the last.
 template <class T, int ROWS, int BLOCKS, int MOST_SPLIT, bool GATED, Form FORM, bool SURE = false, class Out>
 void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index block, bool last = false) {
     constexpr index each = sizeof(T) == 2 ? PAIR : 1;
@@ -87,13 +87,13 @@ void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index b
     }
 }
 
-// Blocks side by side for 1 to 8 rows, and independent sums of each. What is read of x serves all blocks, as loads are what
-// several rows are held up by; and so many streams of weights come quickest from a slow last cache, where more sums ask for more
-// at once and make it slower.
+// Number of adjacent blocks for 1 to 8 rows, and of independent sums for each. Each read of x serves all blocks, because loads
+// limit several rows. That many streams of weights are fastest with a slow last-level cache; more sums would issue more requests at
+// once, which is slower.
 constexpr int SIDE[8] = {2, MANY_SUMS ? 2 : 1, 2, 4, 4, 4, 2, 2}, SPLITS[8] = {8, 2, 2, 2, 2, 2, 2, 2};
 template <bool GATED> constexpr int side(index rows) { return std::max(GATED ? 2 : 1, SIDE[rows - 1]); }
 
-// Each number of rows up to 8 has its own. BLOCKS 0: as many as SIDE says.
+// Each number of rows up to 8 has its own function. BLOCKS 0: as many as SIDE defines.
 template <bool GATED, int BLOCKS, class T, class Out, int... BEFORE>
 void as_many_rows(const Problem<T, Out>& p, const T* x, index block, bool last, std::integer_sequence<int, BEFORE...>) {
     ((p.m == BEFORE + 1
@@ -103,7 +103,7 @@ void as_many_rows(const Problem<T, Out>& p, const T* x, index block, bool last, 
      ...);
 }
 
-// 9 to 16 rows by one block, or one pair of blocks.
+// 9 to 16 rows times one block, or one pair of blocks.
 template <bool GATED, class T, class Out> void some_rows(const Problem<T, Out>& p, const T* x, index block) {
     constexpr Form MIXED = Form::MIXED;
     const index m = p.m;
@@ -130,9 +130,9 @@ template <bool GATED, class T, class Out> void few_rows(const Problem<T, Out>& p
         }
 }
 
-// Many rows: as many times so many blocks as there are registers for, x and a few blocks of weights staying in the cache.
+// Many rows: as many rows times blocks as registers hold; x and a few blocks of weights stay in the cache.
 template <class T, bool GATED, class Out> void many_rows(const Problem<T, Out>& p, const T* x, Range own) {
-    // Widening a line of bfloat16 takes registers too.
+    // Converting a line of bfloat16 takes registers too.
     constexpr index ROWS = MANY_SUMS || sizeof(T) == 4 ? 6 : 4, BLOCKS = MANY_SUMS ? 4 : GATED ? 2 : 1;
     constexpr index UNITS = GATED ? BLOCKS / 2 : BLOCKS;
     index block = own.begin;
@@ -144,7 +144,7 @@ template <class T, bool GATED, class Out> void many_rows(const Problem<T, Out>& 
             stream<T, ROWS, GATED ? 2 : 1, 2, GATED, Form::ROWS>(p, x, row, std::min(ROWS, p.m - row), block);
 }
 
-// Any number of rows with one sum along K for each output: a few rows times BLOCKS blocks from `block` on.
+// Any number of rows with one sum along K per output: a few rows times BLOCKS blocks from `block` on.
 template <class T, int BLOCKS, bool GATED, class Out> void rows_in_order(const Problem<T, Out>& p, const T* x, index block) {
     constexpr Form ROWS = Form::ROWS;
     constexpr index MOST = std::min(6, SUMS / BLOCKS);
@@ -160,7 +160,7 @@ template <class T, int BLOCKS, bool GATED, class Out> void rows_in_order(const P
     }
 }
 
-// Blocks side by side hide the latency of the multiply-adds, as no second sum along K may.
+// Adjacent blocks hide the latency of multiply-adds, because a second sum along K is not allowed.
 template <class T, bool GATED, class Out> void in_order(const Problem<T, Out>& p, const T* x, Range own) {
     constexpr index BLOCKS = MANY_SUMS ? 4 : 2, UNITS = GATED ? BLOCKS / 2 : BLOCKS;
     index block = own.begin;

@@ -1,4 +1,4 @@
-// Per-head norms, rotary embedding and the write into the cache, head by head.
+// Per-head norms, rotary embedding and the write to the cache, head by head.
 #pragma once
 
 #include "norm.h"
@@ -6,7 +6,7 @@
 
 namespace ridgeline {
 
-// One call of qkv_write; qkv and out are [tokens, heads + 2 kv_heads, dim], out may be qkv.
+// One call of qkv_write. qkv and out: [tokens, heads + 2 kv_heads, dim]; out may equal qkv.
 template <class T> struct Qkv {
     const View& view;
     const T* qkv;
@@ -19,7 +19,7 @@ template <class T> struct Qkv {
     float eps, offset;
 
     index all() const { return heads + 2 * view.kv_heads; }
-    // Where the cache keeps a head of keys or values.
+    // Address of a head of keys or values in the cache.
     T* cached(index token, index head) const {
         const index page = view.slots[token] / view.page_tokens, place = view.slots[token] % view.page_tokens;
         const index kind = head >= heads + view.kv_heads, kv_head = head - heads - kind * view.kv_heads;
@@ -27,7 +27,7 @@ template <class T> struct Qkv {
     }
 };
 
-// The first 2 half of n numbers turn, halves paired; the rest stays. from may be to.
+// Rotate the first 2 half of n numbers, with paired halves, and copy the remainder. from may equal to.
 template <class T> void turn(const T* from, T* to, const float* cos_sin, index n, index half) {
     for (index at = 0; at < half; at += LANES) {
         const Part lanes = first_lanes(half - at);
@@ -64,8 +64,8 @@ template <class T> void qkv_write(const Qkv<T>& s, Team team) {
     for (index at = own.begin; at < own.end; ++at) write_head(s, at / all, at % all);
 }
 
-// The same by heads, where these divide among the threads as the product's blocks of 16 outputs do, that made them: each thread
-// finds what it made itself, and nobody waits in between.
+// The same divided by heads, if heads divide among the threads as the blocks of 16 outputs of the preceding product do. Each thread
+// then processes its own outputs, and no barrier is needed in between.
 template <class T> bool heads_divide(const Qkv<T>& s, index of) { return s.all() % of == 0 && s.view.dim % LANES == 0; }
 
 template <class T> void write_own_heads(const Qkv<T>& s, Team team) {

@@ -1,12 +1,11 @@
-// A tree of drafts by a recurrent draft, all of its tokens in one parallel region; see speculation/recurrent.py.
+// Draft a tree with a recurrent draft model; all its tokens are drafted in one parallel region. See speculation/recurrent.py.
 //
-// Nodes that have children are grown together, level by level, so that the weights are read once for each level. They are
-// integers so that they stay in the caches of the cores from one level to the next, and leave the last-level cache to the
-// target's. All nodes of a level see the same keys, so that their queries are packed as if they were heads of one token.
-// Between two operations threads only wait for each other.
+// Nodes with children are expanded together, level by level, so that weights are read once per level. Weights are integers, so that
+// they stay in the cores' caches between levels and leave the last-level cache to the target's weights. All nodes of a level see
+// the same keys, so their queries are packed like heads of one token. Between two operations threads only meet at a barrier.
 //
-// Drafts are cut where they cease to pay. The chance that a draw is what the target says is about its share of the exponentials
-// of all perturbed logits.
+// A draft is cut where further nodes no longer pay. The probability that a drawn token matches the target is estimated by its share
+// of the exponentials of all perturbed logits.
 
 #include "attention.h"
 #include "draw.h"
@@ -20,9 +19,9 @@
 namespace ridgeline {
 namespace {
 
-// Mirrored field by field in native_recurrent.py. embedding [vocab, d_model]; norms float32 [d_model]; cos_sin [positions, 2,
-// half]; ids [outputs]. Of each node of the largest tree, parents before children: parents, -1 for the last known token, and
-// ranks, the child's number. node_cost, min_chance, sizes: see DraftCut in table.py.
+// native_recurrent.py mirrors the fields in this order. embedding [vocab, d_model]; norms float32 [d_model]; cos_sin [positions, 2,
+// half]; ids [outputs]. For each node of the largest tree, parents before children: parents (-1: the last known token) and ranks
+// (index among its siblings). node_cost, min_chance, sizes: see DraftCut in table.py.
 template <class T> struct Parts {
     const T* embedding;
     const float* query_norm;
@@ -38,8 +37,9 @@ template <class T> struct Parts {
     float eps, offset, node_cost, min_chance;
 };
 
-// Mirrored by the order of arguments there. hidden [n, d_model]: the target's, where it drew each row's last token. cache: of the
-// layer that is attended to; of `view` what is known of it and of the pages of all rows.
+// native_recurrent.py mirrors the order of arguments. hidden [n, d_model]: the target's hidden states from which each row's last
+// token was drawn. cache, view: of the layer that the draft attends to. Only the fields of `view` that do not depend on the step
+// are set.
 template <class T> struct Recurrent {
     State state;
     const Parts<T>* parts;
@@ -50,19 +50,19 @@ template <class T> struct Recurrent {
     const View* view;
     const T* cache;
     index n, count;
-    std::int32_t* worth;  // [n], of how many nodes that is
+    std::int32_t* worth;  // [n], number of nodes worth verifying
 
     index known(index row) const { return state.of(rows[row])[KNOWN]; }
     token* tokens(index row) const { return state.tokens + rows[row] * state.width; }
 };
 
-// A node that has children, -1 for the last known token. before: where the level above holds the state that it was drawn from;
-// children: how many its ranks reach.
+// A node with children; node -1 is the last known token. before: index in the previous level of the state from which the node was
+// drawn. children: number of children up to its largest rank.
 struct Grown {
     index node, before, children;
 };
 
-// A token that stands under a node of a level.
+// A child of an expanded node.
 struct Child {
     index above, rank, node;
 };
@@ -70,8 +70,8 @@ struct Child {
 struct Level {
     std::vector<Grown> grown;
     std::vector<Child> nodes;
-    index most = 0;  // children of one
-    // Of one call: of its queries, of each row; levels that grow as many nodes share a schedule.
+    index most = 0;  // largest number of children of a node
+    // Valid during one call. position: of each row's queries. Levels with equally many expanded nodes share a schedule.
     std::vector<std::int32_t> position;
     View view;
     Schedule own;
@@ -79,7 +79,8 @@ struct Level {
     Tickets tickets;
 };
 
-// What the first `count` nodes grow from, level by level; kept from call to call, as to make it takes a dozen cold allocations.
+// Expanded nodes of the first `count` nodes, by level. Cached between calls, because building it takes a dozen allocations with
+// cold caches. Key: parents and ranks.
 struct Levels {
     std::vector<std::int32_t> parents, ranks;
     std::deque<Level> levels;
@@ -95,7 +96,7 @@ template <class T> std::deque<Level>& levels_of(const Parts<T>& p, index count) 
     known.parents.assign(p.parents, p.parents + count);
     known.ranks.assign(p.ranks, p.ranks + count);
     levels.clear();
-    std::vector<index> depth(count), at(count, -1);  // of each node, and where its level has it if it is grown
+    std::vector<index> depth(count), at(count, -1);  // of each node; at: index among the expanded nodes of its level
     index root = -1;
     for (index node = 0; node < count; ++node) {
         const index parent = p.parents[node], rank = p.ranks[node];
@@ -116,28 +117,28 @@ template <class T> std::deque<Level>& levels_of(const Parts<T>& p, index count) 
     return levels;
 }
 
-// Rows of `before`, `turned` and `packed` for which there is room, so that each thread may have its own; see Team::by.
+// Number of rows of `before`, `turned` and `packed` for which every thread has its own copy; see Team::by.
 constexpr index OWN_ROWS = 8;
 
-// What a team shares. best: of each thread, of each grown node of each row, as many as a node has children.
+// Memory that a team shares. best: for each thread, expanded node and row, as many candidates as a node has children.
 template <class T> struct Room {
     float* stream[2];
     float* before;
     float* inner;
     float* logits;
     float* asked;   // queries, [grown][n][heads, dim]
-    float* turned;  // and what they read
-    T* packed;      // queries as attention wants them, [n][kv_heads][grown][heads of one, dim]
-    T* attended;    // the same of what they read
+    float* turned;  // attention results of the queries
+    T* packed;      // queries in attention's layout, [n][kv_heads][grown][heads of a KV head, dim]
+    T* attended;    // attention results in the same layout
     Partial* partials;
     void* digits;
     Best* best;
-    index most;  // best of a node
-    float* weights;  // of each thread, of each grown node of each row, relative to the best of the thread
-    float* chances;  // of each thread [n][count], 0 of what is not drafted
-    token* said;     // of each thread [n][count], what is drafted
+    index most;  // largest number of children of a node
+    float* weights;  // of each thread, expanded node and row, relative to the thread's best
+    float* chances;  // of each thread [n][count], 0 for nodes that are not drafted
+    token* said;     // of each thread [n][count], drafted tokens
 
-    // As thread `who` sees it, where all have their own of so many rows.
+    // The view of thread `who`, if each thread has its own copy of so many rows.
     Room own(index who, index rows, const Parts<T>& p) const {
         Room one = *this;
         one.before += who * rows * p.d_model;
@@ -154,8 +155,8 @@ template <class T> void widen_row(const T* from, float* to, index n) {
     }
 }
 
-// What the next product adds to, the embeddings of a level's tokens: a thread's part of each is what it will add to. And the states
-// that these tokens were drawn from, which `fills` share. States of a level: [grown][n].
+// Write the embeddings of a level's tokens, to which the next product adds; each thread writes the part that it will add to. Also
+// copy the states from which these tokens were drawn, divided among `fills`. States of a level: [grown][n].
 template <class T>
 void embed(const Recurrent<T>& c, const Room<T>& room, const Level& level, const float* above, float* to, Team team, Team fills) {
     const Parts<T>& p = *c.parts;
@@ -179,7 +180,7 @@ void embed(const Recurrent<T>& c, const Room<T>& room, const Level& level, const
     fills.wait();
 }
 
-// Each head of a level's queries, one thread's part: where it lies among them, and where attention wants it.
+// Visit the heads of a level's queries, one thread's part: index among the queries, and address in attention's layout.
 template <class T, class Do> void each_head(const Recurrent<T>& c, const Level& level, Team team, Do&& act) {
     const View& v = level.view;
     const index grown = index(level.grown.size()), heads = c.parts->queries / v.dim, group = heads / v.kv_heads;
@@ -190,7 +191,7 @@ template <class T, class Do> void each_head(const Recurrent<T>& c, const Level& 
     }
 }
 
-// What the queries in `asked` read from the target's keys and values, in `turned`.
+// Attention of the queries in `asked` over the target's keys and values, to `turned`.
 template <class T> void read(const Recurrent<T>& c, const Room<T>& room, Level& level, Work<T>& work, Team team, Team fills) {
     const Parts<T>& p = *c.parts;
     const View& v = level.view;
@@ -211,8 +212,8 @@ template <class T> void read(const Recurrent<T>& c, const Room<T>& room, Level& 
     fills.wait();
 }
 
-// The best of a thread's own logits, with the noise of the place that the tokens would have. A logit that was best is taken out
-// before the next one is looked for.
+// The best of a thread's own logits, with the noise of the position that the tokens would have. Each maximum is removed before the
+// next one is searched.
 template <class T> void draw(const Recurrent<T>& c, const Room<T>& room, const Level& level, index depth, Team team) {
     const Parts<T>& p = *c.parts;
     const Range own = share(blocks_of(p.outputs), team.who, team.of);
@@ -230,8 +231,8 @@ template <class T> void draw(const Recurrent<T>& c, const Room<T>& room, const L
     }
 }
 
-// The best of all threads, and their chances, which each thread finds out for itself; the first one writes the tokens behind what
-// the rows know. Whether the next level is drafted.
+// Combine the candidates of all threads and compute their probabilities, in every thread. Thread 0 writes the tokens after the
+// rows' known tokens. Returns whether the next level is drafted.
 template <class T> bool say(const Recurrent<T>& c, const Room<T>& room, const Level& level, Team team) {
     const index threads = team.of;
     bool grows = false;
@@ -313,7 +314,7 @@ template <class T> void run_team(const Recurrent<T>& c, const Room<T>& shared, s
 
 index lines(index floats) { return (floats + LANES - 1) / LANES * LANES; }
 
-// How a level's queries are attended with: a token of each row, which sees all slots that the row holds.
+// Inputs of a level's attention: one token per row, which sees all slots that the row holds.
 template <class T>
 void plan(const Recurrent<T>& c, index depth, const std::int32_t* q_start, const std::int32_t* length,
           std::deque<Level>& levels) {
@@ -334,9 +335,9 @@ void plan(const Recurrent<T>& c, index depth, const std::int32_t* q_start, const
         level.own = schedule<T>(level.view, c.parts->queries / c.view->dim * index(level.grown.size()));
 }
 
-// How many nodes promise more than they cost, the same for all rows.
+// Number of leading nodes whose expected tokens exceed their cost, the same for all rows.
 template <class T> std::int32_t worth_of(const Recurrent<T>& c, const std::vector<float>& chances) {
-    // A plain step takes so many of one row's; in that time as many tokens are said as it has rows.
+    // longer: time of a step without drafts, in units of one for a single row. It yields a token per row: `price` tokens per unit.
     const Parts<T>& p = *c.parts;
     const float rows = float(c.n), longer = 1 + p.node_cost * (rows - 1), price = rows / longer;
     float promised = 0, most = 0;

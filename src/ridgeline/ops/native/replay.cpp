@@ -1,4 +1,4 @@
-// A list of calls in one: of each the address of its NAME_words, how many words its arguments are, and these words.
+// Replay a list of calls. Each entry: address of its NAME_words, number of argument words, argument words.
 
 #include "replay.h"
 

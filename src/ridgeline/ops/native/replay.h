@@ -1,4 +1,4 @@
-// Recorded calls: NAME_words takes the arguments of NAME as words of 64 bits, so that one loop makes any list of calls.
+// Recorded calls: NAME_words takes the arguments of NAME as 64-bit words, so that one loop can make any list of calls.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace ridgeline {
 
-// A float lies in the lower half of its word.
+// A float is in the lower half of its word.
 template <class T> inline T from_word(std::int64_t word) {
     if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(word);
     if constexpr (std::is_integral_v<T>) return static_cast<T>(word);

@@ -1,7 +1,7 @@
-// The device's rows: a step's query tokens, and what a draw writes back; see ridgeline.ops.rows and ridgeline.ops.verify.
+// Gather a step's query tokens from the device's rows, and write draws back; see ridgeline.ops.rows and ridgeline.ops.verify.
 //
-// Every argument is one struct of pointers and sizes, which costs Python one call that packs numbers. Nothing here is worth a
-// second thread.
+// The arguments of a function are one struct of pointers and sizes, so that Python packs numbers with a single call. The work is
+// too short for a second thread.
 
 #include "rows.h"
 
@@ -14,15 +14,15 @@ namespace {
 struct Verify {
     State state;
     const std::int32_t* rows;     // [n]
-    const token* drawn;           // behind node `node` of row n at first[n] + node
+    const token* drawn;           // node `node` of row n is at first[n] + node
     const std::int32_t* first;    // [n]
     const std::int32_t* n_draft;  // [n]
-    const std::int64_t* parent;   // [n, wide]
+    const std::int64_t* parent;   // [n, columns]
     index n, wide;
-    std::int32_t* packed;  // [n, 2 + wide], for trees [n, 2 + 3 wide]
-    std::int64_t* path;    // [n, wide]
+    std::int32_t* packed;  // [n, 2 + columns], for trees [n, 2 + 3 columns]
+    std::int64_t* path;    // [n, columns]
 
-    // Behind nodes that a row has not stands what was drawn behind its last one.
+    // Nodes that a row lacks hold the draw after its last node.
     token drawn_of(index row, index node) const { return drawn[first[row] + std::min<index>(node, n_draft[row])]; }
 };
 
@@ -40,7 +40,7 @@ void move(std::int32_t* row, std::int32_t count, std::int32_t flag) {
     row[DONE] += flag != 0;
 }
 
-// Whether each node and all above it are right; parents come before their children. Without parents nodes are a chain.
+// Whether each node and all its ancestors are accepted. Parents precede their children. Without parents nodes form a chain.
 void agree(const Verify& v, index n, const token* drafts, std::vector<char>& right) {
     right[0] = 1;
     for (index node = 1; node < v.wide; ++node) {
@@ -49,7 +49,7 @@ void agree(const Verify& v, index n, const token* drafts, std::vector<char>& rig
     }
 }
 
-// What row n keeps, into `packed` and `path`.
+// Write the accepted tokens of row n to `packed` and `path`.
 void judge(const Verify& v, index n, std::vector<char>& right) {
     const std::int32_t* row = v.state.of(v.rows[n]);
     const index known = row[KNOWN];
@@ -111,15 +111,15 @@ void advance(const Advance& a) {
 
 namespace {
 
-// Rows that verified trees and were moved on: keys and values of the nodes they kept go to where a chain would have written them.
-// packed: of each row the tokens gained, the rest of its `stride` is not read. run: a group's keys and values, [pages, heads,
-// page_tokens] of `bytes` each, neighbours so many bytes apart.
+// Move keys and values of accepted tree nodes to the slots that they would have in a chain, after verification has updated the
+// rows. packed: tokens gained by each row; the remainder of its `stride` is not read. run: a group's keys and values, [pages,
+// heads, page_tokens] of `bytes` each, with strides in bytes.
 struct Keep {
     State state;
     const std::int32_t* rows;    // [n]
     const std::int32_t* packed;  // [n, stride]
     index stride;
-    const std::int64_t* path;  // [n, wide]
+    const std::int64_t* path;  // [n, columns]
     index n, wide, group;
     char* run;
     index heads, page_step, head_step, bytes;
@@ -130,7 +130,7 @@ struct Keep {
     }
 };
 
-// A path's nodes ascend, and none stands before its place in the path: in order, no slot is read after it was written.
+// A path's nodes ascend, and no node precedes its place in the path. In path order, no slot is read after it was written.
 void keep(const Keep& k) {
     for (index n = 0; n < k.n; ++n) {
         const index row = k.rows[n], gained = k.packed[n * k.stride], root = k.state.of(row)[LENGTH] - gained;
@@ -145,11 +145,11 @@ void keep(const Keep& k) {
     }
 }
 
-// The hidden state that drew each row's last token; packed: of each row the tokens gained, the rest of its `stride` is not read.
-// path null: chains. hidden of `bytes` each, node `node` of row n at first[n] + node; out [n].
+// Select the hidden state from which each row's last token was drawn. packed: tokens gained by each row; the remainder of its
+// `stride` is not read. path null: chains. hidden: `bytes` per state, node `node` of row n at first[n] + node; out [n].
 struct Last {
     const std::int32_t* packed;
-    const std::int64_t* path;   // [n, wide]
+    const std::int64_t* path;   // [n, columns]
     const std::int32_t* first;  // [n]
     const char* hidden;
     char* out;
@@ -170,7 +170,7 @@ RIDGELINE_API void rl_rows_keep(const Keep* k) { keep(*k); }
 RIDGELINE_API void rl_rows_gather(const Gather* g) { gather(*g); }
 RIDGELINE_API void rl_rows_advance(const Advance* a) { advance(*a); }
 
-// All rows are judged before any is written: drafts and what was drawn stand in the same places, row 0's more than once.
+// All rows are verified before any is written: drafts and drawn tokens use the same places, and row 0 may occur more than once.
 RIDGELINE_API void rl_rows_verify(const Verify* v) {
     std::vector<char> right(v->wide);
     for (index n = 0; n < v->n; ++n) judge(*v, n, right);

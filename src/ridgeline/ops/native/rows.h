@@ -1,4 +1,4 @@
-// The device's rows as operations see them; see ridgeline.ops.rows.
+// State of the device's rows; see ridgeline.ops.rows.
 #pragma once
 
 #include "common.h"
@@ -14,7 +14,7 @@ enum Knob { TEMPERATURE, TOP_P, MIN_P };
 // Flags: ridgeline.core.plan.Flag.
 enum Flag { STOPPED = 1, FULL = 2 };
 
-// tokens [rows, width], ints [rows, columns], tables [groups, rows, pages], all in one run.
+// tokens [rows, width], ints [rows, columns], tables [groups, rows, pages], all contiguous.
 struct State {
     token* tokens;
     std::int32_t* ints;
@@ -24,7 +24,7 @@ struct State {
     std::int32_t* of(index row) const { return ints + row * columns; }
 };
 
-// Mirrored by the order of arguments in native_rows.py. n_query null: one query token per row.
+// native_rows.py mirrors the order of arguments. n_query null: one query token per row.
 struct Gather {
     State state;
     const std::int32_t* own;      // [n_rows]
@@ -33,7 +33,7 @@ struct Gather {
     const std::int32_t* place;    // [n_tokens]
     const std::int32_t* shift;    // [n_tokens], null: zeros
     index n_rows, n_tokens;
-    std::int32_t* position;  // [n_tokens], and so are the tokens
+    std::int32_t* position;  // [n_tokens], like the tokens
     token* tokens;
     std::int32_t* length;  // [n_rows]
     std::int64_t* slots;   // [groups, n_tokens]

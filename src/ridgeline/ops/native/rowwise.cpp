@@ -1,4 +1,4 @@
-// What happens to each token alone: norms, activation, rotary embedding with the write into the cache.
+// Tokenwise operations: norms, activation, embedding, and rotary embedding with the write to the cache.
 
 #include "problem.h"
 #include "qkv.h"
@@ -9,7 +9,7 @@
 
 namespace ridgeline {
 
-// Linux hands out the tiles' large state only on request: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+// Linux enables the tiles' large state only on request: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 bool tiles_allowed = RIDGELINE_AMX && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 namespace {
@@ -50,7 +50,7 @@ template <class T> void qkv_write(const Qkv<T>& s) {
 
 }  // namespace
 
-// Ask for pages of 2 MiB; memory must not have been touched yet.
+// Request pages of 2 MiB. The memory must not have been touched yet.
 RIDGELINE_API int rl_huge_pages(void* memory, index bytes) { return madvise(memory, bytes, MADV_HUGEPAGE); }
 RIDGELINE_API const char* rl_instructions() {
     return tiles_allowed ? RIDGELINE_INSTRUCTIONS " and AMX tiles" : RIDGELINE_INSTRUCTIONS;

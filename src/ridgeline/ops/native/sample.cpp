@@ -1,4 +1,4 @@
-// Drawing tokens as the library offers it; see draw.h and limits.h.
+// Exported sampling functions; see draw.h and limits.h.
 
 #include "limits.h"
 #include "rows.h"
@@ -11,14 +11,14 @@ constexpr index LOGITS_PER_THREAD = 1 << 13;
 
 namespace {
 
-// A row of logits and what it is drawn with.
+// A row of logits and the parameters of its draw.
 template <class T> struct Wanted {
     const T* logits;
     Draw draw;
     Limits limits;
 };
 
-// wanted(row) -> Wanted, without limits where there are ids; ids: as in draw.h.
+// wanted(row) -> Wanted; it has no limits if there are ids. ids: as in draw.h.
 template <class Of> void draw_all(index n, index vocab, const std::int32_t* ids, std::int32_t* tokens, const Of& wanted) {
     const int threads = threads_for(n * vocab, LOGITS_PER_THREAD);
     std::vector<Best> found(n * threads);
@@ -46,7 +46,7 @@ template <class Of> void draw_all(index n, index vocab, const std::int32_t* ids,
     }
 }
 
-// What device rows draw behind their last known tokens and their drafts; mirrored by the order of arguments in native_rows.py.
+// Draws of device rows after their last known tokens and draft nodes. native_rows.py mirrors the order of arguments.
 template <class T> struct Draws {
     State state;
     const float* knobs;  // [rows, n_knobs]
@@ -69,8 +69,8 @@ template <class T> void draw_rows(const Draws<T>& d) {
 
 }  // namespace
 
-// logits float32 [n, vocab], rows `stride` apart; temperature, key [n, 2], position, and top_k, top_p and min_p or null, with steps
-// from row to row. ids: see draw.h.
+// logits float32 [n, vocab], rows `stride` apart; temperature, key [n, 2], position; top_k, top_p and min_p, or null; strides
+// between rows. ids: see draw.h.
 RIDGELINE_API void rl_sample(const float* logits, const float* temperature, const std::int32_t* key, const std::int32_t* position,
                              const std::int32_t* top_k, const float* top_p, const float* min_p, std::int32_t* tokens, index n,
                              index vocab, const index* strides, int purpose, const std::int32_t* ids) {

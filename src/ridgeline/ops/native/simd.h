@@ -1,23 +1,23 @@
-// The vectors that the kernels speak of, by what the compiler targets: AVX-512 F, BW, DQ and VL, or else AVX2, FMA and F16C.
+// Vector types of the kernels, chosen by the compiler's target: AVX-512 F, BW, DQ and VL, otherwise AVX2, FMA and F16C.
 //
-// f32x16: 16 lanes of float32. i32x16: 64 bytes, integers of 32 bits where a name says nothing else. mask16: a truth a lane.
-// Part: the first so many lanes, of what is loaded (the others are 0) and stored (the others stay); LinePart: the first so many
-// of the 32 numbers of bfloat16 in an i32x16. Operators: + - * / of f32x16, & | ^ of i32x16, & | of mask16.
+// f32x16: 16 lanes of float32. i32x16: 64 bytes, 32-bit integers unless a name says otherwise. mask16: one boolean per lane. Part:
+// the first lanes, as many as it is made with; other lanes load as 0 and are not stored. LinePart: likewise for the 32 bfloat16 in
+// an i32x16. Operators: + - * / of f32x16, & | ^ of i32x16, & | of mask16.
 //
-// fma, fms, fnma: a b + c, a b - c, c - a b. min, max: the second, where one is a NaN. round: to the nearest, of two the even.
+// fma, fms, fnma: a b + c, a b - c, c - a b. min, max: return the second operand if one is NaN. round: to nearest, ties to even.
 // scaled(y, whole, kept): y 2^whole in the lanes kept, 0 in the others; y from 2/3 to 3/2, whole from -126 to 128; 2^128 is
-// infinite. exponent(x), split(x, m, e): x = m 2^e, m from 1 to 2, or from 3/4 to 3/2; of positive normal numbers.
-// line(low, high), pairs(first, second): two times 16 numbers in bfloat16, rounded to the nearest even: one half behind the
-// other, or two in a lane, `first` in its lower half. dot_pairs(sum, a, b): sums increased by the products of both of a lane.
-// unpack_*: within each 16 bytes. even_parts, odd_parts: two of the four 16 bytes of a, then of b. unpacked_low, unpacked_high:
-// the first and the last 16 of 32 lanes, where unpack_low_16 and unpack_high_16 spread what became a and b.
-// and_or: (a & b) | c. lanes_with(words, bit): which of 16 words have it. word_of(mask): lane 0 is bit 0.
+// infinite. exponent(x), split(x, m, e): x = m 2^e, m from 1 to 2, or from 3/4 to 3/2; for positive normal numbers. line(low,
+// high), pairs(first, second): two times 16 numbers rounded to bfloat16, ties to even. line stores one half after the other; pairs
+// stores two per lane, with `first` in the lower half. dot_pairs(sum, a, b): sum plus the products of both numbers of a lane.
+// unpack_*: within each 16 bytes. even_parts, odd_parts: two of the four 16-byte parts of a, then of b. unpacked_low,
+// unpacked_high: the first and last 16 of 32 lanes, where unpack_low_16 and unpack_high_16 produced a and b. and_or: (a & b) | c.
+// lanes_with(words, bit): which of 16 words have the bit. word_of(mask): mask as an integer, lane 0 in bit 0.
 //
-// Products of integers are cut to what instructions take: Quads<DIGITS>, of numbers up to MOST either way, are sums of products of
-// four numbers, which are WORDS words (cut, of 16 numbers), with four codes, bytes without sign (take), and total() is exact.
-// Widener: 64 numbers of e4m3 to two lines of bfloat16, of each 16 bytes the first 8 to the first line.
+// Integer products adapt to the instructions available. Quads<DIGITS> sums products of four numbers of magnitude up to MOST with
+// four unsigned byte codes. Four numbers occupy WORDS words (cut, for 16 numbers). take adds products, and total() is exact.
+// Widener: converts 64 e4m3 numbers to two lines of bfloat16; of each 16 bytes the first 8 go to the first line.
 //
-// SUMS: how many f32x16 stay in registers beside what is added to them.
+// SUMS: number of f32x16 accumulators that stay in registers beside their operands.
 #pragma once
 
 #include <immintrin.h>

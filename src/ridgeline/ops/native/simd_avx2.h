@@ -1,4 +1,4 @@
-// The vectors of simd.h in AVX2, FMA and F16C: two registers each.
+// The vectors of simd.h in AVX2, FMA and F16C, as two registers each.
 #pragma once
 
 #define RIDGELINE_INSTRUCTIONS "AVX2"
@@ -11,7 +11,7 @@ struct f32x16 {
 struct i32x16 {
     __m256i low, high;
 };
-// All bits of a lane, or none.
+// All bits of a lane are set, or none.
 struct mask16 {
     __m256 low, high;
 };
@@ -95,7 +95,7 @@ inline mask16 greater(i32x16 a, i32x16 b) {
 inline mask16 equal(i32x16 a, i32x16 b) {
     return mask_of(i32x16{_mm256_cmpeq_epi32(a.low, b.low), _mm256_cmpeq_epi32(a.high, b.high)});
 }
-// bits: one alone in a lane.
+// bits: a single bit per lane.
 inline mask16 has_bits(i32x16 x, i32x16 bits) { return equal(x & bits, bits); }
 inline std::uint16_t word_of(mask16 m) { return std::uint16_t(_mm256_movemask_ps(m.low) | _mm256_movemask_ps(m.high) << 8); }
 inline bool any(mask16 m) { return word_of(m); }
@@ -103,7 +103,7 @@ inline f32x16 select(mask16 m, f32x16 yes, f32x16 no) {
     return {_mm256_blendv_ps(no.low, yes.low, m.low), _mm256_blendv_ps(no.high, yes.high, m.high)};
 }
 
-// Exponents are added as integers, which holds up to 2^128: that is infinity's.
+// Exponents are added as integers, which is valid up to 2^128, the code of infinity.
 inline f32x16 scaled(f32x16 y, f32x16 whole, mask16 kept) {
     const f32x16 x = floats_of(add(bits_of(y), shift_left(to_int(whole), 23)));
     return {_mm256_and_ps(x.low, kept.low), _mm256_and_ps(x.high, kept.high)};
@@ -178,7 +178,7 @@ inline f32x16 unpacked_high(f32x16 a, f32x16 b) {
     return {_mm256_permute2f128_ps(a.high, b.high, 0x20), _mm256_permute2f128_ps(a.high, b.high, 0x31)};
 }
 
-// In a lane's upper half; the lower one is what rounding leaves.
+// Rounded values are in the upper half of a lane. The lower half holds the remainder.
 inline i32x16 rounded_up(f32x16 x) {
     const i32x16 bits = bits_of(x), odd = shift_right(bits, 16) & splat(1);
     const i32x16 rounded = add(bits, add(odd, splat(0x7fff)));
@@ -226,7 +226,7 @@ inline void store_bits(void* p, i32x16 x) {
     _mm256_storeu_si256((__m256i*)p + 1, x.high);
 }
 
-// Parts: whole ones first, because there are hardly others, and a masked store takes some CPUs over 10 cycles.
+// Parts: complete vectors are handled first, because others are rare and a masked store takes some CPUs over 10 cycles.
 inline Part first_lanes(index n) { return {int(std::min<index>(n, LANES))}; }
 inline LinePart first_numbers(index n) { return {int(std::clamp<index>(n, 0, 2 * LANES))}; }
 inline mask16 mask_of(Part m) {
@@ -281,8 +281,8 @@ inline mask16 lanes_with(const std::uint16_t* words, int bit) {
 
 inline i32x16 dot_words(i32x16 a, i32x16 b) { return {_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)}; }
 
-// Numbers of 16 bits, also where one digit is asked for: the first and third of a quad, the second and fourth. One instruction
-// takes both of a word, and where codes are bytes, as two of digits would, but needs no second digit.
+// 16-bit numbers, also for one digit: first and third of a quad, then second and fourth. One instruction multiplies both numbers of
+// a word by codes. That takes as many instructions as two 8-bit digits would, but needs no second digit.
 template <int DIGITS> struct Quads {
     static constexpr int WORDS = 2;
     static constexpr float MOST = DIGITS == 1 ? 127 : 127 * 128;
@@ -296,7 +296,7 @@ template <int DIGITS> struct Quads {
         for (int quad = 0; quad < 4; ++quad) words[0][quad] = pairs[quad][0], words[1][quad] = pairs[quad][1];
     }
     void start(i32x16 from) { both = from; }
-    // Words lie `apart`.
+    // Words are `apart` from each other.
     void take(i32x16 codes, const std::int32_t* words, index apart) {
         const i32x16 even = codes & splat(0x00ff00ff), odd = shift_right_16(codes, 8);
         both = add(both, dot_words(even, splat(words[0])));
@@ -306,8 +306,8 @@ template <int DIGITS> struct Quads {
     i32x16 total() const { return both; }
 };
 
-// e4m3 s eeee mmm is bfloat16 s (eeee + 120) mmm 0000: the upper half of it hangs on s eee alone, the lower one is the rest of
-// the code. Numbers below the smallest normal one come from tables of their own.
+// e4m3 s eeee mmm is bfloat16 s (eeee + 120) mmm 0000. Its upper half depends on s eee alone; the lower half is the remainder of
+// the code. Subnormal numbers come from separate tables.
 struct Widener {
     static __m256i table(__m128i x) { return _mm256_broadcastsi128_si256(x); }
     // Upper halves by s eee, and both halves of m 2^-9.

@@ -1,4 +1,4 @@
-// The vectors of simd.h in AVX-512; BF16, VNNI and VBMI are used where the compiler targets them.
+// The vectors of simd.h in AVX-512. BF16, VNNI and VBMI are used if the compiler targets them.
 #pragma once
 
 #define RIDGELINE_INSTRUCTIONS "AVX-512"
@@ -164,7 +164,7 @@ inline i32x16 dot_quads(i32x16 sum, i32x16 codes, i32x16 digits) {
 #endif
 }
 
-// Numbers as digits of 8 bits: one, or two, 128 high + low, |high| <= 127, |low| <= 64.
+// Numbers as 8-bit digits: one, or two as 128 high + low, |high| <= 127, |low| <= 64.
 template <int DIGITS> struct Quads {
     static constexpr int WORDS = DIGITS;
     static constexpr float MOST = DIGITS == 1 ? 127 : 127 * 128;
@@ -179,7 +179,7 @@ template <int DIGITS> struct Quads {
         _mm_storeu_si128((__m128i*)words[0], _mm512_cvtepi32_epi8(number));
     }
     void start(i32x16 from) { high = zero_bits(), low = from; }
-    // Words lie `apart`.
+    // Words are `apart` from each other.
     void take(i32x16 codes, const std::int32_t* words, index apart) {
         low = dot_quads(low, codes, splat(words[0]));
         if constexpr (DIGITS == 2) high = dot_quads(high, codes, splat(words[apart]));
@@ -188,7 +188,7 @@ template <int DIGITS> struct Quads {
     i32x16 total() const { return DIGITS == 2 ? add(shift_left(high, 7), low) : low; }
 };
 
-// The upper and lower halves of the bfloat16 numbers that the 128 magnitudes of e4m3 are; the last one is NaN.
+// Upper and lower halves of the bfloat16 numbers of the 128 magnitudes of e4m3; the last one is NaN.
 struct Tables {
     alignas(64) std::uint8_t high[128], low[128];
     constexpr Tables() : high(), low() {
@@ -221,8 +221,8 @@ struct Widener {
     }
 };
 #else
-// Exponent and mantissa move into place and the exponent by the difference of the biases; numbers below the smallest normal
-// one and NaN come from a table.
+// Exponent and mantissa are shifted into place, and the exponent is increased by the difference of the biases. Subnormal numbers
+// and NaN come from a table.
 struct Widener {
     static i32x16 wide(i32x16 codes) {
         alignas(64) std::uint16_t odd[32];

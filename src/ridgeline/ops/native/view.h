@@ -1,12 +1,12 @@
-// One layer's window into the paged cache together with the step's rows; see ridgeline.ops.step.
+// One layer's part of the paged cache and the step's rows; see ridgeline.ops.step.
 #pragma once
 
 #include "common.h"
 
 namespace ridgeline {
 
-// Mirrored field by field in binding.py. Strides count elements. window < 0: none. softcap 0: none. fixed: a
-// query's sums are added in one order, whatever is computed beside it.
+// binding.py mirrors the fields in this order. Strides count elements. window < 0: none. softcap 0: none. fixed: a query's sums are
+// added in one order, independent of other queries.
 struct View {
     const std::int32_t* table;
     const std::int64_t* slots;

@@ -1,4 +1,4 @@
-// Which slots of its row a query token sees: by slot, by position (windows) and by ancestors (draft trees).
+// Slots of its row that a query token sees: by slot order, by position (windows) and by ancestors (draft trees).
 #pragma once
 
 #include "view.h"
@@ -9,7 +9,7 @@ namespace ridgeline {
 
 constexpr index TREE_BITS = 64;
 
-// A row's query tokens stand in the slots from `start` on.
+// A row's query tokens occupy the slots from `start` on.
 struct Row {
     index tokens, length, start, first_token, device_row;
     Row(const View& v, index i)
@@ -21,14 +21,14 @@ struct Row {
     bool runs() const { return tokens > 0 && start >= 0; }
 };
 
-// The packed queries of one tile, a lane each.
+// The packed queries of one tile, one per lane.
 struct Lanes {
-    i32x16 limit;          // slot of the query's own token, -1 in idle lanes
-    i32x16 behind;         // keys said at or before this position lie behind the window
-    i32x16 place;          // of the query token in its row
+    i32x16 limit;          // slot of the query's token, -1 in idle lanes
+    i32x16 behind;         // keys at or before this position are behind the window
+    i32x16 place;          // index of the query token in its row
     i32x16 above[2];        // ancestors 0-31 and 32-63
-    index lowest, highest;  // limits of the used lanes
-    std::int32_t furthest;  // largest `behind`
+    index lowest, highest;  // minimum and maximum limit of the used lanes
+    std::int32_t furthest;  // maximum of `behind`
 };
 
 inline Lanes lanes_of(const View& v, const Row& row, index group, index first, index count) {
@@ -82,14 +82,14 @@ inline bool all_seen(const View& v, const Row& row, const Lanes& lanes, index be
     return v.window < 0 || (!v.key_positions && end <= row.start && begin > lanes.furthest);
 }
 
-// How many of the slots begin .. end - 1 every used lane sees for sure, from `begin` on.
+// Number of slots, from `begin` on among begin .. end - 1, that every used lane is known to see.
 inline index surely_seen(const View& v, const Row& row, const Lanes& lanes, index begin, index end) {
     if (all_seen(v, row, lanes, begin, end)) return end - begin;
     return v.window < 0 ? std::clamp<index>(std::min(row.start, lanes.lowest + 1) - begin, 0, end - begin) : 0;
 }
 
-// The first slot any of the queries may see, rounded down to a multiple of `align`, which divides the tokens of a page:
-// earlier pages may be others' by now.
+// First slot that any of the queries may see, rounded down to a multiple of `align`, which divides the tokens of a page. Earlier
+// pages may belong to other rows by now.
 inline index first_seen(const View& v, const Row& row, index first_place, index end_place, index align) {
     if (v.window < 0 || v.key_positions) return 0;
     std::int32_t said = INT_MAX;

@@ -1,4 +1,4 @@
-"""act(gate) * up in one pass, computed in float32; and the cap of logits."""
+"""Gated activation act(gate) * up in one pass, computed in float32, and the soft cap of logits."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -11,15 +11,15 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 
 BLOCK = 1024
 CAPPED = 2048
-"""Logits of a program that caps them."""
+"""Logits per program of the soft cap."""
 KINDS = {None: 0, "silu": 1, "gelu_tanh": 2}
-"""How kernels are told of an activation; 0: none."""
+"""Activation -> the kernels' constexpr KIND. 0: no activation."""
 
 
 @triton.jit
 def _sigmoid(x, FAST: tl.constexpr):
-    """FAST: four instructions. A compiler of its own accord guards both approximations against numbers near the ends of
-    float32, which 1 + exp(-x) cannot be, and where 0 is right."""
+    """1 / (1 + exp(-x)). FAST: four approximate instructions. The compiler guards both approximations against values near the ends
+    of float32. The guards are unnecessary: 1 + exp(-x) is never near 0, and where it is infinite the result 0 is correct."""
     if FAST:
         return tl.inline_asm_elementwise(
             """{
@@ -40,7 +40,7 @@ def _sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr, FAST: tl.constexpr = False):
-    """act(gate) * up in float32; KIND as in KINDS. FAST: on NVIDIA's GPUs; see _sigmoid."""
+    """act(gate) * up in float32; see KINDS. FAST: for NVIDIA GPUs; see _sigmoid."""
     if KIND == 2:
         # gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)), since (1 + tanh(y)) / 2 = sigmoid(2 y).
         act = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), FAST)
@@ -51,6 +51,7 @@ def gated(gate, up, KIND: tl.constexpr, FAST: tl.constexpr = False):
 
 @triton.jit
 def _activate_kernel(x_ptr, out_ptr, x_stride, size, KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """x [T, 2 size] (gate, up) -> out [T, size]. Each program computes BLOCK features of one token; the grid is [T, blocks]."""
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -73,6 +74,7 @@ def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
 
 @triton.jit
 def _cap_kernel(x_ptr, out_ptr, size, cap, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """out float32 [size] = cap * tanh(x / cap), BLOCK elements per program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     await_inputs(PDL)
     x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
@@ -81,7 +83,7 @@ def _cap_kernel(x_ptr, out_ptr, size, cap, PDL: tl.constexpr, BLOCK: tl.constexp
 
 
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """See table.capped: one reading and one writing."""
+    """See table.capped. One read and one write of the logits."""
     out = torch.empty_like(logits, dtype=torch.float32)
     if logits.is_contiguous():
         grid = (triton.cdiv(logits.numel(), CAPPED),)

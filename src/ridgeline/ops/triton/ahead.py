@@ -1,10 +1,10 @@
-"""Compiling kernels side by side on a cold start.
+"""Parallel compilation of kernels on a cold start.
 
-Triton compiles a kernel when it is first launched, one after the other on one core. Here processes share it, forked from this
-one as it stands, so that they import nothing and are handed nothing (threads would wait for each other: a seventh of the work
-holds Python's lock). What has to be compiled is found by the very steps that will be served: they run once with every launch
-left out. Nothing but the cache on disk passes from the processes to the launches that follow, so its key alone says what fits,
-and a kernel that none of them could compile is compiled when it is launched, as without all this.
+Triton compiles a kernel at its first launch, in sequence on one core. Here forked processes share the work. A fork needs no imports
+and no serialized arguments. Threads would contend for the GIL, which a seventh of the work holds. The kernels to compile are
+collected by a dry run of the steps that will be served, with every launch skipped. The processes pass results only through Triton's
+cache on disk, so its key alone decides what is reused. A kernel that no process could compile is compiled at its first launch, as
+without this module.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from triton.runtime.jit import JITCallable
 
 Progress = Callable[[str, int, int], None]
 Job = tuple[Any, dict[str, Any]]
-"""A kernel, and what it is to be compiled for."""
+"""A kernel and its compile arguments."""
 
 LONGEST_S = 120.0
-"""Without a kernel done for so long, a process that compiles hangs: what another thread held when it was forked stays locked in
-it. The longest one takes 4 s."""
+"""Seconds without a finished kernel after which a compiling process counts as hung: locks that another thread held at the fork stay
+locked. The slowest kernel takes 4 s."""
 PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a process gets when the one it was forked from ends."""
+"""prctl(2): signal that a process receives when its parent ends."""
 
 STAGE = "compile"
 
@@ -50,16 +50,17 @@ log = logging.getLogger(__name__)
 _UNSET = frozenset(
     {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided},
 )
-"""Operations whose result holds whatever lay in memory."""
+"""Operations that return uninitialised memory."""
 
 
 def with_kernels(work: Callable[[], None], dry: Callable[[], None], progress: Progress) -> None:
-    """Run `work`. If it meets a kernel that is not on disk, stop it, compile all that `dry` launches with as many processes
-    as there are cores, and run `work` again.
+    """Run `work`. If it needs a kernel that is not on disk, stop it, compile all kernels that `dry` launches with one process per
+    core, and run `work` again.
 
-    work: launches kernels and can be begun anew at any launch. dry: launches the same kernels on inputs for which zeros
-    are in range; none of its launches runs, and what they would have written reads as zeros. progress: told how many
-    kernels are done, of how many.
+    Args:
+        work: launches kernels. It must be restartable at any launch.
+        dry: launches the same kernels on inputs for which zeros are in range. No launch runs, and outputs read as zeros.
+        progress: called with the stage, the number of finished kernels and their total.
     """
     hashing().join()
     name_all()
@@ -75,14 +76,14 @@ def with_kernels(work: Callable[[], None], dry: Callable[[], None], progress: Pr
 
 
 def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None:
-    """Compile what `dry` launches, without launching any of it; see with_kernels. What fails is told in the log alone."""
+    """Compile the kernels that `dry` launches, without launching them; see with_kernels. Failures are only logged."""
     jobs: list[Job] = []
     try:
         with _unlaunched(lambda *job: jobs.append(job)), _Zeroed():
             dry()
     except Exception:
         log.warning("start-up did not find all kernels; the others are compiled at their first launch", exc_info=True)
-    # The longest first: one that starts last is waited for alone.
+    # Longest first, so that none of the long ones runs alone at the end.
     jobs.sort(key=lambda job: -_length(job[0], set()))
     workers = max(1, min(cores, len(jobs)))
     with ProcessPoolExecutor(workers, get_context("fork"), _become_worker, (os.getpid(), jobs)) as pool:
@@ -90,7 +91,7 @@ def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None
         left = compiling
         while left:
             done, left = wait(left, LONGEST_S, FIRST_COMPLETED)
-            if not done:  # its futures are done by that
+            if not done:  # killing the children completes their futures
                 log.warning(
                     "start-up compiled no kernel for %g s and stops; the others are compiled at their first launch",
                     LONGEST_S,
@@ -105,17 +106,19 @@ def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None
 
 @cache
 def hashing() -> Thread:
-    """The thread that hashes Triton's own files, a part of every kernel's key: a third of a second in which it hardly holds
-    Python's lock. It begins when it is first asked for."""
+    """Thread that hashes Triton's own files, a part of every kernel's cache key. It takes a third of a second and rarely holds the
+    GIL. The first call starts it."""
     thread = Thread(target=triton_key, name="hashing", daemon=True)
     thread.start()
     return thread
 
 
 def name_all() -> None:
-    """Give every loaded kernel its part of the key, and first those it calls. Triton 3.6 puts the constants of what a kernel
-    calls into it only if that has been named already (triton-lang/triton#10494), so the key would follow from the order in
-    which kernels are first launched, or threads reach them, and a start would miss what another one compiled."""
+    """Compute the cache key of every loaded kernel, callees first.
+
+    Triton 3.6 includes the constants of a callee only if the callee's key exists already (triton-lang/triton#10494). Otherwise keys
+    would depend on the order of first launches or on threads, and a start would not find kernels that another start compiled.
+    """
     named: set[int] = set()
     for name, module in sorted(sys.modules.items()):
         if name.startswith(__package__):
@@ -133,7 +136,7 @@ def _name(kernel: JITCallable, named: set[int]) -> None:
 
 
 def _calls(kernel: JITCallable) -> Iterator[JITCallable]:
-    """What a kernel calls by a name of its module, or of a module that it names."""
+    """Kernels that a kernel calls by a name of its module, or of a module that it names."""
     places = [kernel.__globals__]
     for name in kernel.fn.__code__.co_names:
         for place in list(places):
@@ -145,7 +148,7 @@ def _calls(kernel: JITCallable) -> Iterator[JITCallable]:
 
 
 def _length(kernel: JITCallable, counted: set[int]) -> int:
-    """Characters of a kernel's source and of all that it calls."""
+    """Characters of a kernel's source and of all its callees."""
     if id(kernel) in counted:
         return 0
     counted.add(id(kernel))
@@ -158,7 +161,7 @@ class _Cold(Exception):
 
 @contextmanager
 def _stopped_by_compiling() -> Iterator[None]:
-    """Raises _Cold when a kernel has been compiled instead of being found on disk."""
+    """Raise _Cold when a kernel was compiled because the cache on disk lacks it."""
 
     def listen(*, src: Any, cache_hit: bool, **_: object) -> None:
         if not cache_hit:
@@ -173,7 +176,7 @@ def _stopped_by_compiling() -> Iterator[None]:
 
 
 class _Unlaunched:
-    """Stands where a launch looks for its compiled kernel, and does nothing."""
+    """Placeholder for a compiled kernel. Launching it does nothing."""
 
     function = packed_metadata = None
 
@@ -186,7 +189,7 @@ class _Unlaunched:
 
 @contextmanager
 def _unlaunched(record: Callable[[Any, dict[str, Any]], object]) -> Iterator[None]:
-    """Skip the launch of kernels that are not loaded yet. Calls `record(kernel, compile arguments)` once for each of them."""
+    """Skip launches of kernels that are not loaded yet, and call `record(kernel, compile arguments)` once for each of them."""
     placed: list[tuple[MutableMapping[str, object], str]] = []
 
     def skip(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
@@ -206,12 +209,12 @@ def _unlaunched(record: Callable[[Any, dict[str, Any]], object]) -> Iterator[Non
 
 
 _jobs: list[Job] = []
-"""Of a process that compiles."""
+"""Jobs of a compiling process."""
 
 
 def _become_worker(parent: int, jobs: list[Job]) -> None:
-    """A process that compiles ends with the one it was forked from: it holds that one's pipe to the service open, and its GPU. It
-    frees nothing of what that one had, such as graphs of an engine before, which cannot be freed without their device."""
+    """Initialise a compiling process. It ends with its parent, because it keeps the parent's pipe to the service and its GPU open.
+    It never frees objects of the parent, such as CUDA graphs of a previous engine, which cannot be freed without their device."""
     gc.freeze()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -220,24 +223,24 @@ def _become_worker(parent: int, jobs: list[Job]) -> None:
 
 
 def _compile(number: int) -> str:
-    """Compile a kernel and the code that launches it into the cache on disk; why it failed, "" if it did not."""
+    """Compile a kernel and its launcher into the cache on disk. Returns the error, "" on success."""
     kernel, wanted = _jobs[number]
     target = kernel.device_caches[wanted["device"]][2]
-    # JSON has no tuples, and the cache key tells them from lists.
+    # JSON has no tuples, but the cache key distinguishes tuples from lists.
     options = json.loads(wanted["specialization_data"])["options"]
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     try:
         source = kernel.ASTSource(kernel, wanted["signature"], wanted["constants"], wanted["configs"][0])
         made = triton.compile(source, target=target, options=options)
         driver.active.launcher_cls(source, made.metadata)
-    except Exception as error:  # its own kind may not be one that can be sent
+    except Exception as error:  # some exception types cannot be pickled
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 class _Zeroed(TorchFunctionMode):
-    """New memory holds zeros, which are in range as an index of anything. Of functions as they are called here: to listen for
-    what the dispatcher calls, torch imports its compiler, which takes seconds."""
+    """Make new memory hold zeros, which are valid as any index. It intercepts the functions that are called here: with a dispatch
+    mode torch would import its compiler, which takes seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -1,5 +1,7 @@
-"""Attention of chunks on any GPU: programs tiled over a row's packed queries (FlashAttention-2, Dao 2023; see walk), and
-the kernel that says which programs compute what."""
+"""Chunked-prefill attention on any GPU, tiled over the packed queries of a row, and the kernel that plans its work units.
+
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691). See walk for the inner loop.
+"""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -11,13 +13,13 @@ from ridgeline.ops.triton.launch import await_inputs
 from ridgeline.ops.triton.walk import _finish, _seen, _step, _tile_offsets
 
 UNIT_FIELDS = 5
-"""All that a program of the chunk kernels asks about a unit, in one look-up: device row (-1: nothing to do), first packed
-query; its row's first query token, query tokens (0: nothing to do) and slots before them."""
+"""Fields of a work unit: device row (-1: no work), first packed query, first query token of its row, number of query tokens
+(0: no work), number of slots before them."""
 
 
 @triton.jit
 def _units_beyond(tiles, count, n, start, group, tile: tl.constexpr, keys: tl.constexpr):
-    """How many of a row's `count` units see more than `tiles` tiles of keys: those whose last query's slot is behind."""
+    """Count a row's units (of `count`) whose last query sees more than `tiles` key tiles."""
     slot = tiles * keys - start
     return tl.where(count == 0, 0, tl.where(slot <= 0, count, tl.where(slot >= n, 0, count - slot * group // tile)))
 
@@ -38,8 +40,10 @@ def chunk_plan_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """units [UNIT_FIELDS, units]: each run of `tile` packed queries of the rows with more than `small`. The later, the more
-    tiles of `keys` slots a unit sees; those with nothing to do are first. `units` must be enough for all.
+    """Write units [UNIT_FIELDS, units] int32: one unit for each `tile` packed queries of rows with more than `small` of them.
+
+    Units are sorted by the number of key tiles (`keys` slots each) that they see, in ascending order. Empty units come first.
+    `units` must be large enough for all. Each program computes the rank of BLOCK units by counting, without a sort.
     """
     await_inputs(PDL)
     row = tl.arange(0, ROWS)
@@ -55,25 +59,25 @@ def chunk_plan_kernel(
     owner = tl.sum(before.to(tl.int32), 1)
     number = unit - tl.sum(tl.where(before, count[None, :], 0), 1)
     owned = owner < rows
-    own_query = tl.load(q_start_ptr + owner, mask=owned, other=0)
-    own_n = tl.load(q_start_ptr + owner + 1, mask=owned, other=0) - own_query
-    own_start = tl.load(length_ptr + owner, mask=owned, other=0) - own_n
+    unit_query = tl.load(q_start_ptr + owner, mask=owned, other=0)
+    unit_n = tl.load(q_start_ptr + owner + 1, mask=owned, other=0) - unit_query
+    unit_start = tl.load(length_ptr + owner, mask=owned, other=0) - unit_n
     begin = number * tile
-    last = (tl.minimum(begin + tile, own_n * group) - 1) // group
-    tiles = (own_start + last + keys) // keys
-    # Rank by tiles, then by row, then by place in the row, counted row by row.
-    beyond = _units_beyond(tiles[:, None], count[None, :], n[None, :], start[None, :], group, tile, keys)
-    least = _units_beyond(tiles[:, None] - 1, count[None, :], n[None, :], start[None, :], group, tile, keys)
-    ahead = beyond + tl.where(row[None, :] < owner[:, None], least - beyond, 0)
-    shorter = tl.where(row[None, :] == owner[:, None], count[None, :] - least, 0)
+    last = (tl.minimum(begin + tile, unit_n * group) - 1) // group
+    tiles = (unit_start + last + keys) // keys
+    # Rank by key tiles, then by row, then by place in the row. The rank is the sum over all rows of units that come later.
+    longer = _units_beyond(tiles[:, None], count[None, :], n[None, :], start[None, :], group, tile, keys)
+    at_least = _units_beyond(tiles[:, None] - 1, count[None, :], n[None, :], start[None, :], group, tile, keys)
+    ahead = longer + tl.where(row[None, :] < owner[:, None], at_least - longer, 0)
+    shorter = tl.where(row[None, :] == owner[:, None], count[None, :] - at_least, 0)
     rank = tl.where(owned, tl.sum(ahead, 1) + number - tl.sum(shorter, 1), unit)
     inside = unit < units
     target = units_ptr + units - 1 - rank
     tl.store(target, tl.load(rows_ptr + owner, mask=owned, other=-1), mask=inside)
     tl.store(target + units, begin, mask=inside)
-    tl.store(target + 2 * units, own_query, mask=inside)
-    tl.store(target + 3 * units, own_n, mask=inside)
-    tl.store(target + 4 * units, own_start, mask=inside)
+    tl.store(target + 2 * units, unit_query, mask=inside)
+    tl.store(target + 3 * units, unit_n, mask=inside)
+    tl.store(target + 4 * units, unit_start, mask=inside)
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -111,9 +115,13 @@ def chunk_kernel(
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One tile of a row's packed queries and one KV head; first the slots that all of them see, then the others."""
+    """Attention for one tile of QUERIES packed queries and one KV head per program; the grid is units * kv_heads.
+
+    The first loop covers slots that all queries of the tile see and applies no mask. The second loop masks the remainder.
+    q [tokens, heads, head_dim]; out [tokens, heads, head_dim] and lse [tokens, heads] float32.
+    """
     await_inputs(PDL)
-    # What sees most slots starts first, so that the short ones fill the end.
+    # Units with the most slots start first, so that short units fill the tail.
     unit_ptr = units_ptr + (units - 1 - tl.program_id(0) // kv_heads)
     head = tl.program_id(0) % kv_heads
     row = tl.load(unit_ptr).to(tl.int64)
@@ -135,16 +143,16 @@ def chunk_kernel(
         mask=tile,
         other=0.0,
     )
-    own_position = tl.load(position_ptr + token, mask=real, other=0)
-    own_ancestors = token
+    query_position = tl.load(position_ptr + token, mask=real, other=0)
+    query_ancestors = token
     if TREE:
-        own_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
+        query_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
     pages_ptr = table_ptr + row * table_stride
     head_ptr = kv_ptr + head.to(tl.int64) * head_stride
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
     out = tl.zeros((QUERIES, WIDTH), tl.float32)
-    # Slots [low, common) are seen by the whole tile, none at or after end by any of it.
+    # Slots in [low, common) are visible to the whole tile. Slots from `end` on are visible to none of it.
     end = start + tl.minimum((first_packed + QUERIES - 1) // group, n - 1) + 1
     low = 0
     if TREE:
@@ -153,7 +161,7 @@ def chunk_kernel(
         common = (start + first_packed // group + 1) // KEYS * KEYS
     if window > 0:
         if COMPACTED == 0:
-            # A draft tree's tokens may have been said right after the root, whatever their slot.
+            # A draft tree's tokens may have positions right after the root's, whatever their slots.
             reach = start if TREE else start + first_packed // group
             low = tl.maximum(reach - window + 1, 0) // KEYS * KEYS
         common = low
@@ -182,8 +190,8 @@ def chunk_kernel(
             place,
             start,
             end,
-            own_position,
-            own_ancestors,
+            query_position,
+            query_ancestors,
             key_positions_ptr + row * key_positions_stride,
             position_ptr + first_query,
             n,

@@ -1,10 +1,10 @@
-"""Products of many tokens in 8 bits by cuBLASLt, through its C interface, which joins the stream while it stores.
+"""8-bit products of many tokens by cuBLASLt through its C interface, with the residual sum in the epilogue.
 
-torch takes no summand but a bias in such a product, so a kernel of its own adds the result: it reads two tensors and writes one.
-cuBLASLt joins the stream (beta = 1): half of that traffic, and no launch. Its heuristic chooses the kernel. No memory is needed:
-torch's way takes four bytes, which a fill before each product sets to zero. Numbers are those of cublasLt.h, of 13.
+torch._scaled_mm takes no summand but a bias, so the residual sum would need another kernel, which reads two tensors and writes one.
+cuBLASLt adds to the output (beta = 1), with half of that traffic and no launch. Its heuristic chooses the kernel. No workspace is
+needed; torch's call uses four bytes that it zeroes before each product. Numeric constants are those of cublasLt.h of CUDA 13.
 
-cuBLAS counts in columns: a tensor [rows, k] is to it a matrix k x rows, so out^T [n, T] = W x^T, and W is its A.
+cuBLAS is column-major: a tensor [rows, k] is a matrix k x rows, so the call computes out^T [n, T] = W x^T, with W as A.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ridgeline.ops.table import Fp8Matrix, Scaled
 from ridgeline.ops.triton.launch import is_hopper
 
 VERSIONS = range(130000, 140000)
-"""Of cublasLt: it knows a scale for each token, and its numbers mean what they mean here."""
-# cudaDataType_t, and CUBLAS_COMPUTE_32F.
+"""Supported cublasLt versions. They have a scale per token, and the constants below are valid."""
+# cudaDataType_t; SUMS: CUBLAS_COMPUTE_32F.
 FLOAT32, BFLOAT16, E4M3, SUMS = 0, 14, 28, 68
-# cublasLtMatmulDescAttributes_t; a scale for each row (cublasLtMatmulMatrixScale_t).
+# cublasLtMatmulDescAttributes_t; EACH_ROW: one scale per row (cublasLtMatmulMatrixScale_t).
 TRANSPOSED, SCALES, FAST, MODES, EACH_ROW = 3, (17, 18), 25, (31, 32), 3
-# cublasStatus_t: an invalid value, a device or a product that is not supported. Nothing was launched then.
+# cublasStatus_t: invalid value, architecture mismatch, not supported. Nothing was launched in these cases.
 REFUSALS = (7, 8, 15)
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _Choice(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What a number of tokens takes: the layouts of x and of the result, and the kernel."""
+    """Layouts of x and of the result for a token count, and the chosen kernel."""
 
     x: c_void_p
     out: c_void_p
@@ -60,12 +60,12 @@ class _Use:
 
 
 class Product:
-    """out [T, n] (+)= x [T, k] weight [n, k]^T for one shape of weights, of e4m3 values with a scale for each row; out bfloat16."""
+    """out [T, n] (+)= x [T, k] weight [n, k]^T for one weight shape: e4m3 values with a scale per row; out is bfloat16."""
 
     def __init__(self, library: ctypes.CDLL, n: int, k: int) -> None:
         self._library, self._n, self._k = library, n, k
         self._alpha, self._betas = c_float(1.0), (c_float(0.0), c_float(1.0))
-        # A preference as it is made allows no memory.
+        # A new preference allows no workspace.
         self._product, self._preference = c_void_p(), c_void_p()
         self._call("MatmulDescCreate", byref(self._product), c_int(SUMS), c_int(FLOAT32))
         self._set("MatmulDesc", self._product, TRANSPOSED, c_int(1))
@@ -84,13 +84,13 @@ class Product:
         self._call(f"{descriptor}SetAttribute", of, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value)))
 
     def _layout(self, kind: int, rows: int, columns: int) -> c_void_p:
-        """Of contiguous columns."""
+        """Layout of contiguous columns."""
         made = c_void_p()
         self._call("MatrixLayoutCreate", byref(made), c_int(kind), c_uint64(rows), c_uint64(columns), c_int64(rows))
         return made
 
     def _use(self, handle: c_void_p, tokens: int) -> _Use | None:
-        """The layouts, and the kernel that the heuristic holds for the fastest."""
+        """Layouts and the kernel that the heuristic prefers. None: no kernel supports the product."""
         x, out = self._layout(E4M3, self._k, tokens), self._layout(BFLOAT16, self._n, tokens)
         choice, count = _Choice(), c_int()
         arguments = (
@@ -110,8 +110,8 @@ class Product:
         return _Use(x, out, choice.algorithm)
 
     def __call__(self, x: Scaled, matrix: Fp8Matrix, out: torch.Tensor, add: bool) -> bool:
-        """Whether the library did it."""
-        # torch's handle of this thread and device: one of cuBLAS serves cublasLt.
+        """Run the product. False: the library does not support it."""
+        # torch's handle of this thread and device. A cuBLAS handle is a valid cublasLt handle.
         handle, tokens = torch.cuda.current_blas_handle(), len(out)
         for attribute, scales in zip(SCALES, (matrix.scales, x.scales), strict=True):
             self._set("MatmulDesc", self._product, attribute, c_void_p(scales.data_ptr()))
@@ -119,7 +119,7 @@ class Product:
             self._uses[tokens] = self._use(c_void_p(handle), tokens)
         if (use := self._uses[tokens]) is None:
             return False
-        # Plain numbers: made once, and cheaper to hand over than objects; a launch must not take longer than torch's.
+        # Integers are cheaper to pass than ctypes objects. The host time of a launch must not exceed torch's.
         target, where = out.data_ptr(), torch._C._cuda_getCurrentRawStream(out.device.index)
         sides = matrix.values.data_ptr(), self._weight.value, x.values.data_ptr(), use.x.value
         outputs = target, use.out.value, target, use.out.value, addressof(use.algorithm), None, 0, where
@@ -140,7 +140,7 @@ class Product:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The cublasLt that torch has loaded, if it is one that we know."""
+    """The cublasLt that torch has loaded, if its version is supported."""
     try:
         library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
     except OSError:
@@ -157,9 +157,10 @@ def _product(n: int, k: int) -> Product | None:
 
 
 def product(x: Scaled, matrix: Fp8Matrix, out: torch.Tensor, add: bool) -> bool:
-    """x matrix^T into out [T, n], or added to what is there; False: not here, and nothing was done.
+    """Compute x matrix^T into out [T, n], or add it to out. False: not supported; out is unchanged.
 
-    x.values [T, k] and matrix.values [n, k] e4m3, n and k in sixteens; out bfloat16; all contiguous."""
+    x.values [T, k] and matrix.values [n, k] are e4m3, n and k multiples of 16. out is bfloat16. All tensors are contiguous.
+    """
     if not is_hopper(out.device) or out.dtype != torch.bfloat16:
         return False
     if any(

@@ -1,7 +1,7 @@
-"""Kernels of CUDA C++, for what Triton cannot say: one fetch that reaches the shared memory of several processors (multicast).
+"""Compile, load and launch CUDA C++ kernels, for features that Triton lacks, such as TMA multicast to several SMs.
 
-NVRTC compiles them, as torch brings it; the machine code lies on disk beside Triton's; the driver launches it, on torch's
-stream, so that a graph records it. Numbers are those of nvrtc.h and cuda.h, of 12.3 and later.
+torch ships NVRTC, which compiles the kernels. Cubins are cached on disk in Triton's cache. The driver launches them on torch's
+current stream, so that CUDA graphs capture them. Numeric constants are those of nvrtc.h and cuda.h, from 12.3 on.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from triton.runtime.cache import get_cache_manager
 
 OPTIONS = (b"--gpu-architecture=sm_90a", b"-default-device")
-"""Hopper's own instructions, and no others run there."""
+"""sm_90a enables Hopper-specific instructions. Such code runs on Hopper only."""
 # CUfunction_attribute, CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion.
-MOST_SHARED, BFLOAT16, PLAIN, SWIZZLED, WHOLE_LINES = 8, 9, 0, 3, 3
+MAX_SHARED, BFLOAT16, UNSWIZZLED, SWIZZLED, PROMOTE_256B = 8, 9, 0, 3, 3
 SWIZZLED_BYTES = 128
 MAPS = 1024
-"""Tensor maps that are kept, of some 200 bytes: a model's weights and where its activations come to lie."""
+"""Cached tensor maps of some 200 bytes: those of a model's weights and of the addresses of its activations."""
 EARLY = 6
-"""CUlaunchAttributeID: the kernel comes up while the one before it ends, and waits by itself (programmatic dependent launch)."""
+"""CUlaunchAttributeID of programmatic dependent launch: the kernel starts while its predecessor ends, and waits by itself."""
 
 
 class _Attribute(ctypes.Structure):
@@ -33,20 +33,20 @@ class _Attribute(ctypes.Structure):
 
 
 class _Launch(ctypes.Structure):
-    """CUlaunchConfig. sizes: programs and threads in three dimensions, bytes of shared memory."""
+    """CUlaunchConfig. sizes: grid and block dimensions, three each, and bytes of dynamic shared memory."""
 
     _fields_ = (("sizes", c_uint32 * 7), ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint32))
 
 
 class TensorMap(ctypes.Structure):
-    """CUtensorMap: a matrix of 16-bit numbers as the copy engine addresses it."""
+    """CUtensorMap: TMA descriptor of a matrix of 16-bit elements."""
 
     _fields_ = (("words", c_uint64 * 16),)
 
 
 @cache
 def _nvrtc() -> ctypes.CDLL | None:
-    """The compiler of torch's version of CUDA; torch loads it for kernels of its own."""
+    """NVRTC of torch's CUDA version. torch loads it for its own kernels. None: it is missing."""
     try:
         return ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}")
     except OSError:
@@ -68,7 +68,7 @@ def available() -> bool:
 
 
 def version() -> tuple[int, int]:
-    """Of the compiler, which has to be there."""
+    """Version of NVRTC, which must be available."""
     major, minor = c_int(), c_int()
     library = _nvrtc()
     assert library is not None
@@ -77,7 +77,7 @@ def version() -> tuple[int, int]:
 
 
 def compiled(text: str) -> bytes:
-    """Machine code of a source text, from disk if it has been compiled before; RuntimeError: the compiler's words."""
+    """Cubin of a source text, from the cache on disk if it was compiled before. RuntimeError: the compiler's log."""
     key = hashlib.sha256(repr((text, OPTIONS, version())).encode()).hexdigest()
     kept = get_cache_manager(key)
     if (path := kept.get_file("kernel.cubin")) is not None:
@@ -103,15 +103,15 @@ def _compile(text: str) -> bytes:
 
 
 def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> TensorMap:
-    """Of a matrix of 16-bit numbers with contiguous rows of whole 16 bytes. box: rows and columns of one copy; in shared memory
-    rows of 128 bytes are swizzled, so that eight of them below each other lie in different banks. Only to be read: the same
-    memory has the same map each time."""
+    """TMA descriptor of a matrix of 16-bit elements with contiguous rows of multiples of 16 bytes. box: rows and columns of a copy.
+    Rows of 128 bytes are swizzled in shared memory, so that eight consecutive rows lie in different banks. The result is shared
+    between calls with the same memory; treat it as immutable."""
     return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0), *box)
 
 
 def rows_map(memory: torch.Tensor, box: tuple[int, int]) -> TensorMap:
-    """Of all memory from the first element of a tensor of 16-bit numbers on, as rows of the size of its last dimension; box as
-    above. Bits are copied, so the type does not matter."""
+    """TMA descriptor of all memory from the first element of a tensor of 16-bit elements on, as rows of the size of its last
+    dimension. box: see tensor_map. TMA copies bits, so the dtype does not matter."""
     width = memory.shape[-1]
     rows = (memory.untyped_storage().nbytes() // memory.itemsize - memory.storage_offset()) // width
     return _tensor_map(memory.data_ptr(), rows, width, width, *box)
@@ -119,33 +119,32 @@ def rows_map(memory: torch.Tensor, box: tuple[int, int]) -> TensorMap:
 
 @lru_cache(MAPS)
 def _tensor_map(pointer: int, rows: int, columns: int, pitch: int, height: int, width: int) -> TensorMap:
-    # The driver wants it at a multiple of 64.
+    # cuTensorMapEncodeTiled requires an address that is a multiple of 64.
     buffer = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 63)
     at = ctypes.addressof(buffer) + 63 & ~63
     shape, stride = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(2 * pitch)
     boxes, each = (c_uint32 * 2)(width, height), (c_uint32 * 2)(1, 1)
-    swizzle = SWIZZLED if 2 * width == SWIZZLED_BYTES else PLAIN
-    how = c_int(0), c_int(swizzle), c_int(WHOLE_LINES), c_int(0)
+    swizzle = SWIZZLED if 2 * width == SWIZZLED_BYTES else UNSWIZZLED
+    how = c_int(0), c_int(swizzle), c_int(PROMOTE_256B), c_int(0)
     numbers = c_int(BFLOAT16), c_uint32(2), c_void_p(pointer)
     _call("cuTensorMapEncodeTiled", c_void_p(at), *numbers, shape, stride, boxes, each, *how)
     return TensorMap.from_buffer_copy(ctypes.string_at(at, ctypes.sizeof(TensorMap)))
 
 
 class Kernel:
-    """One kernel of a source text on torch's current device. shared: bytes of memory that a program takes beside what it
-    declares."""
+    """A kernel of a source text, loaded on torch's current device. shared: bytes of dynamic shared memory per program."""
 
     def __init__(self, text: str, name: str, shared: int) -> None:
         self._module, self._function, self._shared = c_void_p(), c_void_p(), shared
-        # A cubin is read to its own end.
+        # cuModuleLoadData finds the end of a cubin from its header.
         _call("cuModuleLoadData", byref(self._module), compiled(text))
         _call("cuModuleGetFunction", byref(self._function), self._module, name.encode())
-        _call("cuFuncSetAttribute", self._function, c_int(MOST_SHARED), c_int(shared))
+        _call("cuFuncSetAttribute", self._function, c_int(MAX_SHARED), c_int(shared))
 
     def __call__(
         self, programs: int, threads: int, *arguments: ctypes.Structure | c_uint32 | c_void_p, early: bool = False
     ) -> None:
-        """Launch it on torch's current stream. early: see EARLY."""
+        """Launch on torch's current stream. early: with programmatic dependent launch, see EARLY."""
         where = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         attribute = _Attribute(EARLY, 0, (1,))
         stream = torch.cuda.current_stream().cuda_stream

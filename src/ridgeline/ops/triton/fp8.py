@@ -1,6 +1,8 @@
-"""Kernels of linears in e4m3: one token as a matrix-vector product in registers, up to LARGEST_SMALL tokens a tensor-core product
-that splits the inputs so that every processor streams weights, beyond it cuBLAS, which is bound by arithmetic. Which of them
-serves what, beside fp8_vector and ring: kernels."""
+"""e4m3 linears: a matrix-vector kernel for one token, a split-K tensor-core kernel for up to LARGEST_SMALL tokens, and cuBLAS.
+
+The split-K kernel makes every SM stream weights. cuBLAS serves larger products, which are bound by arithmetic. `kernels` defines
+which shapes use these kernels, fp8_vector or ring.
+"""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -15,7 +17,7 @@ from ridgeline.ops.triton.fp8_shapes import LARGEST_SMALL, Small, Vector
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
 PROMOTED = 128
-"""Inputs after which a tensor core's sum is added to a float32 one (DeepSeek-V3 report, section 3.3.2)."""
+"""Inputs after which a tensor core's sum is added to a float32 accumulator (DeepSeek-V3 report, section 3.3.2)."""
 SMALLEST_OUTPUTS = 64
 LARGEST_SPLIT = 16
 
@@ -40,8 +42,8 @@ def _vector_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS outputs of one token. ADD: out holds the stream, which the outputs join. The first weights are asked for before
-    the kernel that makes x has ended."""
+    """ROWS outputs of one token per program: x e4m3 [inputs], w e4m3 [outputs, inputs], scales float32 [1] and [outputs]. ADD: the
+    result is added to out, which holds the residual stream. The first weights are loaded before the PDL wait."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < outputs
     w_row = w_ptr + tl.where(real, row, 0).to(tl.int64)[:, None] * inputs
@@ -68,7 +70,7 @@ def _vector_kernel(
 def vector(
     x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Vector, add: bool = False
 ) -> None:
-    """One token's outputs into out [1, outputs], or added to what is there."""
+    """Store one token's outputs in out [1, outputs], or add them to out."""
     outputs, inputs = matrix.values.shape
     block = min(launch.inputs, triton.next_power_of_2(inputs))
     _vector_kernel[(triton.cdiv(outputs, launch.rows),)](
@@ -107,7 +109,7 @@ def _finish(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Scale a tile of sums [outputs, tokens], add the bias and what out holds, round and store."""
+    """Scale a tile of sums [outputs, tokens], add the bias and, with ADD, the values of out; then round and store."""
     real = (row < outputs)[:, None] & (token < tokens)[None, :]
     w_scale = tl.load(w_scale_ptr + row, mask=row < outputs, other=0.0)
     x_scale = tl.load(x_scale_ptr + token, mask=token < tokens, other=0.0)
@@ -116,7 +118,7 @@ def _finish(
     residual = tl.zeros_like(acc)
     if ADD:
         residual = tl.load(out_ptr + at, mask=real, other=0.0).to(tl.float32)
-    # What joins first is added by the instruction that scales. Left to the compiler, it would be in some kernels and not in others.
+    # fma adds the first summand in the instruction that scales. The compiler would fuse it in some kernels and not in others.
     if BIAS:
         bias = tl.load(bias_ptr + row, mask=row < outputs, other=0.0).to(tl.float32)
         acc = tl.math.fma(acc, scale, tl.broadcast(acc, bias[:, None])[1]) + residual
@@ -126,15 +128,15 @@ def _finish(
 
 
 @triton.jit
-def _ask(w_ptr, first, outputs, inputs, begin, OUTPUTS: tl.constexpr, ASKED: tl.constexpr):
-    """Have ASKED bytes of each of OUTPUTS rows of weights fetched into L2, from input `begin` on, half of them a thread."""
+def _prefetch(w_ptr, first, outputs, inputs, begin, OUTPUTS: tl.constexpr, PREFETCH: tl.constexpr):
+    """Prefetch PREFETCH bytes of each of OUTPUTS rows into L2, from input `begin` on, half of a row's bytes per thread."""
     part = tl.arange(0, 2 * OUTPUTS)
     row = tl.minimum(first + part % OUTPUTS, outputs - 1)
-    address = (w_ptr + row.to(tl.int64) * inputs + begin + part // OUTPUTS * (ASKED // 2)).to(tl.int64)
+    address = (w_ptr + row.to(tl.int64) * inputs + begin + part // OUTPUTS * (PREFETCH // 2)).to(tl.int64)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
-        [address, tl.full((2 * OUTPUTS,), ASKED // 2, tl.int32)],
+        [address, tl.full((2 * OUTPUTS,), PREFETCH // 2, tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -159,35 +161,37 @@ def _small_kernel(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     SHARED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    EVEN_K: tl.constexpr,
     PROMOTE: tl.constexpr,
     PDL: tl.constexpr,
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    ASKED: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
-    """A tile [OUTPUTS, TOKENS] of W x^T, over `turns` blocks of the inputs. The weights are the left operand, whose side of
-    the tensor-core instruction is the wide one. SHARED: `shares` programs per tile leave their sums in part_ptr, and the
-    last to come adds them all, always in the same order. WHOLE: blocks of inputs are full. PROMOTE: inputs after which
-    the tensor core's sum of 8-bit products, which keeps fewer bits than float32, is added to a float32 one; 0: products
-    in float16, exact, with sums in float32. ASKED: bytes of each row asked for before x is there."""
+    """A tile [OUTPUTS, TOKENS] of W x^T per program, over `turns` blocks of the inputs; the grid is [tiles, token tiles, splits].
+
+    Weights are the left operand, which is the long side of the tensor-core instruction. SHARED: `shares` programs per tile store
+    their sums in part_ptr (split-K), and the last to arrive adds them in a fixed order. EVEN_K: all blocks of inputs are full.
+    PROMOTE: inputs after which the tensor core's sum of 8-bit products, which has fewer bits than float32, is added to a float32
+    accumulator; 0: exact products in float16 with float32 sums. PREFETCH: bytes of each row to prefetch before the PDL wait.
+    """
     tile, token_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     at = tl.arange(0, INPUTS)
     w_row = w_ptr + tl.minimum(row, outputs - 1).to(tl.int64)[:, None] * inputs
-    # For the tokens that a tile lacks others are read, each as often: one row that all programs read would be a crowd at one place.
+    # Tokens past the end read other tokens, all equally often. If all programs read one row, its L2 slice would be a bottleneck.
     x_row = x_ptr + (token % tokens).to(tl.int64)[:, None] * inputs
-    # Integers (w8a8) have integer sums, which are exact however they are split.
+    # Integers (w8a8) accumulate in int32, which is exact for any split.
     SUM: tl.constexpr = tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
     acc = tl.zeros([OUTPUTS, TOKENS], dtype=SUM)
-    if PDL and ASKED > 0:
-        _ask(w_ptr, tile * OUTPUTS, outputs, inputs, split * turns * INPUTS, OUTPUTS, ASKED)
+    if PDL and PREFETCH > 0:
+        _prefetch(w_ptr, tile * OUTPUTS, outputs, inputs, split * turns * INPUTS, OUTPUTS, PREFETCH)
     await_inputs(PDL)
     for turn in range(split * turns, tl.minimum((split + 1) * turns, tl.cdiv(inputs, INPUTS))):
         here = turn * INPUTS + at
-        if WHOLE:
+        if EVEN_K:
             w = tl.load(w_row + here[None, :])
             x = tl.load(x_row + here[None, :])
         else:
@@ -202,7 +206,7 @@ def _small_kernel(
         part = part_ptr + place.to(tl.int64) * (shares * OUTPUTS * TOKENS)
         inner = tl.arange(0, OUTPUTS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         tl.store(part + split * (OUTPUTS * TOKENS) + inner, acc)
-        # All of this program's stores come before the count, and the count before the last one's loads.
+        # All threads of this program must have stored before the counter is incremented.
         tl.debug_barrier()
         before = tl.atomic_add(counter_ptr + place, 1, sem="acq_rel", scope="gpu")
         if before == shares - 1:
@@ -214,7 +218,7 @@ def _small_kernel(
 
 
 def splits(outputs: int, inputs: int, tokens: int, tile: int, launch: Small) -> tuple[int, int]:
-    """(programs that share a tile, blocks of inputs each of them takes)."""
+    """(programs per tile, blocks of inputs per program)."""
     tiles = triton.cdiv(outputs, launch.outputs) * triton.cdiv(tokens, tile)
     turns = triton.cdiv(inputs, launch.inputs)
     wanted = min(max(1, launch.programs // tiles), turns, LARGEST_SPLIT)
@@ -222,15 +226,15 @@ def splits(outputs: int, inputs: int, tokens: int, tile: int, launch: Small) -> 
     return triton.cdiv(turns, each), each
 
 
-def _asks(weights: torch.Tensor, dealt: int, run: int, launch: Small) -> bool:
-    """Whether programs that take `run` inputs each, `dealt` together, may ask early: nothing behind a row, and sixteens alone."""
-    return dealt == weights.shape[1] and launch.asked <= run and weights.data_ptr() % 16 == 0
+def _may_prefetch(weights: torch.Tensor, dealt: int, run: int, launch: Small) -> bool:
+    """Whether programs of `run` inputs each, `dealt` together, may prefetch: only within a row, at multiples of 16 bytes."""
+    return dealt == weights.shape[1] and launch.prefetch_bytes <= run and weights.data_ptr() % 16 == 0
 
 
 def small(
     x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Small, add: bool = False
 ) -> None:
-    """Outputs of all tokens into out [T, outputs], or added to what is there. Any T; made for few."""
+    """Store the outputs of all tokens in out [T, outputs], or add them to out. Supports any T; tuned for few."""
     outputs, inputs = matrix.values.shape
     tokens = x.values.shape[0]
     tile = min(LARGEST_SMALL, max(16, triton.next_power_of_2(tokens)))
@@ -258,12 +262,14 @@ def small(
         BIAS=bias is not None,
         ADD=add,
         SHARED=split > 1,
-        WHOLE=inputs % launch.inputs == 0,
+        EVEN_K=inputs % launch.inputs == 0,
         PROMOTE=0 if launch.exact else min(PROMOTED, launch.inputs),
         TOKENS=tile,
         OUTPUTS=launch.outputs,
         INPUTS=launch.inputs,
-        ASKED=launch.asked if _asks(matrix.values, turns * split * launch.inputs, turns * launch.inputs, launch) else 0,
+        PREFETCH=launch.prefetch_bytes
+        if _may_prefetch(matrix.values, turns * split * launch.inputs, turns * launch.inputs, launch)
+        else 0,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **overlap(out.device),
@@ -271,14 +277,14 @@ def small(
 
 
 def pack(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
-    """The matrix as it is, and a counter for each of its output tiles."""
+    """Fp8Matrix of unchanged values and scales, with a split-K counter per output tile."""
     tiles = triton.cdiv(values.shape[0], SMALLEST_OUTPUTS)
     return Fp8Matrix(values, scales, torch.zeros(tiles, dtype=torch.int32, device=values.device))
 
 
 def large(x: Scaled, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor | None) -> torch.Tensor:
-    """cuBLAS, in bfloat16, onto the stream if there is one; inputs and outputs in sixteens. Sums in the tensor core's own
-    precision."""
+    """cuBLAS product in bfloat16, added to the stream in place if there is one. Inputs and outputs must be multiples of 16. Sums
+    have the tensor core's precision."""
     shape = (x.values.shape[0], matrix.values.shape[0])
     out = torch.empty(shape, dtype=torch.bfloat16, device=matrix.values.device) if stream is None else stream
     if bias is None and cublas.product(x, matrix, out, stream is not None):

@@ -1,8 +1,8 @@
-"""One token times a weight in 8 bits, with all that stands around the product in a decoder.
+"""8-bit (e4m3) matrix-vector product of one token, fused with the operations around it in a decoder.
 
-As gemv.resident_kernel: a program keeps x, walks over rows of the weight, norms before and activates or adds to the stream
-behind. Here it quantizes x on the way too, so no kernel stands between two products. Four weights come as one 32-bit word,
-which two instructions widen; taking them apart as single bytes costs more than the product.
+The structure is that of gemv.resident_kernel: a program keeps x, loops over rows of the weight, applies the norm before and the
+activation or residual sum after the product. It also quantizes x, so no other kernel runs between two products. Weights are loaded
+as 32-bit words of four values, which two instructions convert. Extracting single bytes would cost more than the product.
 """
 
 # mypy: allow-untyped-defs
@@ -23,29 +23,29 @@ from ridgeline.ops.triton.quantize import scale_of
 from ridgeline.ops.triton.shapes import ResidentTile
 
 WORD = 4
-"""Weights of a 32-bit word, and elements of x in 64 bits."""
+"""e4m3 weights in a 32-bit word, and 16-bit elements of x in a 64-bit word."""
 ALIGNED = 16
-"""Inputs must be a multiple: rows of the weight start at multiples of as many bytes."""
+"""Inputs must be a multiple of this, so that weight rows start at multiples of 16 bytes."""
 WIDEST = 16384
-"""Inputs up to which a program keeps x in registers."""
+"""Largest k for which a program keeps x in registers."""
 
 
 @triton.jit
 def _element(words, INDEX: tl.constexpr, dtype: tl.constexpr):
-    """One of the four 16-bit numbers in each of `words` int64, in float32."""
+    """Element INDEX of the four 16-bit numbers in each of `words` int64, in float32."""
     return (words >> (16 * INDEX)).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _weight(words, INDEX: tl.constexpr):
-    """One of the four e4m3 numbers in each of `words` int32, in float32."""
+    """Element INDEX of the four e4m3 numbers in each of `words` int32, in float32."""
     return ((words >> (8 * INDEX)) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _dot(w, x0, x1, x2, x3, PACKED: tl.constexpr):
-    """Words w [ROWS, WORDS] of four e4m3 times x [WORDS], exact products summed in float32: [ROWS, WORDS]. PACKED: by the
-    instruction that widens two at once."""
+    """Words w [ROWS, WORDS] of four e4m3 times x [WORDS]: exact products summed in float32, [ROWS, WORDS]. PACKED: use the
+    instruction that converts two values at once."""
     if PACKED:
         return tl.inline_asm_elementwise(
             """{
@@ -78,10 +78,10 @@ def _dot(w, x0, x1, x2, x3, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _words(w_ptr, group, at, n, words, KIND: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr):
-    """A group of rows [ROWS, WORDS] of the weight."""
+def _words(w_ptr, group, at, n, words, KIND: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr):
+    """Load a group of rows [ROWS, WORDS] of the weight."""
     row = w_ptr + tl.minimum(rows_of(group, n, KIND, ROWS), n - 1).to(tl.int64)[:, None] * words + at[None, :]
-    if EVEN:
+    if EVEN_K:
         return tl.load(row, eviction_policy="evict_first")
     else:
         return tl.load(row, mask=(at < words)[None, :], other=0, eviction_policy="evict_first")
@@ -89,7 +89,7 @@ def _words(w_ptr, group, at, n, words, KIND: tl.constexpr, EVEN: tl.constexpr, R
 
 @triton.jit
 def _normed(x, rms, gain, INDEX: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """x / rms * (gain + offset), rounded to dtype."""
+    """x * rms * (gain + offset), rounded to dtype. rms: reciprocal root mean square."""
     weight = _element(gain, INDEX, dtype)
     if OFFSET:
         weight += 1.0
@@ -103,10 +103,10 @@ def _rounded(x, factor):
 
 @triton.jit
 def _quantized(
-    x_ptr, gain, at, words, k, eps, NORM: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr
+    x_ptr, gain, at, words, k, eps, NORM: tl.constexpr, OFFSET: tl.constexpr, EVEN_K: tl.constexpr, dtype: tl.constexpr
 ):
-    """The token's four parts [WORDS], normed and rounded to e4m3, in float32, and their scale."""
-    if EVEN:
+    """Apply the norm and round to e4m3: the token's four parts [WORDS] in float32, and their scale."""
+    if EVEN_K:
         x = tl.load(x_ptr + at)
     else:
         x = tl.load(x_ptr + at, mask=at < words, other=0)
@@ -138,16 +138,16 @@ def _kernel(
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     KIND: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
     PACKED: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """out [n] = x [k] w [n, k]^T + bias; ADD, NORM, OFFSET, KIND and STAGES as in gemv.resident_kernel.
+    """out [n] = x [k] w [n, k]^T + bias with a persistent grid; ADD, NORM, OFFSET, KIND and STAGES as in gemv.resident_kernel.
 
-    x_ptr, gain_ptr: int64, four 16-bit numbers of out's dtype each. w_ptr: int32, four e4m3 each.
+    x_ptr, gain_ptr: int64 words of four 16-bit numbers of out's dtype. w_ptr: int32 words of four e4m3.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     at = tl.arange(0, WORDS)
@@ -164,13 +164,13 @@ def _kernel(
     residual = tl.zeros((ROWS,), dtype)
     step = tl.num_programs(0)
     for group in tl.range(first, groups, step, num_stages=STAGES):
-        w = _words(w_ptr, group, at, n, words, KIND, EVEN, ROWS)
+        w = _words(w_ptr, group, at, n, words, KIND, EVEN_K, ROWS)
         w_scale = tl.load(w_scale_ptr + tl.minimum(rows_of(group, n, KIND, ROWS), n - 1))
         if group == first:
-            # The loop's first weights are under way by now; what the kernel before writes is needed only here.
+            # The loop's first weights are in flight. Only the code below depends on the previous kernel.
             if PDL:
                 gdc_wait()
-            x0, x1, x2, x3, scale = _quantized(x_ptr, gain, at, words, k, eps, NORM, OFFSET, EVEN, dtype)
+            x0, x1, x2, x3, scale = _quantized(x_ptr, gain, at, words, k, eps, NORM, OFFSET, EVEN_K, dtype)
             residual = stream_of(out_ptr, group, n, ADD, ROWS)
         next_residual = stream_of(out_ptr, group + step, n, ADD, ROWS)
         part = _dot(w, x0, x1, x2, x3, PACKED)
@@ -182,7 +182,7 @@ def _kernel(
 
 @cache
 def has_shared_memory(device: torch.device) -> bool:
-    """Whether the device has the shared memory of the GPU on which the launches were measured."""
+    """Whether the device has as much shared memory as the GPU on which the launches were measured."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -194,10 +194,10 @@ def product(
     stream: torch.Tensor | None = None,
     kind: str | None = None,
 ) -> torch.Tensor:
-    """x [1, k] -> quantize(x) weight^T + bias [1, n] in x's dtype, its norm done first where x is Normed; for which
-    shapes: kernels.FP8.
+    """x [1, k] -> quantize(x) weight^T + bias [1, n] in x's dtype. If x is Normed, the kernel applies the norm. kernels.FP8 lists
+    the shapes.
 
-    stream: contiguous [1, n]; the result is added into its memory. kind: activate gate and up, weight [2 F, k] -> [1, F].
+    stream: contiguous [1, n]; the result is added in place. kind: activation of gate and up, weight [2 F, k] -> [1, F].
     """
     norm = x if isinstance(x, Normed) else None
     source = x.x if isinstance(x, Normed) else x
@@ -222,7 +222,7 @@ def product(
         NORM=norm is not None,
         OFFSET=norm is not None and norm.offset,
         KIND=KINDS[kind],
-        EVEN=k == block,
+        EVEN_K=k == block,
         PACKED=source.is_cuda,
         STAGES=tile.stages,
         ROWS=tile.rows,

@@ -1,12 +1,12 @@
-// out [tokens, features] = silu(x gate^T) * (x up^T), all bfloat16, sums in float32: a product and what follows it, in one kernel
-// for Hopper. How its tiles were chosen: ops/triton/gated.py; what SUM_NAMES and SUM_REGISTERS are: pairs.py.
+// out [tokens, features] = silu(x gate^T) * (x up^T), all bfloat16 with float32 sums: a product with a fused activation, for
+// Hopper. Choice of tiles: ops/triton/gated.py. SUM_NAMES and SUM_REGISTERS: pairs.py.
 //
-// A program makes tiles of 128 tokens by 176 features. Two of them are a cluster with the same features: one fetches gate's
-// rows, the other up's, and the copy engine writes each into both. A warp keeps a ring of stages filled; two groups of four
+// A program computes tiles of 128 tokens by 176 features. Two programs form a cluster with the same features: one loads gate's
+// rows, the other up's, and TMA multicast writes each to both. A producer warp fills a ring of stages. Two consumer groups of four
 // warps multiply 64 tokens each, and hold gate and up of the same features in the same threads.
 
 constexpr u32 TOKENS = 128, FEATURES = 88, SIDES = 2, STEP = 64, STAGES = 3;
-constexpr u32 WIDTH = SIDES * FEATURES, SUMS = FEATURES;  // of a thread, for one side's gate and up
+constexpr u32 WIDTH = SIDES * FEATURES, SUMS = FEATURES;  // accumulators of a thread for gate and up of a side
 constexpr u32 ROW = 2 * STEP, X_BYTES = TOKENS * ROW, HALF_BYTES = FEATURES * ROW, SIDE_BYTES = 2 * HALF_BYTES;
 constexpr u32 STAGE_BYTES = X_BYTES + SIDES * SIDE_BYTES, OUT_BYTES = TOKENS / 2 * FEATURES * 2;
 constexpr u32 MULTIPLIERS = 8;  // warps
@@ -19,7 +19,7 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b, u32 add
       : "l"(a), "l"(b), "r"(add));
 }
 
-// As two kernels do it, to the bit (activation.py): both products are rounded to 16 bits first.
+// Bitwise equal to the separate kernels (activation.py): both products are rounded to 16 bits first.
 __device__ __forceinline__ float gated(float gate, float up) {
   const u32 both = pair(gate, up);
   const float g = __uint_as_float(both << 16);
@@ -85,26 +85,26 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
           for (u32 side = 0; side < SIDES; ++side)
             multiply(sums[side], left + at + 2 * i, right + at + side * (SIDE_BYTES >> 4) + 2 * i, k | i);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        // While this stage is multiplied, that before it is done and both programs may overwrite it.
+        // The products of the previous stage are complete, so both programs may overwrite it.
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (k && lane < PAIR) release(empty + 8 * before, lane);
         before = stage;
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      // Nothing that reads a sum may move before the wait.
+      // Keep the compiler from moving reads of the sums before the wait.
 #pragma unroll
       for (u32 i = 0; i < SIDES * SUMS; ++i) asm volatile("" : "+f"(sums[i / SUMS][i % SUMS])::"memory");
       if (lane < PAIR) release(empty + 8 * before, lane);
 
-      // What was staged before must have been read.
+      // Earlier stores must have read the staging buffer.
       if (first) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       sync_group(mine);
 #pragma unroll
       for (u32 side = 0; side < SIDES; ++side)
 #pragma unroll
         for (u32 j = 0; j < FEATURES / 8; j += 2) {
-          // Matrices of 8 x 8: two below each other, and two to their right. Rows of 176 bytes need no swizzle.
+          // Four 8 x 8 matrices: two below each other, and two to their right. Rows of 176 bytes need no swizzle.
           const u32 row = warp * 16 + lane % 16, address = staged + side * OUT_BYTES + row * FEATURES * 2 + (j + lane / 16) * 16;
           u32 r[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -133,6 +133,6 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
     if (first) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     __syncwarp();
   }
-  // Neither may end while the other still writes to it.
+  // A program must not exit while the other one writes to its shared memory.
   sync_cluster();
 }

@@ -1,9 +1,9 @@
-"""Gate, up and SiLU of many tokens in one kernel (gated.cu), for a card at its power limit: there it is energy that takes time.
+"""Gate, up and SiLU of many tokens in one kernel (gated.cu), for a GPU at its power limit.
 
-Apart they write both products and read them again: for an 8B's chunk of 8,448 tokens 484 MB each way, beside the 242 that are
-wanted. One kernel that fetches more than cuBLAS's clusters do loses that again, so here two programs share what they fetch of the
-weight. Of the tiles measured at the limit, those of 128 tokens and 2 x 176 outputs did best through the engine
-(docs/log/2026-11-23-gate-up-silu-one-kernel.md). Bits are those of the two kernels.
+Separate kernels write both products and read them again: for an 8B's chunk of 8,448 tokens that is 484 MB each way, beside the 242
+MB of the result. A fused kernel that loads more than cuBLAS's clusters do would lose this gain, so two programs share loads of the
+weight (pairs). Of the tiles measured at the power limit, 128 tokens and 2 x 176 outputs were fastest in the engine
+(docs/log/2026-11-23-gate-up-silu-one-kernel.md). Results are bitwise equal to those of the separate kernels.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ridgeline.ops.triton.pairs import STAGES, STEP, THREADS, TOKENS
 from ridgeline.ops.triton.shapes import PROCESSORS
 
 FEATURES, SIDES = 88, 2
-"""As in gated.cu."""
+"""Must equal the constants of gated.cu."""
 TILE_FEATURES = SIDES * FEATURES
 SHARED = 1024 + 2 * (STAGES * STEP * (TOKENS + 2 * TILE_FEATURES) + TOKENS * TILE_FEATURES)
-"""Bytes: what alignment may take, a ring of inputs, gate and up, and a tile of results."""
+"""Bytes of shared memory: alignment, the ring of inputs, gate and up, and a tile of results."""
 
 
 def saves(tokens: int, features: int) -> bool:
-    """As pairs.saves; or if features beyond the product are a 32nd at most, and whole rounds of tiles an eleventh: tokens beyond it
-    are zeros, whose products take little energy."""
+    """Whether the kernel is faster: see pairs.saves. It also is if padding of features is at most 1/32 and complete waves exceed
+    the product by at most 1/11: padding tokens are zeros, whose products take little energy."""
     wide = -(-features // TILE_FEATURES) * TILE_FEATURES
     sparing = (
         32 * wide <= 33 * features and 11 * pairs.rounds(tokens, features, TILE_FEATURES) <= 12 * tokens * features
@@ -36,18 +36,20 @@ def saves(tokens: int, features: int) -> bool:
 
 @cache
 def source() -> str:
-    """The text that is compiled."""
+    """Source text that NVRTC compiles."""
     return pairs.text("gated.cu", {"SUM": FEATURES})
 
 
 def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """silu(x gate^T) * (x up^T), both rounded to bfloat16 before: [T, n]; None: not by this kernel.
+    """silu(x gate^T) * (x up^T) [T, n], with both products rounded to bfloat16 first. None: the kernel does not support the inputs.
 
-    x [T, k], weight [2 n, k] gate's rows first, both contiguous bfloat16 at a multiple of 16 bytes, n and k in eights."""
+    x [T, k], weight [2 n, k] with gate's rows first. Both are contiguous bfloat16 at addresses of 16 bytes. n and k are multiples
+    of 8.
+    """
     (tokens, inputs), features = x.shape, weight.shape[0] // 2
     if features % 8 or not pairs.takes(x, weight):
         return None
-    # Compiled by the first of so many tokens, which start-up runs, even if these do not fit.
+    # The first call with so many tokens compiles, even if its shape does not use the kernel. Start-up makes such a call.
     kernel = pairs.kernel(x.device, source(), "gated_product", SHARED)
     if kernel is None or not saves(tokens, features):
         return None

@@ -1,10 +1,9 @@
-"""Tensor-core products for few tokens: the weight's rows fill the long side of the matrix unit, the tokens the short one.
+"""Tensor-core products of few tokens: the long side of the matrix unit holds weight rows, the short side holds tokens.
 
-A program computes ROWS x BATCH of out^T = W x^T and streams its weights through a deep pipeline. Where a matrix has too
-few tiles to keep all processors reading, each tile's sum is cut along k (split-K); the last of a tile's programs to
-arrive adds the parts in their order, so results do not depend on timing. What follows the product in a decoder is done
-on its sums: the activation of gate and up, whose rows a program takes together, or the sum with the stream. Before it
-waits for the kernel that makes x, a program asks for its first weights (programmatic dependent launch, see gemv).
+A program computes a tile ROWS x BATCH of out^T = W x^T and streams weights through a deep load pipeline. A matrix with too few
+tiles to keep all SMs reading is split along k (split-K). The last program of a tile to arrive adds the parts in a fixed order, so
+results do not depend on timing. The epilogue fuses the activation of gate and up, whose rows a program takes in pairs, or the
+residual sum. A program prefetches its first weights into L2 before it waits for the kernel that computes x (PDL, see launch).
 """
 
 # mypy: allow-untyped-defs
@@ -22,18 +21,18 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.shapes import MatrixTile
 
 COUNTERS = 4096
-"""Tiles that may be split: more tiles than this fill every GPU without."""
+"""Largest number of tiles with split-K. More tiles than this fill every GPU without a split."""
 
 
 @cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of the programs that finished a tile's part: zero before and after every product of the device."""
+    """Split-K arrival counters, one per tile: zero before and after every product."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit
-def _ask(w_ptr, row, k, begin, BYTES: tl.constexpr):
-    """Have BYTES of each row fetched into L2, from element `begin` on."""
+def _prefetch(w_ptr, row, k, begin, BYTES: tl.constexpr):
+    """Prefetch BYTES of each row into L2, from element `begin` on."""
     address = (w_ptr + row.to(tl.int64) * k + begin).to(tl.int64)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0;",
@@ -47,7 +46,7 @@ def _ask(w_ptr, row, k, begin, BYTES: tl.constexpr):
 
 @triton.jit
 def _sum_of_parts(parts, splits, SIZE: tl.constexpr):
-    """What the programs of a tile left, added in their order; SIZE: elements from one part to the next."""
+    """Add the partial sums of a tile in a fixed order. SIZE: elements from one part to the next."""
     total = tl.load(parts, cache_modifier=".cg")
     for other in range(1, splits):
         total += tl.load(parts + other * SIZE, cache_modifier=".cg")
@@ -83,17 +82,16 @@ def matrix_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-    ASKED: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out [m, n] = x [m, k] w [features, k]^T + bias, ROWS features per tile.
+    """out [m, n] = x [m, k] w [features, k]^T + bias; each program computes one tile of ROWS features, or one split of it.
 
-    ADD: out holds the stream, which the product joins. KIND: see activation.KINDS; w [2 n, k] is a merged gate and up
-    then, of which a tile takes the same ROWS features each, and out takes act(gate) * up.
-    w_desc, x_desc: tiles of w and x for the copy engine, which fills with zeros behind the edges. part: float32 [batches *
-    tiles, splits, sides, ROWS, BATCH], sides 2 for gate and up; arrivals: int32, zero for every tile; both only with SPLIT.
-    ASKED: bytes of a row to ask for early, as a string, or "".
+    ADD: the result is added to out, which holds the residual stream. KIND: see activation.KINDS; w [2 n, k] is then a merged gate
+    and up, a tile covers the same ROWS features of both, and out is act(gate) * up. w_desc, x_desc: TMA descriptors, which fill
+    with zeros past the edges. part: float32 [batches * tiles, splits, sides, ROWS, BATCH], sides 2 for gate and up; arrivals:
+    int32, zero for every tile; both only with SPLIT. PREFETCH: bytes of a row to prefetch, as a string, or "".
     """
     split = tl.program_id(0) % splits
     tile = tl.program_id(0) // splits
@@ -103,10 +101,10 @@ def matrix_kernel(
     begin = split * blocks // splits
     end = (split + 1) * blocks // splits
     row = row_tile * ROWS + tl.arange(0, ROWS)
-    if PDL and ASKED != "":
-        _ask(w_ptr, tl.minimum(row, n - 1), k, begin * BLOCK, ASKED)
+    if PDL and PREFETCH != "":
+        _prefetch(w_ptr, tl.minimum(row, n - 1), k, begin * BLOCK, PREFETCH)
         if KIND != 0:
-            _ask(w_ptr, tl.minimum(row, n - 1) + n, k, begin * BLOCK, ASKED)
+            _prefetch(w_ptr, tl.minimum(row, n - 1) + n, k, begin * BLOCK, PREFETCH)
     await_inputs(PDL)
     token = batch_tile * BATCH + tl.arange(0, BATCH)
     total = tl.zeros((ROWS, BATCH), tl.float32)
@@ -127,7 +125,7 @@ def matrix_kernel(
         tl.store(parts + split * SIZE, total)
         if KIND != 0:
             tl.store(parts + split * SIZE + SIDE, up)
-        # Every thread's part must be out before the one thread that counts says so.
+        # All threads must have stored their parts before one thread increments the counter.
         tl.debug_barrier()
         last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == splits - 1
         if last:
@@ -154,13 +152,13 @@ def matrix_product(
     stream: torch.Tensor | None = None,
     kind: str | None = None,
 ) -> torch.Tensor:
-    """x [T, k] with contiguous rows, weight [n, k] contiguous -> x weight^T + bias [T, n] in x's dtype. Addresses and
-    rows of both must be multiples of 16 bytes.
+    """x [T, k] with contiguous rows, weight [n, k] contiguous -> x weight^T + bias [T, n] in x's dtype. Addresses and rows of both
+    must be multiples of 16 bytes.
 
-    stream: contiguous [T, n]; the result is added into its memory. kind: activate gate and up, weight [2 F, k] -> [T, F].
+    stream: contiguous [T, n]; the result is added in place. kind: activation of gate and up, weight [2 F, k] -> [T, F].
     """
     tokens, k = x.shape
-    # A tile of gate and up reads as many rows of the weight as any other, half of them from each.
+    # A tile of gate and up reads as many weight rows as any other tile, half of them from each.
     sides = 1 if kind is None else 2
     n, rows = weight.shape[0] // sides, tile.rows // sides
     batches, tiles = triton.cdiv(tokens, tile.batch), triton.cdiv(n, rows)
@@ -174,7 +172,11 @@ def matrix_product(
         part, arrivals = torch.empty(shape, dtype=torch.float32, device=x.device), _arrivals(x.device)
     launch = overlap(x.device)
     run = k // tile.block // splits * tile.block
-    asked = tile.asked if launch["PDL"] and k % tile.block == 0 and tile.asked <= run * x.element_size() else 0
+    prefetch = (
+        tile.prefetch_bytes
+        if launch["PDL"] and k % tile.block == 0 and tile.prefetch_bytes <= run * x.element_size()
+        else 0
+    )
     matrix_kernel[(batches * tiles * splits,)](
         TensorDescriptor.from_tensor(weight, [rows, tile.block]),
         TensorDescriptor.from_tensor(x, [tile.batch, tile.block]),
@@ -195,7 +197,7 @@ def matrix_product(
         BATCH=tile.batch,
         ROWS=rows,
         BLOCK=tile.block,
-        ASKED=str(asked) if asked else "",
+        PREFETCH=str(prefetch) if prefetch else "",
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         STAGES=tile.stages,
         num_warps=tile.warps,

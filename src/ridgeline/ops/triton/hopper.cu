@@ -1,28 +1,29 @@
-// Attention of long chunks, for Hopper: what it computes and for whom says ops/triton/hopper.py, which also defines DIM (of a head),
-// KEYS (of a tile), WINDOWED, CAPPED and BOUNDED (0 or 1), TYPE (a 16-bit type as PTX calls it) and how both products are written;
-// what SCORE_NAMES and its like are: pairs.py.
+// Attention of long chunks, for Hopper. ops/triton/hopper.py describes its use and defines DIM (head size), KEYS (slots of a tile),
+// WINDOWED, CAPPED and BOUNDED (0 or 1), TYPE (a 16-bit type in PTX syntax) and the operands of both products. SCORE_NAMES and
+// similar: pairs.py.
 //
-// Two programs are a cluster: each attends for 128 packed queries (tokens times heads of a group) of the same row and KV head,
-// fetches half of each tile of keys and of values, and the copy engine writes it into both. A warp keeps a ring of tiles filled;
-// two groups of four warps have 64 queries each. Scores of a tile are one product, weighted values another, whose left side are
-// registers: the sums of the first lie as the second wants them. The product with a tile's values runs beside the softmax of the
-// next (FlashAttention-3, Shah et al. 2024), also from one unit of work to the next, whose queries were asked for a unit ahead.
+// Two programs form a cluster. Each processes 128 packed queries (tokens times heads of a group) of the same row and KV head and
+// loads half of each tile of keys and values, which TMA multicast writes to both. A producer warp fills a ring of tiles. Two
+// consumer groups of four warps have 64 queries each. One product computes the scores of a tile. A second product computes the
+// weighted values; its left operand is in registers, because the first product's accumulators have the layout that it needs. The
+// product with a tile's values overlaps the softmax of the next tile (FlashAttention-3, Shah et al. 2024), also across units of
+// work, whose queries are loaded one unit ahead.
 
 typedef unsigned short u16;
 
 constexpr u32 GROUPS = 2, HALF = 64, STAGES = 2, ROW = 128;
 constexpr u32 PARTS = DIM / 64, SLOTS = KEYS / PAIR, QUERIES = GROUPS * HALF, WARPS = 4 * GROUPS, CHUNKS = DIM / 8;
-constexpr u32 SCORES = KEYS / 2, OUTS = DIM / 2;  // sums of a thread
+constexpr u32 SCORES = KEYS / 2, OUTS = DIM / 2;  // accumulators of a thread
 constexpr u32 PART_BYTES = KEYS * ROW, TILE_BYTES = PARTS * PART_BYTES, Q_PART = HALF * ROW, Q_BYTES = PARTS * Q_PART;
 constexpr float LN2 = 0.6931471805599453f;
 #define LOWEST __int_as_float(0xFF800000)
-// The maximum of nothing. Within a window a group may begin with a tile that none of its queries sees: differences to this have to
-// be numbers, and what is seen later shrinks it to zero. Of scores that are bounded nobody asks for the maximum.
+// Initial maximum. With a window a group may begin with a tile that none of its queries sees. Differences to the initial maximum
+// must then be finite, and later tiles scale its contribution to zero. Bounded scores need no maximum.
 #define NOTHING (BOUNDED ? 0.0f : WINDOWED ? -1e30f : LOWEST)
-constexpr u32 QUEUED = DIM < 256 ? 2 : 1;  // units whose queries are in memory
-constexpr float ROOM = 8.0f;  // weights reach 2^ROOM before the maximum they refer to is renewed
+constexpr u32 QUEUED = DIM < 256 ? 2 : 1;  // units whose queries are in shared memory
+constexpr float ROOM = 8.0f;  // weights reach 2^ROOM before the maximum is updated
 
-// What threads wrote to shared memory is there for products.
+// Make threads' writes to shared memory visible to wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void score(float (&d)[SCORES], u64 a, u64 b, u32 add) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ void gather(float (&d)[OUTS], const u32* a, u64 b, u3
 }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all but the last LEFT groups of products are done. Nothing that reads their sums may move before it.
+// Wait until all but the last LEFT groups of products are complete. The compiler must not move reads of their sums before it.
 template <u32 LEFT, u32 N>
 __device__ __forceinline__ void wait(float (&d)[N]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
@@ -62,7 +63,7 @@ __device__ __forceinline__ float inverse(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// As good as exponentials and an inverse where results have 16 bits, and half the price
+// As accurate as exponentials and a reciprocal for 16-bit results, at half the cost
 // (docs/log/2026-11-23-chunk-attention-windows-caps-heads.md).
 __device__ __forceinline__ float tanh_(float x) {
   float y;
@@ -86,22 +87,22 @@ __device__ __forceinline__ u32 rounded(float low, float high) {
 }
 __device__ __forceinline__ float across(float x, u32 mask) { return __shfl_xor_sync(~0u, x, mask); }
 
-// As in hopper.py. Strides: of queries in elements, of the cache in rows, of the table in pages.
+// Must equal hopper.py's. Strides: of queries in elements, of the cache in rows, of the table in pages.
 struct Sizes {
   u32 q_token, q_head, page_rows, kind_rows, head_rows, table;
   u32 units, kv_heads, group, page, box;
-  u32 by_group, by_page;  // 2^31 / group and / page, rounded up
-  float scale;            // of what the softmax takes, times log2(e)
+  u32 by_group, by_page;  // 2^31 / group and 2^31 / page, rounded up
+  float scale;            // scale of the softmax, times log2(e)
   u32 window;
-  float inner;  // what tanh takes of a score, where these are capped
+  float inner;  // scale of a score before tanh, with a cap
 };
 __device__ __forceinline__ u32 over(u32 x, u32 by) { return (u64)x * by >> 31; }
 
 struct Unit {
   u32 head, row, packed, query, n, start;
 };
-// A cluster's piece of work number `turn`; n is 0 where there is nothing to do, as in all turns after it. Rounds go to and fro:
-// what comes first in each has the most to do.
+// A cluster's unit of work number `turn`. n is 0 if there is none, as in all later turns. The order alternates between rounds,
+// because the first units of each round are the longest.
 __device__ __forceinline__ Unit unit_of(u32 turn, const int* units, const Sizes& sizes) {
   const u32 clusters = gridDim.x / PAIR, own = blockIdx.x / PAIR;
   const u32 work = turn * clusters + (turn & 1 ? clusters - 1 - own : own), behind = work / sizes.kv_heads, n = sizes.units;
@@ -109,22 +110,22 @@ __device__ __forceinline__ Unit unit_of(u32 turn, const int* units, const Sizes&
   const int* at = units + n - 1 - behind;
   return {work - behind * sizes.kv_heads, (u32)at[0], (u32)at[n], (u32)at[2 * n], (u32)at[3 * n], (u32)at[4 * n]};
 }
-// Tiles of keys that `many` queries from packed one `first` on see.
+// Number of key tiles that `many` queries from packed query `first` on see.
 __device__ __forceinline__ u32 tiles_of(const Unit& unit, u32 first, u32 many, const Sizes& sizes) {
   if (over(first, sizes.by_group) >= unit.n) return 0;
   return (unit.start + min(over(first + many - 1, sizes.by_group), unit.n - 1)) / KEYS + 1;
 }
-// The first tile that the query of packed `first` sees.
+// First tile that packed query `first` sees.
 __device__ __forceinline__ u32 seen_from(const Unit& unit, u32 first, const Sizes& sizes) {
   const int slot = WINDOWED ? (int)(unit.start + over(first, sizes.by_group) + 1 - sizes.window) : 0;
   return (u32)larger(slot, 0) / KEYS;
 }
 
-// Where 16 bytes of a group's queries, or of its results, lie.
+// Address of 16 bytes of a group's queries, or of its results.
 __device__ __forceinline__ u32 place_of(u32 base, u32 row, u32 chunk) {
   return base + chunk / 8 * Q_PART + row * ROW + ((chunk ^ row) % 8) * 16;
 }
-// Begin to copy a group's queries.
+// Start the copy of a group's queries.
 __device__ __forceinline__ void ask(u32 to, const u16* q, const Unit& unit, u32 first, const Sizes& sizes) {
   const u32 thread = threadIdx.x % 128, chunk = thread % CHUNKS;
   const u16* from = q + (u64)unit.query * sizes.q_token + unit.head * sizes.group * sizes.q_head + chunk * 8;
@@ -144,15 +145,15 @@ __device__ __forceinline__ void arrived(u32 group) {
   sync_group(group);
 }
 
-// What a thread knows of its two queries: the last slot that each sees, less what the thread's columns have in common; the
-// maximum that their weights refer to; its own share of the sum of these.
+// State of a thread's two queries: last visible slot, minus the common offset of the thread's columns; reference maximum of the
+// weights; the thread's share of the sum of weights.
 struct Rows {
   int last[2];
   float best[2], weight[2], shrink[2];
 };
-// One turn of the running softmax (Milakov and Gimelshein 2018): scores become weights. The maximum stays as long as no weight
-// would exceed 2^ROOM: then nothing is scaled, and no thread asks another. Says whether sums of before are to be times shrink.
-// HIDE: without slots behind each query's own and before its window; `first` is the tile's first one.
+// One iteration of online softmax (Milakov and Gimelshein 2018): scores become weights. The maximum is kept as long as no weight
+// would exceed 2^ROOM; then no rescaling and no exchange between threads are needed. Returns whether earlier sums must be
+// multiplied by `shrink`. HIDE: mask slots after each query's own and before its window; first: first slot of the tile.
 template <bool HIDE>
 __device__ __forceinline__ bool weigh(float (&s)[SCORES], Rows& rows, u32 first, float scale, float room, u32 window) {
   if (HIDE)
@@ -163,7 +164,7 @@ __device__ __forceinline__ bool weigh(float (&s)[SCORES], Rows& rows, u32 first,
     }
   bool grown = false;
 #if !BOUNDED
-  // As integers, three at a time: floats compare as these do unless both are negative.
+  // Compared as integers, three at a time, which orders floats correctly unless both are negative.
   int whole[4];
 #pragma unroll
   for (u32 k = 0; k < 4; ++k) {
@@ -207,7 +208,7 @@ __device__ __forceinline__ bool weigh(float (&s)[SCORES], Rows& rows, u32 first,
   return grown;
 }
 
-// Outputs of a group's queries and their log-sum-exp. `staged`: where these queries lay, which nobody wants any more.
+// Write the outputs of a group's queries and their log-sum-exp. staged: memory of these queries, which are no longer needed.
 __device__ __forceinline__ void write(u16* out, float* lse, const Unit& unit, u32 first, const float (&o)[OUTS], const Rows& rows,
                                       u32 staged, u32 group, const Sizes& sizes) {
   const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, heads = sizes.kv_heads * sizes.group;
@@ -224,8 +225,8 @@ __device__ __forceinline__ void write(u16* out, float* lse, const Unit& unit, u3
           (rows.best[r] * sizes.scale + log2_(sum)) * LN2;
   }
   if constexpr (QUEUED == 1) {
-    // Nothing to stage them in: four threads exchange what they have of a query's 32 results, so that each holds 8 that follow each
-    // other.
+    // No staging buffer is available. Four threads exchange their values of a query's 32 results, so that each holds 8 contiguous
+    // ones.
 #pragma unroll
     for (u32 r = 0; r < 2; ++r) {
       const u32 packed = first + warp * 16 + lane / 4 + 8 * r, place = over(packed, sizes.by_group);
@@ -255,7 +256,7 @@ __device__ __forceinline__ void write(u16* out, float* lse, const Unit& unit, u3
   sync_group(group);
 #pragma unroll
   for (u32 i = 0; i < OUTS / 8; ++i) {
-    // Matrices of 8 x 8: two below each other, and two to their right.
+    // Four 8 x 8 matrices: two below each other, and two to their right.
     u32 v[4];
 #pragma unroll
     for (u32 k = 0; k < 4; ++k) v[k] = rounded(o[8 * i + 2 * k] * part[k % 2], o[8 * i + 2 * k + 1] * part[k % 2]);
@@ -280,7 +281,7 @@ __device__ __forceinline__ void write(u16* out, float* lse, const Unit& unit, u3
   sync_group(group);
 }
 
-// Tiles of the ring, the at-th of all that it brings: its stage, and the parity of the phase in which it is there.
+// Ring of tiles. `at` counts all tiles; it determines the stage and the parity of the phase.
 struct Ring {
   u32 tiles, full, free;
   __device__ __forceinline__ void fetched(u32 at) const { await(full + 8 * (at % STAGES), at / STAGES & 1); }
@@ -325,7 +326,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
   if (which == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == 0) {
-      // A lane for each copy of `box` slots, which all lie in one page.
+      // One lane per copy of `box` slots, which lie in one page.
       const u32 own = rank * SLOTS + lane * sizes.box;
       const bool busy = lane * sizes.box < SLOTS;
       u32 at = 0;
@@ -336,7 +337,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
         const int* pages = table + (u64)unit.row * sizes.table;
 #pragma unroll 1
         for (u32 tile = seen_from(unit, unit.packed, sizes); tile < many; ++tile, ++at) {
-          // The page's number first: it is here by the time there is room.
+          // The page number is loaded before the wait for a free stage, which hides its latency.
           const u32 slot = tile * KEYS + own, number = over(slot, sizes.by_page);
           const u32 page = busy && slot < held ? (u32)pages[number] : 0;
           const u32 row = page * sizes.page_rows + unit.head * sizes.head_rows + slot - number * sizes.page;
@@ -351,7 +352,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     const u32 group = which - 1, mine_at = rank * QUERIES + group * HALF;
     const float scale = sizes.scale, room = ROOM / scale;
-    u32 turn = 0, at = 0;  // the unit; the ring's tile whose weights are in p
+    u32 turn = 0, at = 0;  // current unit; the ring's tile whose weights are in p
     Unit unit = unit_of(0, units, sizes), next = unit_of(1, units, sizes);
     auto queries = [&](u32 turn) { return base + turn % QUEUED * GROUPS * Q_BYTES + group * Q_BYTES; };
     ask(queries(0), q, unit, unit.packed + mine_at, sizes);
@@ -360,8 +361,9 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
     float s[SCORES], o[OUTS];
     u32 p[SCORES / 2];
     Rows rows;
-    // Where tiles of the cluster's queries end and this group's, and those that all see to their ends; where both begin, and those
-    // that all see from their beginnings; below `stale` the row holds slots that none of its queries sees.
+    // Tile ranges. all, mine: end for the cluster's and for this group's queries. plain: end of the tiles that all queries see to
+    // their ends. low, own: begin for the cluster and for this group. whole: begin of the tiles that all queries see from their
+    // beginnings. Slots below `stale` are seen by none of the row's queries.
     u32 all, mine, plain, low, own, whole = 0, stale = 0;
     auto enter = [&]() {
       const u32 first = unit.packed + mine_at, line = first + warp * 16 + lane / 4;
@@ -387,13 +389,13 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
       next = unit_of(turn + 1, units, sizes);
     };
     auto ask_next = [&]() { ask(queries(turn + 1), q, next, next.packed + mine_at, sizes); };
-    // Where there is room for one unit's queries, the next one's come when this one's last scores are made.
+    // If shared memory holds the queries of one unit only, the next unit's are loaded once this unit's last scores are computed.
     auto ask_late = [&]() {
       if (QUEUED == 2) return;
       sync_group(group);
       ask_next();
     };
-    // Tiles that only others of the cluster see: every phase of a barrier has to be followed.
+    // Tiles that only other groups of the cluster see. Every phase of a barrier must be waited for.
     auto skip = [&](u32 many) {
 #pragma unroll 1
       for (; many; --many, ++at) {
@@ -425,8 +427,8 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
 #pragma unroll
       for (u32 i = 0; i < SCORES / 2; ++i) p[i] = rounded(s[2 * i], s[2 * i + 1]);
     };
-    // Slots that the row does not hold, or none of its queries sees, may hold anything, and zero times NaN is NaN. Both groups
-    // write the same, each before its own product.
+    // Values of slots past the row's end, or seen by none of its queries, are undefined and may be NaN, which a zero weight would
+    // not remove. Both groups write the same zeros, each before its own product.
     auto clear = [&](u32 tile) {
       const u32 held = unit.start + unit.n, stop = (tile + 1) * KEYS;
       if (stop <= held && tile * KEYS >= stale) return;
@@ -477,8 +479,8 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
         }
         if (QUEUED == 1 && last) break;
         if (last) {
-          // On to the next unit, whose first scores are made beside the last values of this one. One tile may be passed by: its
-          // values follow these.
+          // Continue with the next unit, whose first scores overlap the last values of this one. At most one tile may be skipped in
+          // between.
           rest = all - mine;
           if (rest > 1 || tiles_of(next, next.packed + mine_at, HALF, sizes) == 0) break;
           if (WINDOWED && !rest)
@@ -504,7 +506,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
         keys.done(k, lane);
         cap();
         tile = last ? low + early : tile + 1;
-        // In each branch: the assembler moves the wait for values to the start of its block.
+        // Duplicated in each branch, because ptxas moves the wait for values to the start of its block.
         bool grown;
         if (tile >= plain || tile < whole)
           grown = weigh<true>(s, rows, tile * KEYS, scale, room, sizes.window);
@@ -544,6 +546,6 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(384, 1
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
   }
-  // Neither may end while the other still writes to it.
+  // A program must not exit while the other one writes to its shared memory.
   sync_cluster();
 }

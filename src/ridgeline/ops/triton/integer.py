@@ -1,9 +1,9 @@
-"""How integer weights of 8, 4 or 3 bits lie in memory; their inputs are in floating point.
+"""Memory layout of integer weights of 8, 4 or 3 bits. Activations are floating point.
 
-On Hopper, products of up to 64 tokens (integer_stream) and of up to 1,024 (integer_ring) run on the tensor cores, and weights are
-widened on their way. On other GPUs up to four tokens are products of a warp's matrix unit (integer_vector). Beyond, arithmetic is
-the limit: the matrix is widened as a whole once (integer_matrix) and cuBLAS multiplies. Three bits are stored as four: they
-save nothing here.
+On Hopper, integer_stream (up to 64 tokens) and integer_ring (up to 1,024) run on tensor cores and dequantize weights in registers.
+On other GPUs integer_vector multiplies up to four tokens with a warp's matrix unit. Larger products are bound by arithmetic:
+integer_matrix dequantizes the whole matrix once and cuBLAS multiplies. Three bits are stored as four, because a denser layout is
+not faster here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ridgeline.ops.triton.integer_matrix import dequantize
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int) -> IntMatrix:
-    """See IntOps. Every row is a run of chunks of 64 bytes, 128 codes of 4 bits or 64 signed ones of 8; behind the last
-    input codes are 0.
+    """Pack codes (see IntOps). Each row is a sequence of 64-byte chunks, with 128 codes of 4 bits or 64 signed codes of 8 bits.
+    Codes after the last input are 0.
 
-    The order within a chunk is the one in which the tensor cores' instructions want a row from the four threads that share
-    it (PTX ISA, fragments of wgmma's matrix A): thread, piece, parity and code `j` of an int16, its lowest bits first,
-    hold input piece * 8 codes + 8 j + 2 thread + parity. So 16 bytes of a chunk are all that one thread needs of it.
+    The order within a chunk is the one in which the four threads that share a row hold it in tensor-core instructions (PTX ISA,
+    fragments of wgmma's matrix A): thread, piece, parity, and code `j` of an int16 from its lowest bits on hold input
+    piece * 8 codes + 8 j + 2 thread + parity. The 16 bytes that a thread loads from a chunk are exactly those it multiplies.
     """
     per = 2 if bits == 8 else 4
     rows, inputs = codes.shape
@@ -33,7 +33,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, 
 
 
 def widened(ops: PlainOps) -> IntOps:
-    """Integer linears whose every product widens the matrix for `ops`, with what these promise of their sums."""
+    """Integer linears that dequantize the matrix for every product and multiply with `ops`. They keep the guarantees of `ops`."""
 
     def weight(x: Plain, matrix: IntMatrix) -> torch.Tensor:
         return ops.pack(dequantize(matrix, (x.x if isinstance(x, Normed) else x).dtype))

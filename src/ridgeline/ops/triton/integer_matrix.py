@@ -1,9 +1,9 @@
-"""How codes become 16-bit floats, and whole matrices of them.
+"""Dequantization of integer codes to 16-bit floats, in registers and of whole matrices.
 
-A code becomes a float by being put below an exponent: 16-bit floats from 2^7 (bfloat16) or 2^10 (float16) on are a step
-of 1 apart, so "or" adds the code exactly, and subtracting that power and the zero point is exact too (Kim et al. 2022, Who
-Says Elephants Can't Run). Weights are rounded to x's dtype once, after their scale; with one scale per output channel they
-are exact.
+A code becomes a float by a bitwise "or" into the mantissa below a fixed exponent. In 16-bit floats from 2^7 (bfloat16) or 2^10
+(float16) on, the step is 1, so "or" adds the code exactly, and subtracting that power and the zero point is exact too. Weights are
+rounded to x's dtype once, after scaling. With one scale per output channel they are exact.
+Source: Kim et al. 2022, "Who Says Elephants Can't Run".
 """
 
 # mypy: allow-untyped-defs
@@ -18,15 +18,17 @@ import triton.language as tl
 from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
-# Four codes of 4 bits, or two of 8, from each half of a register; t: the codes as floats before any scale.
+# Magic exponent per dtype. It converts the codes of one bit position in both halves of a register at a time.
 _MAGIC = {torch.bfloat16: ("0x43004300", "bf16x2"), torch.float16: ("0x64006400", "f16x2")}
 
 
 @cache
 def conversion(bits: int, dtype: torch.dtype, scaled: bool, shifted: bool, apart: bool = False) -> str:
-    """PTX that turns a register of codes into registers of two floats each: $0.. = (code - shift) * scale. Operands behind
-    the results: codes, shift, scale. scaled, shifted: whether to use the last two. apart: results, shift and scale are
-    registers of one float each; results are in the order of the two halves' codes."""
+    """PTX that converts a register of codes to registers of two floats each: $0.. = (code - shift) * scale.
+
+    Operands after the results: codes, shift, scale. scaled, shifted: whether scale and shift are applied. apart: results, shift and
+    scale are registers of one float each, and results follow the order of the codes in the lower, then the upper half.
+    """
     magic, kind = _MAGIC[dtype]
     count = 2 if bits == 8 else 4
     results = [f"r{index}" if apart else f"${index}" for index in range(count)]
@@ -41,7 +43,7 @@ def conversion(bits: int, dtype: torch.dtype, scaled: bool, shifted: bool, apart
         width = 16 // count
         lines.append(f"shr.b32 c, {codes}, {index * width};" if index else f"mov.b32 c, {codes};")
         if bits == 8 and dtype == torch.bfloat16:
-            # 128 + the lower seven bits, minus 128 or 256: the eighth bit is the exponent's lowest.
+            # t: 128 + the lower seven bits. u: 128, or 256 where the eighth bit is set, which is the exponent's lowest.
             lines.append(f"lop3.b32 t, c, 0x007F007F, {magic}, 0xEA; lop3.b32 u, c, 0x00800080, {magic}, 0xEA;")
             lines.append(f"sub.rn.{kind} t, t, u;")
         elif bits == 8:
@@ -57,7 +59,7 @@ def conversion(bits: int, dtype: torch.dtype, scaled: bool, shifted: bool, apart
 
 
 def shift_of(bits: int, dtype: torch.dtype) -> float:
-    """What `conversion` adds to a code - zero, where zero is 0; codes of 8 bits are signed there."""
+    """The constant that `conversion` adds to a code (its unshifted result is code + constant). 8-bit codes are signed."""
     if bits == 8:
         return 0.0 if dtype == torch.bfloat16 else 1152.0
     return 128.0 if dtype == torch.bfloat16 else 1024.0
@@ -65,9 +67,9 @@ def shift_of(bits: int, dtype: torch.dtype) -> float:
 
 @triton.jit
 def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):
-    """p int16 [...] -> its codes as floats in the order of their bits, one tensor each; shift and scale as p."""
+    """Convert p int16 [...] to its codes as floats, one tensor per code in bit order. shift, scale: shaped like p."""
     if PTX != "":
-        # The type of results must be written out.
+        # inline_asm_elementwise takes result types as literals only.
         operands = [p, shift, scale]
         two: tl.constexpr = "=&r,=&r,r,r,r"
         four: tl.constexpr = "=&r,=&r,=&r,=&r,r,r,r"
@@ -97,7 +99,7 @@ def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.cons
 def _widen(
     p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
 ):
-    """Codes p int16 [ROWS, units] -> weights [ROWS, BLOCK]; shift, scale: [ROWS, chunks, 1, 4 or 1, 1]."""
+    """Convert codes p int16 [ROWS, units] to weights [ROWS, BLOCK]. shift, scale: [ROWS, chunks, 1, 4 or 1, 1]."""
     CHUNKS: tl.constexpr = BLOCK * BITS // 512
     p = tl.reshape(p, (ROWS, CHUNKS, 4, 4, 2))
     shift = tl.broadcast_to(shift, (ROWS, CHUNKS, 4, 4, 2))
@@ -113,8 +115,8 @@ def _widen(
 
 @triton.jit
 def _of_groups(row, n, first, groups, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where each group's scale and zero point are, for the weights of a block from input `first` on: [ROWS, numbers], one
-    for a chunk, or four where groups are smaller than chunks."""
+    """Indices of the scales and zero points of a block's weights from input `first` on: [ROWS, numbers], one number per chunk, or
+    four if groups are smaller than chunks."""
     CHUNK: tl.constexpr = 512 // BITS
     PIECES: tl.constexpr = 1 if GROUP % CHUNK == 0 else 4
     at = first + tl.arange(0, BLOCK // CHUNK * PIECES) * (CHUNK // PIECES)
@@ -134,8 +136,8 @@ def _read(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(scales, zero points) of a block's weights; nothing that can be used for those there are not. GROUP 0: a row has one
-    scale, which is left to the sum, and one zero point."""
+    """Load (scales, zero points) of a block's weights. A value that the format lacks is a placeholder. GROUP 0: a row has one
+    scale, which the caller applies to the sum, and one zero point."""
     ONE: tl.constexpr = GROUP if GROUP > 0 else 512
     at = _of_groups(row, n, first if GROUP > 0 else 0, groups, ONE, BITS, BLOCK)
     scale = at
@@ -159,7 +161,7 @@ def _factors(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(shift, scale) of a block's weights from what `_read` found."""
+    """(shift, scale) of a block's weights from the result of `_read`."""
     CHUNKS: tl.constexpr = BLOCK * BITS // 512
     PIECES: tl.constexpr = 1 if GROUP % (512 // BITS) == 0 else 4
     factor = tl.full((ROWS, CHUNKS, 1, PIECES, 1), 1.0, TYPE)
@@ -172,12 +174,12 @@ def _factors(
 
 
 def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> dict[str, object]:
-    """Constants of the kernels for a matrix whose products are in dtype. vectors: those of integer_vector, where codes are
-    neither shifted nor scaled one by one if a chunk of them has one scale."""
+    """Compile-time constants of the kernels for a matrix and a compute dtype. vectors: for integer_vector, which leaves codes
+    neither shifted nor scaled if each chunk has one scale."""
     scaled, signed = matrix.group < matrix.d_in, matrix.bits == 8
     width = 8 if signed else 4
-    plain = dtype not in _MAGIC or not matrix.codes.is_cuda
-    shift = (0.0 if plain else shift_of(width, dtype)) - (128.0 if signed else 0.0) * (matrix.zeros is not None)
+    emulated = dtype not in _MAGIC or not matrix.codes.is_cuda
+    shift = (0.0 if emulated else shift_of(width, dtype)) - (128.0 if signed else 0.0) * (matrix.zeros is not None)
     if matrix.zeros is None and not signed:
         shift += 1 << matrix.bits - 1
     each = not vectors or bool(scaled and matrix.group % (512 // width))
@@ -187,7 +189,7 @@ def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> d
         "GROUP": matrix.group if scaled else 0,
         "ZEROS": matrix.zeros is not None,
         "BITS": width,
-        "PTX": "" if plain else conversion(width, dtype, each and scaled, each and shifted, vectors),
+        "PTX": "" if emulated else conversion(width, dtype, each and scaled, each and shifted, vectors),
     }
 
 
@@ -210,10 +212,11 @@ def dequantize_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS x BLOCK weights into out [n, k]: units int16 of codes a row, `groups` scales and zero points a row.
+    """Dequantize ROWS x BLOCK weights per program into out [n, k]. A row has `units` int16 of codes, `groups` scales and zero
+    points.
 
-    GROUP: inputs per scale, 0: all. SHIFT: what a code is too large by (where ZEROS, apart from its zero point). PTX: see
-    conversion; "" computes it plainly.
+    GROUP: inputs per scale; 0: one scale per row. SHIFT: constant offset of the codes (without the zero point if ZEROS). PTX: see
+    `conversion`; "" uses Triton arithmetic instead.
     """
     PER: tl.constexpr = 16 // BITS
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -234,7 +237,7 @@ def dequantize_kernel(
 
 
 def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """The weights [out, d_in] in dtype."""
+    """The matrix [out, d_in] in `dtype`."""
     codes = matrix.codes.view(torch.int16)
     out = torch.empty((matrix.out, matrix.d_in), dtype=dtype, device=codes.device)
     rows, block = 32, 256

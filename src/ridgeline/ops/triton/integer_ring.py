@@ -1,13 +1,14 @@
-"""Integer weights for more tokens, on Hopper: ring's stream of codes, which warp groups widen on their way to the matrix unit.
+"""Products with integer weights for tens to hundreds of tokens on Hopper: codes stream by TMA as in ring, consumer warps
+dequantize.
 
-A program computes tiles of out^T = W x^T. Each thread finds in the 16 bytes that it reads exactly the weights that the
-matrix unit wants of it, so nothing is exchanged between threads (the layout is integer.pack's). The weights of the next 64
-inputs are made while the products of the last 64 run. Both sets are registers that the matrix unit reads by itself, so a
-set stays named until the wait that ends its products; without, the next weights are put there early. Where two programs
-share a processor, one also widens while the other multiplies.
+A program computes tiles of out^T = W x^T. The 16 bytes of a chunk that a thread loads hold exactly the weights of its wgmma
+fragment, so threads exchange nothing (integer.pack defines the layout). A thread dequantizes the weights of the next 64 inputs
+while the products of the last 64 run. wgmma reads both sets of weights directly from registers. Each set stays named in the wait
+that ends its products, because the compiler would otherwise overwrite it early. Where two programs share an SM, one also
+dequantizes while the other multiplies.
 
-See integer_matrix for how a code becomes a float, and ring for who fetches and how parts of sums meet. Weights are rounded
-to x's dtype once, after their scale; with one scale per output channel they are exact, and the sum is scaled.
+integer_matrix describes dequantization; ring describes the producer warp and the split-K reduction. Weights are rounded to x's
+dtype once, after scaling. With one scale per output channel they are exact, and the sum is scaled.
 """
 
 # mypy: allow-untyped-defs
@@ -39,7 +40,7 @@ from ridgeline.ops.triton.ring import COUNTERS, _arrivals, _exchange, _finish, _
 
 @jit
 def _weights(w_desc, tile, block, stage, ring, work, n, SIDES: gl.constexpr):
-    """Ask for a block of a tile's codes, and say how many bytes are to come with those of x."""
+    """Issue TMA loads of a block of a tile's codes, and set the byte count that the barrier expects, including x."""
     codes, tokens, full, _free = ring
     CHUNKS: gl.constexpr = codes.shape[0] // full.shape[0] // SIDES
     HALVES: gl.constexpr = tokens.shape[0] // full.shape[0]
@@ -56,7 +57,7 @@ def _weights(w_desc, tile, block, stage, ring, work, n, SIDES: gl.constexpr):
 
 @jit
 def _tokens(x_desc, tile, block, stage, ring, work):
-    """Ask for a block of a tile's x."""
+    """Issue TMA loads of a block of a tile's x."""
     _codes, tokens, full, _free = ring
     HALVES: gl.constexpr = tokens.shape[0] // full.shape[0]
     token = tile % work[2] * tokens.shape[1]
@@ -77,7 +78,7 @@ def _fetch(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Fill the ring with block after block, tile after tile."""
+    """Producer warp: fill the ring for all blocks of all tiles. Weights of the first stages are loaded before the PDL wait."""
     free = ring[3]
     first, count, begin, run = _share(work, SPLIT)
     early = gl.minimum(count * run, STAGES)
@@ -108,8 +109,8 @@ def _read(
     BLOCK: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """(scales, zero points) of a block's weights, a tensor [ROWS, 1, pieces, 1] for each step, pieces 1 where the step has
-    one number; nothing that can be used for those there are not."""
+    """Load (scales, zero points) of a block's weights: a tensor [ROWS, 1, pieces, 1] for each step of 64 inputs, with one piece if
+    the step has one scale. A value that the format lacks is a placeholder."""
     scale_ptr, zero_ptr, groups = matrix
     CHUNK: gl.constexpr = 512 // BITS
     PIECES: gl.constexpr = 4 * 64 // CHUNK if GROUP % CHUNK != 0 else 1
@@ -120,7 +121,7 @@ def _read(
     scales = ()
     zeros = ()
     for step in gl.static_range(STEPS):
-        # A chunk of 4-bit codes is two steps, which share a number if pieces do.
+        # A chunk of 4-bit codes is two steps. They share a scale unless groups are smaller than a chunk.
         within = piece + (step * 64 if PIECES > 1 else step * 64 // CHUNK * CHUNK)
         at = row * groups + gl.minimum((block * BLOCK + within) // ONE, groups - 1)
         scale = at
@@ -147,7 +148,7 @@ def _widen(
     PTX: gl.constexpr,
     TO: gl.constexpr,
 ):
-    """Codes p int16 [ROWS, 4, pieces, 2] of a step -> weights [ROWS, 64] in registers as the matrix unit reads them."""
+    """Dequantize codes p int16 [ROWS, 4, pieces, 2] of a step to weights [ROWS, 64] in registers, in wgmma's operand layout."""
     ROWS: gl.constexpr = p.shape[0]
     LAYOUT: gl.constexpr = p.type.layout
     factor = gl.full([ROWS, 1, 1, 1], 1.0, TYPE, LAYOUT)
@@ -159,7 +160,7 @@ def _widen(
     operands = [p, gl.broadcast(shift, p)[0], gl.broadcast(factor, p)[0]]
     two: gl.constexpr = "=&r,=&r,r,r,r"
     four: gl.constexpr = "=&r,=&r,=&r,=&r,r,r,r"
-    # The type of results must be written out.
+    # inline_asm_elementwise takes result types as literals only.
     if BITS == 8:
         if gl.bfloat16 == TYPE:
             c0, c1 = gl.inline_asm_elementwise(PTX, two, operands, (gl.bfloat16,) * 2, True, 2)
@@ -176,14 +177,14 @@ def _widen(
 
 
 @jit
-def _codes(codes, first, step: gl.constexpr, BITS: gl.constexpr, HELD: gl.constexpr, LAYOUT: gl.constexpr):
-    """A step's codes int16 [ROWS, 4, pieces, 2] from a block's chunks in shared memory. HELD, LAYOUT: where threads
-    have a chunk, and the result."""
+def _codes(codes, first, step: gl.constexpr, BITS: gl.constexpr, CHUNK_LAYOUT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load a step's codes int16 [ROWS, 4, pieces, 2] from a block's chunks in shared memory. CHUNK_LAYOUT: register layout of a
+    chunk. LAYOUT: layout of the result."""
     ROWS: gl.constexpr = codes.shape[1]
     if BITS == 8:
-        p = gl.reshape(codes.index(first + step).load(HELD), (ROWS, 4, 4, 2))
+        p = gl.reshape(codes.index(first + step).load(CHUNK_LAYOUT), (ROWS, 4, 4, 2))
     else:
-        p = gl.reshape(codes.index(first + step // 2).load(HELD), (ROWS, 4, 2, 2, 2))
+        p = gl.reshape(codes.index(first + step // 2).load(CHUNK_LAYOUT), (ROWS, 4, 2, 2, 2))
         low, high = gl.split(gl.permute(p, (0, 1, 3, 4, 2)))
         if step % 2 == 0:
             p = low
@@ -209,7 +210,7 @@ def _multiply(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Widen and multiply what is in the ring, and write. FORM: SHIFT, GROUP, ZEROS, BITS and PTX of the matrix."""
+    """Consumer warps: dequantize and multiply the blocks in the ring, then store. FORM: (SHIFT, GROUP, ZEROS, BITS, PTX)."""
     codes, tokens, full, free = ring
     batches = work[2]
     SHIFT: gl.constexpr = FORM[0]
@@ -225,21 +226,23 @@ def _multiply(
     TYPE: gl.constexpr = tokens.dtype
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BATCH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    # Where a thread has its codes: rows r and r + 8 of its warp's 16, 16 bytes of a chunk.
-    WIDE4: gl.constexpr = [[0, 0, 1, 0], [0, 0, 2, 0]] if BITS == 8 else [[0, 0, 1, 0]]
+    # A thread holds rows r and r + 8 of its warp's 16, and 16 bytes of a chunk.
+    PIECES4: gl.constexpr = [[0, 0, 1, 0], [0, 0, 2, 0]] if BITS == 8 else [[0, 0, 1, 0]]
     LANES2: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     LANES4: gl.constexpr = [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
     SIDE2: gl.constexpr = [[16, 0], [32, 0]] if ROWS == 64 else [[16, 0], [32, 0], [64, 0]]
     SIDE4: gl.constexpr = (
         [[16, 0, 0, 0], [32, 0, 0, 0]] if ROWS == 64 else [[16, 0, 0, 0], [32, 0, 0, 0], [64, 0, 0, 0]]
     )
-    HELD2: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [8, 0]], LANES2, SIDE2, [], [ROWS, 32])
-    HELD4: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 1]] + WIDE4 + [[8, 0, 0, 0]], LANES4, SIDE4, [], [ROWS, 4, 4 if BITS == 8 else 2, 2]
+    FRAGMENT2: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]], LANES2, SIDE2, [], [ROWS, 32]
     )
-    # Threads of a warp along the rows, which lie side by side in memory: of what a warp holds, and of what it reads.
-    PUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [WARPS, 1], [0, 1])
-    GOT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
+    FRAGMENT4: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 1]] + PIECES4 + [[8, 0, 0, 0]], LANES4, SIDE4, [], [ROWS, 4, 4 if BITS == 8 else 2, 2]
+    )
+    # Layouts with the threads of a warp along rows, which are adjacent in memory: to store accumulators, and parts of split-K.
+    FROM_SUMS: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [WARPS, 1], [0, 1])
+    FROM_PARTS: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
     first, count, begin, run = _share(work, SPLIT)
     at = 0
     up = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
@@ -248,37 +251,37 @@ def _multiply(
     for turn in range(count):
         tile = first + turn * gl.num_programs(0)
         line = tile // batches * ROWS
-        line += gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, HELD4))))
+        line += gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, FRAGMENT4))))
         row = gl.expand_dims(gl.expand_dims(gl.expand_dims(line, 1), 2), 3)
         row = gl.minimum(row, SIDES * n - 1)
         row_up = gl.minimum(row + n, SIDES * n - 1)
-        scale, zero = _read(matrix, row, begin, GROUP, ZEROS, BITS, STEPS * 64, HELD4)
+        scale, zero = _read(matrix, row, begin, GROUP, ZEROS, BITS, STEPS * 64, FRAGMENT4)
         scale_up, zero_up = scale, zero
         if SIDES == 2:
-            scale_up, zero_up = _read(matrix, row_up, begin, GROUP, ZEROS, BITS, STEPS * 64, HELD4)
+            scale_up, zero_up = _read(matrix, row_up, begin, GROUP, ZEROS, BITS, STEPS * 64, FRAGMENT4)
         total = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
         if SIDES == 2:
             up = gl.zeros([ROWS, BATCH], gl.float32, SUMS)
         for block in range(run):
             stage = at % STAGES
-            next_scale, next_zero = _read(matrix, row, begin + block + 1, GROUP, ZEROS, BITS, STEPS * 64, HELD4)
+            next_scale, next_zero = _read(matrix, row, begin + block + 1, GROUP, ZEROS, BITS, STEPS * 64, FRAGMENT4)
             next_scale_up, next_zero_up = next_scale, next_zero
             if SIDES == 2:
                 next_scale_up, next_zero_up = _read(
-                    matrix, row_up, begin + block + 1, GROUP, ZEROS, BITS, STEPS * 64, HELD4
+                    matrix, row_up, begin + block + 1, GROUP, ZEROS, BITS, STEPS * 64, FRAGMENT4
                 )
             mbarrier.wait(full.index(stage), at // STAGES & 1)
             for step in gl.static_range(STEPS):
                 x = tokens.index(stage * STEPS + step).permute((1, 0))
                 chunks = stage * SIDES * CHUNKS
-                p = _codes(codes, chunks, step, BITS, HELD2, HELD4)
+                p = _codes(codes, chunks, step, BITS, FRAGMENT2, FRAGMENT4)
                 if SIDES == 2:
                     w0 = _widen(p, scale[step], zero[step], SHIFT, GROUP, ZEROS, BITS, TYPE, PTX, LEFT)
                     total = warpgroup_mma(w0, x, total, is_async=True)
                     total, up, w1 = warpgroup_mma_wait(1, deps=[total, up, w1])
                     if step == 0:
                         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=block > 0)
-                    p = _codes(codes, chunks + CHUNKS, step, BITS, HELD2, HELD4)
+                    p = _codes(codes, chunks + CHUNKS, step, BITS, FRAGMENT2, FRAGMENT4)
                     w1 = _widen(p, scale_up[step], zero_up[step], SHIFT, GROUP, ZEROS, BITS, TYPE, PTX, LEFT)
                     up = warpgroup_mma(w1, x, up, is_async=True)
                     total, up, w0 = warpgroup_mma_wait(1, deps=[total, up, w0])
@@ -305,15 +308,15 @@ def _multiply(
             gdc_wait()
         first_row = tile // batches * ROWS
         if SPLIT == 1:
-            place = _place(tile, 0, m, n, batches, ROWS, BATCH, BATCH, PUT)
-            residual = _residual(tensors[1], place, ROWS, BATCH, ADD, PUT)
-            _finish(total, up, residual, place, tensors, first_row, n, BIAS, ADD, KIND, PUT)
+            place = _place(tile, 0, m, n, batches, ROWS, BATCH, BATCH, FROM_SUMS)
+            residual = _residual(tensors[1], place, ROWS, BATCH, ADD, FROM_SUMS)
+            _finish(total, up, residual, place, tensors, first_row, n, BIAS, ADD, KIND, FROM_SUMS)
         else:
             skip = gl.program_id(0) % SPLIT * (BATCH // SPLIT)
-            place = _place(tile, skip, m, n, batches, ROWS, BATCH // SPLIT, BATCH, GOT)
-            residual = _residual(tensors[1], place, ROWS, BATCH // SPLIT, ADD, GOT)
-            sums, ups = _exchange(total, up, tensors, tile, SIDES, SPLIT, GOT)
-            _finish(sums, ups, residual, place, tensors, first_row, n, BIAS, ADD, KIND, GOT)
+            place = _place(tile, skip, m, n, batches, ROWS, BATCH // SPLIT, BATCH, FROM_PARTS)
+            residual = _residual(tensors[1], place, ROWS, BATCH // SPLIT, ADD, FROM_PARTS)
+            sums, ups = _exchange(total, up, tensors, tile, SIDES, SPLIT, FROM_PARTS)
+            _finish(sums, ups, residual, place, tensors, first_row, n, BIAS, ADD, KIND, FROM_PARTS)
 
 
 @jit(do_not_specialize=["m", "tiles", "batches"])
@@ -348,8 +351,11 @@ def integer_ring_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """See integer_matrix.dequantize_kernel for the matrix, and ring.ring_kernel for the rest. ROWS: of a
-    tile, of each side: 16 for each of the 4 or 8 WARPS that multiply."""
+    """out [m, n] = x [m, k] W^T + bias with dequantization; one producer warp and WARPS (4 or 8) consumer warps per program.
+
+    ROWS: features of a tile (of gate and of up), 16 per consumer warp. See integer_matrix.dequantize_kernel for the format of W and
+    ring.ring_kernel for the other parameters.
+    """
     if PDL:
         gdc_launch_dependents()
     SIDES: gl.constexpr = 1 if KIND == 0 else 2
@@ -386,7 +392,7 @@ def _layout(width: int) -> gl.NVMMASharedLayout:
 
 
 def _blocks(values: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """values [R, k] of 16 bits for the copy engine, `rows` x `width` bytes at a time."""
+    """TMA descriptor of values [R, k] of 16 bits, with a box of `rows` x `width` bytes."""
     return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, width // 2], _layout(width))
 
 
@@ -398,10 +404,10 @@ def integer_ring_product(
     stream: torch.Tensor | None = None,
     kind: str | None = None,
 ) -> torch.Tensor:
-    """x [T, d_in] with contiguous rows -> x W^T + bias [T, out] in x's dtype, of 16 bits. Address and rows of x must be
+    """x [T, d_in] with contiguous rows, 16-bit floats -> x W^T + bias [T, out] in x's dtype. Address and rows of x must be
     multiples of 16 bytes.
 
-    stream: contiguous [T, out]; the result is added into its memory. kind: activate gate and up, [2 F, d_in] -> [T, F].
+    stream: contiguous [T, out]; the result is added in place. kind: activation of gate and up, [2 F, d_in] -> [T, F].
     """
     tokens, k = x.shape
     codes = matrix.codes.view(torch.int16)

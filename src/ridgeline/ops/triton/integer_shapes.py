@@ -1,4 +1,4 @@
-"""Launch configurations of the integer products by the shape of the problem: data, measured with benchmarks/products_int.py."""
+"""Launch configurations of integer products, by problem shape. Measured with benchmarks/products_int.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ridgeline.ops.triton.shapes import ANY, PROCESSORS
 
 @dataclass(frozen=True, slots=True)
 class IntVectorTile:
-    """Programs that keep x of a few tokens and walk over rows. rows: of the weight at a time. programs: that share all
-    rows."""
+    """Programs that keep x of a few tokens and loop over rows. rows: weight rows per iteration. programs: grid size; the
+    programs share all rows."""
 
     rows: int
     warps: int
@@ -20,9 +20,9 @@ class IntVectorTile:
 
 @dataclass(frozen=True, slots=True)
 class IntRingTile:
-    """batch, block: tokens and inputs at a time. warps: that multiply 16 rows of the weight each, of each side of a gate; 4
-    or 8. stages: blocks in the ring. registers: a thread's at launch. split: programs that share a tile's sum, a power of
-    two. programs: that share all tiles where there is no split."""
+    """batch, block: tokens and inputs per tile. warps: consumer warps, 4 or 8; each multiplies 16 rows of the weight (of gate and
+    of up). stages: blocks in the ring buffer. registers: per thread at launch. split: programs that share a tile's sum
+    (split-K), a power of two. programs: persistent programs that share all tiles if split is 1."""
 
     batch: int
     block: int
@@ -35,8 +35,8 @@ class IntRingTile:
 
 @dataclass(frozen=True, slots=True)
 class IntStreamTile:
-    """batch, step: tokens and inputs at a time. groups: of four warps that multiply 64 rows each. each: programs that share a
-    processor. split: programs that share a tile's sum, a power of two."""
+    """batch, step: tokens and inputs per tile. groups: consumer warp groups; each multiplies 64 rows. each: programs per SM.
+    split: programs that share a tile's sum (split-K), a power of two."""
 
     batch: int
     groups: int
@@ -46,7 +46,7 @@ class IntStreamTile:
 
     @property
     def rows(self) -> int:
-        """Of the weight; of gate and of up half as many."""
+        """Weight rows of a tile. With gate and up, half of them come from each."""
         return 64 * self.groups
 
     @property
@@ -54,48 +54,48 @@ class IntStreamTile:
         return 128 * self.groups + 32
 
 
-MOST_VECTORS = 4
-"""Tokens above which no vectors are multiplied."""
-FEWEST_RINGS = {True: MOST_VECTORS + 1, False: 2}
-"""Bits below 8 or not -> tokens from which products through a ring are faster, where it runs."""
+LARGEST_VECTORS = 4
+"""Largest token count for integer_vector."""
+FEWEST_RINGS = {True: LARGEST_VECTORS + 1, False: 2}
+"""Fewer than 8 bits or not -> token count from which integer_ring is faster, on GPUs that support it."""
 WIDEST_VECTORS = 65536
-"""Inputs of all tokens, their number rounded up to a power of two, up to which a program keeps x in shared memory."""
+"""Inputs of all tokens (token count rounded up to a power of two) up to which a program keeps x in shared memory."""
 MOST_TOKENS = 1024
-"""Tokens above which widening the whole matrix first is about as fast."""
-WIDE = 16384
-"""Outputs above which a matrix fills the chip with large tiles; smaller ones want many programs."""
-MOST_SPLIT = 8
+"""Token count above which dequantizing the whole matrix first is about as fast."""
+LARGE_OUTPUTS = 16384
+"""Outputs above which large tiles fill the GPU. Smaller matrices need many programs."""
+LARGEST_SPLIT = 8
 SMALLEST_PART = 512
-"""Inputs below which a further split of a sum costs more than it brings."""
+"""Inputs per program below which a further split along k costs more than it gains."""
 _HALF = 128
-"""Registers of a thread at launch with which, as with up to 110 KB of memory, two programs of 8 warps share a processor."""
+"""Registers per thread at launch that let two programs of 8 warps share an SM; each may use up to 110 KB of shared memory."""
 _WIDER = 8192
-# Bits below 8 or not -> tokens -> (inputs at most, outputs at most, tile) in order; other counts take the next.
+# Fewer than 8 bits -> token count -> (maximum inputs, maximum outputs, tile) in order. Other counts use the next larger key.
 _FEW: dict[bool, dict[int, tuple[tuple[int, int, IntVectorTile], ...]]] = {
     True: {
         1: (
             (_WIDER, 4096, IntVectorTile(4, 4, 528)),
-            (_WIDER, WIDE, IntVectorTile(8, 4, 396)),
+            (_WIDER, LARGE_OUTPUTS, IntVectorTile(8, 4, 396)),
             (_WIDER, ANY, IntVectorTile(4, 2, 528)),
             (ANY, ANY, IntVectorTile(8, 16, 132)),
         ),
         2: ((_WIDER, ANY, IntVectorTile(8, 8, 264)), (ANY, ANY, IntVectorTile(4, 16, 132))),
-        MOST_VECTORS: ((_WIDER, ANY, IntVectorTile(8, 8, 264)), (ANY, ANY, IntVectorTile(8, 16, 132))),
+        LARGEST_VECTORS: ((_WIDER, ANY, IntVectorTile(8, 8, 264)), (ANY, ANY, IntVectorTile(8, 16, 132))),
     },
     False: {
         1: (
             (_WIDER, 4096, IntVectorTile(8, 4, 264)),
-            (_WIDER, WIDE, IntVectorTile(4, 4, 396)),
+            (_WIDER, LARGE_OUTPUTS, IntVectorTile(4, 4, 396)),
             (_WIDER, ANY, IntVectorTile(4, 4, 528)),
             (ANY, ANY, IntVectorTile(2, 8, 264)),
         ),
         2: ((_WIDER, ANY, IntVectorTile(4, 8, 264)), (ANY, ANY, IntVectorTile(4, 16, 132))),
-        MOST_VECTORS: ((_WIDER, ANY, IntVectorTile(8, 8, 264)), (ANY, ANY, IntVectorTile(8, 16, 132))),
+        LARGEST_VECTORS: ((_WIDER, ANY, IntVectorTile(8, 8, 264)), (ANY, ANY, IntVectorTile(8, 16, 132))),
     },
 }
-# Bits below 8 or not -> tokens -> (tile of gate and up, tile of others); other counts take the next. Up to 64 tokens
-# widening is as long as multiplying: two programs to a processor hide what one waits for, and the next kernel's first
-# program asks for its weights while this one's last still runs. Above, x is what is read most: large tiles.
+# Fewer than 8 bits -> token count -> (tile of gate and up, tile of other products). Other counts use the next larger key. Up to 64
+# tokens dequantization takes as long as multiplication: two programs per SM hide each other's latency, and the first program of the
+# next kernel prefetches weights while this kernel's last program runs. Above 64 tokens x dominates traffic: large tiles.
 _RINGS: dict[bool, dict[int, tuple[IntRingTile, IntRingTile]]] = {
     True: {
         16: (IntRingTile(16, 256, 4, 4, _HALF), IntRingTile(16, 256, 4, 6, _HALF)),
@@ -111,21 +111,27 @@ _RINGS: dict[bool, dict[int, tuple[IntRingTile, IntRingTile]]] = {
     },
 }
 FINEST = 128
-"""Inputs of a scale below which a thread holds those of no more than as many inputs."""
-# Bits below 8 or not -> tokens -> (tiles of gate and up, tiles of others); other counts take the next, and no tiles leave it to
-# the ring. Of several that which has the fewest rows on the processor with the most; of equals the first.
+"""Inputs per scale below which a thread loads the codes of no more than this many inputs per step."""
+# Fewer than 8 bits -> token count -> (tiles of gate and up, tiles of other products). Other counts use the next larger key. Without
+# tiles integer_ring runs. Of several tiles, `stream_for` takes the one that gives the busiest SM the fewest rows; ties: the first.
 _STREAMS: dict[bool, dict[int, tuple[tuple[IntStreamTile, ...], tuple[IntStreamTile, ...]]]] = {
     True: {
         **{
-            most: ((IntStreamTile(most, 2, 256, 2), IntStreamTile(most, 1, 256, 4)), (IntStreamTile(most, 1, 256, 2),))
-            for most in (8, 16, 32)
+            batch: (
+                (IntStreamTile(batch, 2, 256, 2), IntStreamTile(batch, 1, 256, 4)),
+                (IntStreamTile(batch, 1, 256, 2),),
+            )
+            for batch in (8, 16, 32)
         },
         64: ((IntStreamTile(64, 2, 128, 2),), ()),
     },
     False: {
         **{
-            most: ((IntStreamTile(most, 2, 128, 2), IntStreamTile(most, 1, 128, 4)), (IntStreamTile(most, 1, 128, 2),))
-            for most in (8, 16, 32)
+            batch: (
+                (IntStreamTile(batch, 2, 128, 2), IntStreamTile(batch, 1, 128, 4)),
+                (IntStreamTile(batch, 1, 128, 2),),
+            )
+            for batch in (8, 16, 32)
         },
         64: ((IntStreamTile(64, 2, 128, 2),), ()),
     },
@@ -133,8 +139,8 @@ _STREAMS: dict[bool, dict[int, tuple[tuple[IntStreamTile, ...], tuple[IntStreamT
 
 
 def stream_for(tokens: int, n: int, k: int, gate: bool, bits: int, group: int) -> IntStreamTile | None:
-    """The configuration of integer_stream for x [tokens, k] times a weight [n, k], gate: with the activation of gate and up as
-    part of it. None: it is not as fast."""
+    """Configuration of integer_stream for x [tokens, k] times a weight [n, k]. gate: the kernel also applies the activation of gate
+    and up. None: another kernel is faster."""
     table = _STREAMS[bits < 8]
     key = next((key for key in table if tokens <= key), None)
     tiles = () if key is None else table[key][0 if gate else 1]
@@ -151,35 +157,35 @@ def stream_for(tokens: int, n: int, k: int, gate: bool, bits: int, group: int) -
 
 
 def vector_for(tokens: int, n: int, k: int, bits: int, rings: bool) -> IntVectorTile | None:
-    """The configuration of integer_vector. rings: whether integer_ring runs on this device. None: it is not as fast."""
+    """Configuration of integer_vector. rings: integer_ring runs on this device. None: another kernel is faster."""
     few = _FEW[bits < 8]
     columns = next((count for count in few if tokens <= count), None)
     if columns is None or columns * k > WIDEST_VECTORS or (rings and tokens >= FEWEST_RINGS[bits < 8]):
         return None
-    return next(tile for most, outputs, tile in few[columns] if k <= most and n <= outputs)
+    return next(tile for max_inputs, max_outputs, tile in few[columns] if k <= max_inputs and n <= max_outputs)
 
 
 def ring_for(tokens: int, n: int, k: int, gate: bool, bits: int) -> IntRingTile | None:
-    """The configuration of integer_ring. None: the matrix is better widened as a whole."""
+    """Configuration of integer_ring. None: dequantizing the whole matrix first is faster."""
     many = _RINGS[bits < 8]
     key = next((key for key in many if tokens <= key), None)
     if key is None:
         return None
-    gated, plain = many[key]
-    return _dealt(gated, tokens, n // 2, 0) if gate else _dealt(plain, tokens, n, k)
+    gated, ungated = many[key]
+    return _with_programs(gated, tokens, n // 2, 0) if gate else _with_programs(ungated, tokens, n, k)
 
 
-def _dealt(tile: IntRingTile, tokens: int, n: int, k: int) -> IntRingTile:
-    """With a program for each place on the chip, and as many for each tile of n outputs as then all run at once. k: inputs
-    that may be split."""
+def _with_programs(tile: IntRingTile, tokens: int, n: int, k: int) -> IntRingTile:
+    """Set the number of programs so that every SM slot has one, and the split so that all programs of `tiles` run at once. k:
+    inputs that may be split; 0 prevents a split."""
     places = PROCESSORS * (2 if tile.registers == _HALF else 1)
     tiles = -(-n // (16 * tile.warps)) * -(-tokens // tile.batch)
     return replace(tile, split=_split(tiles, places, k), programs=places)
 
 
 def _split(tiles: int, places: int, k: int) -> int:
-    """Programs that share a tile's sum of k inputs, so that all run at once."""
+    """Number of programs that share a tile's sum over k inputs, such that all run at once."""
     split = 1
-    while 2 * split * tiles <= places and split < MOST_SPLIT and 2 * split * SMALLEST_PART <= k:
+    while 2 * split * tiles <= places and split < LARGEST_SPLIT and 2 * split * SMALLEST_PART <= k:
         split *= 2
     return split

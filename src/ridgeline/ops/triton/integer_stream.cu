@@ -1,20 +1,20 @@
-// out^T = W x^T for integer weights and some tokens, on Hopper: what it computes and for whom says ops/triton/integer_stream.py,
-// which also defines BATCH (tokens), GROUPS (of four warps), STEP (inputs of a stage), STAGES, SIDES (2: gate and up), EACH (programs
-// on a processor), BITS, GROUP (inputs of a scale; 0: all), ZEROS (whether there are zero points), ZERO (where there are none) and
-// TYPE; what SUM_NAMES and its like are: pairs.py.
+// out^T = W x^T for integer weights and up to 64 tokens, on Hopper. ops/triton/integer_stream.py describes its use and defines
+// BATCH (tokens), GROUPS (consumer groups of four warps), STEP (inputs of a stage), STAGES, SIDES (2: gate and up), EACH (programs
+// per SM), BITS, GROUP (inputs per scale; 0: one per row), ZEROS (whether groups have zero points), ZERO (the common one otherwise)
+// and TYPE. SUM_NAMES and similar: pairs.py.
 //
-// A program has ROWS rows of the weight, of an activation's half of gate and half of up, and of `split` that share these a part of
-// the inputs. A warp keeps a ring of stages filled with codes and x; each group of four multiplies 64 rows. A thread finds in 16
-// bytes exactly the codes that wgmma wants of it (integer.pack), widens those of the next 64 inputs while the products of the last
-// 64 run, and both sets of registers stay named until the wait that ends their products.
+// A program computes ROWS rows of the weight (with an activation half of them of gate, half of up); `split` programs share these
+// rows' inputs. A producer warp fills a ring with codes and x. Each consumer group multiplies 64 rows. The 16 bytes that a thread
+// loads are exactly the codes of its wgmma fragment (integer.pack). It dequantizes the codes of the next 64 inputs while the
+// products of the last 64 run. Both sets of registers are named in the wait that ends their products.
 
 constexpr u32 ROWS = 64 * GROUPS, MULTIPLIERS = 4 * GROUPS, THREADS = 32 * MULTIPLIERS;
-constexpr u32 SUMS = BATCH / 2, PITCH = ROWS + 4;  // of a thread, for 64 rows; floats from token to token: no two in one bank
+constexpr u32 SUMS = BATCH / 2, PITCH = ROWS + 4;  // of a thread, for 64 rows; floats from token to token, without bank conflicts
 constexpr u32 LINE = STEP * BITS / 8, PART = BATCH * 128, X_BYTES = STEP / 64 * PART, CODE_BYTES = ROWS * LINE;
-constexpr u32 STAGE_BYTES = X_BYTES + CODE_BYTES, CHUNKS = LINE / 64, HALVES = 8 / BITS;  // chunks of 64 bytes, of 64 inputs each half
-constexpr u32 OWN = ROWS / SIDES, APART = SIDES == 2 ? OWN : 8;  // outputs; from a thread's one row of 64 to its other
+constexpr u32 STAGE_BYTES = X_BYTES + CODE_BYTES, CHUNKS = LINE / 64, HALVES = 8 / BITS;  // chunks of 64 bytes, 64 inputs per half
+constexpr u32 OWN = ROWS / SIDES, APART = SIDES == 2 ? OWN : 8;  // outputs; distance between the two rows of a thread
 static_assert(CHUNKS * HALVES % 2 == 0, "both sets of registers are used alike often");
-constexpr u32 ROUND = 64;  // what programs of a tile add to its counter together: as ring.py
+constexpr u32 ROUND = 64;  // sum of the counter increments of a tile's programs, as in ring.py
 constexpr u32 common(u32 a, u32 b) { return b ? common(b, a % b) : a; }
 constexpr u32 SPAN = GROUP ? common(GROUP, STEP) : STEP, SPANS = STEP / SPAN;  // inputs with one scale
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], const u32* a, u64 b) 
                : SUM_REGISTERS
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// Until all but the last REST groups of products are done; who reads these registers, or writes to them, does it behind this.
+// Wait until all but the last REST groups of products are complete. These registers may be read or written only after it.
 template <u32 REST>
 __device__ __forceinline__ void wait(u32 (&w)[16]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(REST) : "memory");
@@ -55,17 +55,17 @@ __device__ __forceinline__ float from(unsigned short x) {
   return y;
 }
 
-// How codes become floats: a code below a bfloat16's exponent of 0 is itself times 2^-133, and so up to 8 bits, as numbers with an
-// exponent of 1 go on where those without end. One fused operation scales it and subtracts the zero point's part, which is exact if
-// that is a power of two; its result is 2^-DOWN of the weight, so that no scale is too large. float16 has no such range: codes lie
-// above 1,024 there, and come off it before they are scaled.
+// Dequantization. A code in the low mantissa bits of a bfloat16 with exponent field 0 (subnormal) has the value code * 2^-133. This
+// also holds for 8 bits, because the exponent field 1 continues the range. One fused multiply-add scales it and subtracts the zero
+// point's part, which is exact if the zero point is a power of two. Its result is the weight times 2^-DOWN, so that no scale
+// overflows. float16 has too few such bits: there codes are placed above 1,024, which is subtracted before scaling.
 constexpr bool BRAIN = sizeof(TYPE) == 5;
 constexpr u32 DOWN = BRAIN ? 22 : 0;
 constexpr u32 MAGIC = (BITS == 8 ? 0x00800080 : 0) | (BRAIN ? 0 : 0x64006400);
-constexpr bool TWICE = GROUP && (ZEROS || !BRAIN);  // the scale is an operation of its own
+constexpr bool TWICE = GROUP && (ZEROS || !BRAIN);  // the scale is a separate instruction
 
 struct Spot {
-  u32 factor[2], less, odd, scale;  // of codes in the lower and in the upper half of a byte
+  u32 factor[2], less, odd, scale;  // for codes in the lower and in the upper half of a byte
 };
 __device__ __forceinline__ Spot spot(unsigned short scale_bits, unsigned char zero_bits) {
   const float scale = GROUP ? from_half(scale_bits) : 1.0f, zero = ZEROS ? (float)zero_bits : ZERO;
@@ -78,7 +78,7 @@ __device__ __forceinline__ Spot spot(unsigned short scale_bits, unsigned char ze
     if (ZEROS) {
       const float less = -zero * 0x1p-22f;
       s.less = rounded(less, less);
-    } else {  // of the rounded scale, by a number without an exponent: -ZERO * 2^-133
+    } else {  // from the rounded scale and a subnormal number: -ZERO * 2^-133
       asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(s.less) : "r"(s.factor[0]), "r"((0x8000 | (u32)ZERO) * 0x10001));
     }
     s.odd = s.less;
@@ -91,7 +91,7 @@ __device__ __forceinline__ Spot spot(unsigned short scale_bits, unsigned char ze
   return s;
 }
 
-// Two codes as floats: code J of both halves of c.
+// Convert two codes to floats: code J of both halves of c.
 template <u32 J>
 __device__ __forceinline__ u32 widened(u32 c, const Spot& s, u32 magic) {
   u32 t;
@@ -107,7 +107,7 @@ __device__ __forceinline__ u32 widened(u32 c, const Spot& s, u32 magic) {
   return t;
 }
 
-// Scales and zero points of a row's spans in a block, as they lie in memory. LAST: a block that may reach beyond the row's end.
+// Scales and zero points of a row's spans in a block, as stored. LAST: a block that may extend past the row's end.
 struct Factors {
   unsigned short scale[GROUP ? SPANS : 1];
   unsigned char zero[ZEROS ? SPANS : 1];
@@ -181,9 +181,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
   }
 
   const u32 quad = lane % 4, eighth = lane / 4;
-  // Rows of 128 bytes are swizzled; then rows 0 and 4 are read side by side, so that eight threads meet in no bank.
+  // Rows of 128 bytes are swizzled. Rows 0 and 4 are then read together, so that eight threads have no bank conflicts.
   const u32 line = LINE == 128 ? eighth % 2 * 4 + eighth / 2 : eighth;
-  // Of 64 rows a thread has two: 8 apart, or one of gate and one of up.
+  // A thread has two of 64 rows: 8 apart, or one of gate and one of up.
   const u32 own = warp * (16 / SIDES) + line;
   const unsigned short* scales_of[2];
   const unsigned char* zeros_of[2];
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
     const u64 row = min(first + own + r * (SIDES == 2 ? features : 8), SIDES * features - 1);
     scales_of[r] = scales + row * groups;
     zeros_of[r] = zeros + row * groups;
-    // Held, for the compiler would work them out again in each turn.
+    // Kept in registers; the compiler would recompute the addresses in each iteration.
     if (GROUP) asm volatile("" : "+l"(scales_of[r]));
     if (ZEROS) asm volatile("" : "+l"(zeros_of[r]));
   }
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
   u32 w[2][16];
 #pragma unroll
   for (u32 i = 0; i < 32; ++i) w[i / 16][i % 16] = 0;
-  // Factors of the next block; of all blocks before `whole` they are within a row.
+  // Factors of the next block. Blocks before `whole` lie completely within a row.
   Factors ahead[2];
   const u32 whole = GROUP ? (u64)groups * GROUP / STEP : ~0u;
   auto ask = [&](u32 block) {
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
 #pragma unroll
   for (u32 chunk = 0; chunk < CHUNKS; ++chunk) pieces[chunk] = from_here + (LINE == 128 ? (chunk * 4 + quad) ^ line : quad) * 16;
   u32 stage = 0, parity = 0, before = 0, magic;
-  asm volatile("mov.b32 %0, %1;" : "=r"(magic) : "n"(MAGIC));  // in a register: an instruction takes one constant
+  asm volatile("mov.b32 %0, %1;" : "=r"(magic) : "n"(MAGIC));  // in a register, because an instruction takes one constant
 #pragma unroll 1
   for (u32 at = 0; at < run; ++at) {
     Spot spots[2][SPANS];
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
       const u32 c[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
 #pragma unroll
       for (u32 half = 0; half < HALVES; ++half) {
-        constexpr u32 PIECES = 4 / HALVES;  // registers of a row for 64 inputs
+        constexpr u32 PIECES = 4 / HALVES;  // registers per row for 64 inputs
         u32(&left)[16] = w[(chunk * HALVES + half) % 2];
         u32(&other)[16] = w[(chunk * HALVES + half + 1) % 2];
 #pragma unroll
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
   const u32 many = min(tokens - token, BATCH);
   float* const part = parts + (u64)tile * split * (BATCH * ROWS);
   if (split == 1) {
-    // Sums take the ring's place once all are done with it.
+    // The sums reuse the ring's memory once all threads are done with it.
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 #pragma unroll
     for (u32 i = 0; i < SUMS; ++i) {
@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
       const u32 line = i / 4 * 8 + quad * 2 + i % 2;
       if (line < many) __stcg(to + line * ROWS + i / 2 % 2 * APART, sums[i]);
     }
-    // Every thread's part must be out before the one that counts says so. Counters stand at whole rounds before and after.
+    // All threads must have stored their parts before one increments the counter. Counters are multiples of ROUND before and after.
     __threadfence();
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
     if (threadIdx.x == 0) {

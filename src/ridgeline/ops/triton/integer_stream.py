@@ -1,9 +1,10 @@
-"""Integer weights for some tokens on Hopper, in CUDA C++ (integer_stream.cu): widening is instructions, so these are counted.
+"""Products with integer weights for 2 to 64 tokens on Hopper, in CUDA C++ (integer_stream.cu).
 
-With numbers below a bfloat16's exponents one "and" makes two floats of two codes, and one fused operation scales them and takes the
-zero point off, rounded once as in integer_matrix: 9 instructions for 8 codes where there were 15. Programs take no more than their
-share of a processor, so that the next kernel's come up beside them and ask for their weights before its inputs are there. What was
-measured of each part: docs/log/2026-11-23-integer-stream-2-to-64.md.
+Dequantization is bound by instruction issue. With codes in the low mantissa bits of bfloat16, one "and" yields two floats, and one
+fused multiply-add scales them and removes the zero point. The result is rounded once, as in integer_matrix. This takes 9
+instructions for 8 codes, against 15 there. Programs use at most their share of an SM, so that programs of the next kernel become
+resident beside them and prefetch weights before their inputs are ready. Measurements:
+docs/log/2026-11-23-integer-stream-2-to-64.md.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from ridgeline.ops.triton.integer_shapes import IntStreamTile
 from ridgeline.ops.triton.shapes import MEMORY
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-OURS = 1 << 10
-"""Bytes of each program that the driver takes; what alignment may take is as much."""
+DRIVER_BYTES = 1 << 10
+"""Bytes of shared memory per program that the driver reserves. Alignment may take as much again."""
 BARRIERS = 256
 MOST_STAGES = 8
 COUNTERS = 4096
-"""Tiles that may be shared: more than this are dealt whole."""
+"""Largest number of tiles with split-K. More tiles than this run without a split."""
 SMALLEST_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a kernel is compiled for of a matrix. group: inputs of a scale, 0: all. zero: of all groups, None: each its own."""
+    """Compile-time format of a matrix. group: inputs per scale, 0: one scale per row. zero: common zero point; None: one per
+    group."""
 
     bits: int
     group: int
@@ -45,14 +47,14 @@ class Form:
 
 
 def ring(tile: IntStreamTile, bits: int) -> tuple[int, int]:
-    """(stages, bytes of a program): as many as leave room for its fellows, and for the sums of a tile."""
+    """(stages, bytes of shared memory per program). The stages leave room for the SM's other programs and for a tile's sums."""
     stage = tile.step * 2 * tile.batch + tile.rows * tile.step * bits // 8
-    stages = min(MOST_STAGES, ((MEMORY + OURS) // tile.each - 2 * OURS - BARRIERS) // stage)
-    return stages, OURS + max(stages * stage, 4 * tile.batch * (tile.rows + 4))
+    stages = min(MOST_STAGES, ((MEMORY + DRIVER_BYTES) // tile.each - 2 * DRIVER_BYTES - BARRIERS) // stage)
+    return stages, DRIVER_BYTES + max(stages * stage, 4 * tile.batch * (tile.rows + 4))
 
 
 def source(tile: IntStreamTile, form: Form, dtype: torch.dtype, sides: int) -> str:
-    """The text that is compiled."""
+    """Source text that NVRTC compiles."""
     sums = tile.batch // 2
     left, right = ", ".join(f"%{sums + i}" for i in range(4)), f"%{sums + 4}"
     words = {"TYPE": TYPES[dtype], "PRODUCT": tile.batch, "LEFT": f"{{{left}}}", "RIGHT": right}
@@ -80,7 +82,7 @@ def kernel(device: torch.device, tile: IntStreamTile, form: Form, dtype: torch.d
 
 @cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of the programs that have written their part of a tile: whole rounds before and after every product."""
+    """Split-K arrival counters, one per tile. Each is a multiple of a full round before and after every product."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -92,7 +94,7 @@ def integer_stream_product(
     stream: torch.Tensor | None = None,
     kind: str | None = None,
 ) -> torch.Tensor | None:
-    """See integer_ring_product; which shapes: kernels.INTEGER. None: it cannot be compiled, or the bias has another type."""
+    """See integer_ring_product; kernels.INTEGER lists the shapes. None: compilation failed or the bias has another dtype."""
     if bias is not None and bias.dtype != x.dtype:
         return None
     (tokens, inputs), sides = x.shape, 1 if kind is None else 2

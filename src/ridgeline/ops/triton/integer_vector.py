@@ -1,16 +1,14 @@
-"""One to four tokens times integer weights, by the small matrix unit of a warp (PTX ISA, mma.m16n8k16).
+"""Products of one to four tokens with integer weights, on a warp's matrix unit (PTX ISA, mma.m16n8k16).
 
-What limits such a product is reading the weights, if turning codes into floats takes less time than that. A warp's matrix
-unit leaves nothing else to do per weight: it multiplies codes as they come out of integer_matrix.conversion, with the
-power of two that they were put into, and sums in float32; what every code is too large by counts as often as the inputs
-sum to, so it is where a sum begins. Scales of groups are multiplied by in float32, once for a sum of a group.
+The limit is reading the weights, as long as dequantization is faster. Codes go into the matrix unit as integer_matrix.conversion
+emits them, with the power of two of their exponent still added, and accumulate in float32. The accumulator starts at minus that
+offset times the sum of the inputs, which removes it. Group scales are applied in float32, once per group sum.
 
-The unit wants eight columns of x, and one token has one. So it gets eight blocks of the inputs as columns, and as many
-rows for a row of the weight: of the products of all blocks with all columns the diagonal is kept. That costs nothing, for
-the unit would idle, and a row's blocks are neighbours in memory. More tokens take columns from blocks.
+The matrix unit takes eight columns of x, but one token is one column. The kernel therefore passes eight blocks of the inputs as
+columns, with one line of the matrix unit for each of a weight row's blocks, and keeps the diagonal of the products. This is free
+because the columns would be idle, and the blocks of a row are adjacent in memory. T tokens leave 8 / T blocks.
 
-Every program keeps x in shared memory and walks over groups of rows, as in gemv, reading one group ahead; its warps share
-the inputs.
+A program keeps x in shared memory and loops over groups of rows with one group of prefetch, as in gemv. Its warps share the inputs.
 """
 
 # mypy: allow-untyped-defs
@@ -29,9 +27,9 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 
 @triton.jit
 def _row(place, n, KIND: tl.constexpr):
-    """The row of w [n, k] that is `place`-th in a walk; for an activation gate and up of the same features in turn."""
+    """Row of w [n, k] at index `place` of the loop. With an activation, gate and up rows of the same feature alternate."""
     if KIND != 0:
-        # A feature behind the last one takes rows at or behind the end of its half; it is not stored.
+        # A feature past the last one maps to rows at or past the end of its half. It is not stored.
         place = place // 2 + place % 2 * (n // 2)
     return place
 
@@ -54,8 +52,8 @@ def _ahead(
     WARPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Codes, scales and zero points of a group of rows, a tensor for each set of chunks; behind the last row those of the
-    last. Dimensions come in the order in which threads have them in the matrix unit, so that nothing is exchanged."""
+    """Load codes, scales and zero points of a group of rows, a tensor per set of chunks. Rows past the last repeat the last. The
+    dimensions are in the order in which threads hold matrix fragments, so that no data is exchanged between threads."""
     CHUNK: tl.constexpr = 512 // BITS
     PIECES: tl.constexpr = 1 if GROUP % CHUNK == 0 else 4
     EIGHTS: tl.constexpr = ROWS * BLOCKS // 8
@@ -88,25 +86,25 @@ def _ahead(
 
 @triton.jit
 def _lines(value, EIGHTS: tl.constexpr, WARPS: tl.constexpr):
-    """A number for each line and warp [4, 8, WARPS, EIGHTS, 1] as one for each of its products [WARPS, lines, 8]."""
+    """Expand a value per line and warp [4, 8, WARPS, EIGHTS, 1] to one per product [WARPS, lines, 8]."""
     expanded = tl.permute(tl.broadcast_to(value, (4, 8, WARPS, EIGHTS, 2)), (2, 3, 1, 0, 4))
     return tl.reshape(expanded, (WARPS, EIGHTS * 8, 8))
 
 
 @triton.jit
 def _pieces(value, EIGHTS: tl.constexpr, WARPS: tl.constexpr):
-    """Numbers for the pieces of chunks [4, 8, WARPS, EIGHTS, 4] as `_weights` takes them."""
+    """Permute values per piece of a chunk [4, 8, WARPS, EIGHTS, 4] to the order of `_weights`."""
     return tl.permute(value, (1, 2, 3, 0, 4))
 
 
 @triton.jit
 def _floats(word, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):
-    """Codes of words, int32 [...], as floats: of the lower halves in the order of their bits, then of the upper ones."""
+    """Convert words int32 [...] of codes to floats: first the lower halves in bit order, then the upper halves."""
     operands = [word, shift, scale]
     four: tl.constexpr = "=h,=h,=h,=h,r,h,h"
     eight: tl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,r,h,h"
     if PTX != "":
-        # The type of results must be written out.
+        # inline_asm_elementwise takes result types as literals only.
         if BITS == 8:
             if tl.bfloat16 == TYPE:
                 return tl.inline_asm_elementwise(PTX, four, operands, (tl.bfloat16,) * 4, True, 1)
@@ -137,8 +135,8 @@ def _weights(
     EIGHTS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Words of codes [8, WARPS, EIGHTS, 16] as floats [WARPS, lines, inputs], these in the order of `_columns`. shift,
-    scale: of the four pieces of a chunk [8, WARPS, EIGHTS, 4, 4]."""
+    """Convert words of codes [8, WARPS, EIGHTS, 16] to floats [WARPS, lines, inputs], inputs in the order of `_columns`. shift,
+    scale: for the four pieces of a chunk [8, WARPS, EIGHTS, 4, 4]."""
     w = tl.reshape(w, (8, WARPS, EIGHTS, 4, 4))
     c = _floats(w, shift, scale, BITS, TYPE, PTX)
     if BITS == 8:
@@ -163,7 +161,7 @@ def _inputs(
     BLOCKS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Inputs of a set of chunks, float32 [TOKENS, inputs of the set]."""
+    """Load the inputs of a set of chunks: float32 [TOKENS, inputs of the set]."""
     SIZE: tl.constexpr = WARPS * BLOCKS * (512 // BITS)
     at = chunk_set * SIZE + tl.arange(0, SIZE)[None, :]
     token = tl.arange(0, TOKENS)[:, None]
@@ -172,8 +170,8 @@ def _inputs(
 
 @triton.jit
 def _columns(x, BITS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr):
-    """x as `_inputs` has it, as columns [WARPS, inputs of a chunk, TOKENS * BLOCKS]. A thread's four codes of 16 inputs are
-    neighbours here; which inputs they are says integer.pack."""
+    """Arrange the result of `_inputs` as columns [WARPS, inputs of a chunk, TOKENS * BLOCKS]. The four codes that a thread takes of
+    16 inputs are adjacent here; integer.pack defines which inputs they are."""
     CHUNK: tl.constexpr = 512 // BITS
     x = tl.reshape(x, (TOKENS, WARPS, BLOCKS, CHUNK // 16, 2, 4, 2))
     return tl.reshape(tl.permute(x, (1, 3, 5, 4, 6, 0, 2)), (WARPS, CHUNK, 8))
@@ -193,7 +191,7 @@ def _put(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Outputs of a group of rows from its products [ROWS, TOKENS]."""
+    """Store the outputs of a group of rows from its products [ROWS, TOKENS], after bias, residual sum or activation."""
     row = _row(step * ROWS + tl.arange(0, ROWS), n, KIND)[:, None]
     token = tl.arange(0, TOKENS)[None, :]
     if BIAS:
@@ -245,13 +243,16 @@ def integer_vector_kernel(
     SETS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """out [m, n] = x [m, k] W^T + bias for m <= TOKENS, W [n, words] int32 of codes; see gemv.resident_kernel, whose NORM,
-    ADD and KIND these are, and integer_matrix.dequantize_kernel for the rest. A warp of a program has 8 / TOKENS chunks of
-    each of SETS sets. Groups that end within a chunk: codes are scaled one by one."""
+    """out [m, n] = x [m, k] W^T + bias for m <= TOKENS; W: codes [n, words] int32.
+
+    The grid is persistent: each program loops over groups of ROWS rows. A warp takes 8 / TOKENS chunks of each of SETS sets. Groups
+    that end within a chunk scale codes one by one. See gemv.resident_kernel for NORM, ADD and KIND, and
+    integer_matrix.dequantize_kernel for the format of W.
+    """
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = 8 // TOKENS
     EIGHTS: tl.constexpr = ROWS * BLOCKS // 8
-    WHOLE: tl.constexpr = GROUP % (512 // BITS) == 0
+    CHUNK_SCALES: tl.constexpr = GROUP % (512 // BITS) == 0
     steps = (n + ROWS - 1) // ROWS
     first = tl.program_id(0)
     w, scale, zero = _ahead(
@@ -282,11 +283,11 @@ def integer_vector_kernel(
         next_w, next_scale, next_zero = _ahead(
             w_ptr, scale_ptr, zero_ptr, ahead, n, words, groups, GROUP, ZEROS, BITS, KIND, BLOCKS, SETS, WARPS, ROWS
         )
-        # ptxas would put these loads off to save registers, but not beyond a barrier.
+        # Without a barrier ptxas would delay these loads to save registers.
         tl.debug_barrier()
         total = tl.zeros((WARPS, EIGHTS * 8, 8), tl.float32)
         for chunk_set in tl.static_range(SETS):
-            if WHOLE:
+            if CHUNK_SCALES:
                 none = tl.full((8, WARPS, EIGHTS, 4, 4), 0.0, TYPE)
                 a = _weights(w[chunk_set], none, none + 1.0, BITS, TYPE, PTX, EIGHTS, WARPS)
                 sums = total
@@ -325,10 +326,10 @@ def integer_vector_product(
     stream: torch.Tensor | None = None,
     kind: str | None = None,
 ) -> torch.Tensor:
-    """x [T, d_in] with contiguous rows, T from 1 to 8 -> x W^T + bias [T, out] in x's dtype; a norm of x that is
-    still to be done is done on the way.
+    """x [T, d_in] with contiguous rows, T from 1 to 8 -> x W^T + bias [T, out] in x's dtype. If x is Normed, the kernel applies the
+    norm.
 
-    stream: contiguous [T, out]; the result is added into its memory. kind: activate gate and up, [2 F, d_in] -> [T, F].
+    stream: contiguous [T, out]; the result is added in place. kind: activation of gate and up, [2 F, d_in] -> [T, F].
     """
     norm = x if isinstance(x, Normed) else None
     source = x.x if isinstance(x, Normed) else x
@@ -339,7 +340,7 @@ def integer_vector_product(
         out = torch.empty((tokens, n if kind is None else n // 2), dtype=source.dtype, device=source.device)
     columns = triton.next_power_of_2(tokens)
     blocks = 8 // columns
-    # The matrix unit has 16 lines; each row of the weight takes one for each block.
+    # The matrix unit has 16 lines. Each weight row takes one line per block.
     rows = max(tile.rows, 16 // blocks)
     chunks = codes.shape[1] // 16
     integer_vector_kernel[(min(tile.programs, triton.cdiv(n, rows)),)](

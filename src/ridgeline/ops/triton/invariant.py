@@ -1,10 +1,10 @@
-"""Batch-invariant products: a token's sums are added in one order, however many tokens are multiplied with it.
+"""Batch-invariant products: the sums of a token are added in one order, independent of the number of tokens in the batch.
 
-One rule, which the weight's shape alone decides (n outputs, k inputs): k is cut into `runs(n, k)` runs of whole BLOCKs;
-the matrix unit sums each run from zero, block by block, in float32; runs are added in their order. Few tokens are
-computed by gemm_small's kernel, whose split parts are the runs, many by one with large tiles, which walks them. In both
-the weight is the left operand, so that tokens differ in the tile's short side only. (He et al. 2025, "Defeating
-Nondeterminism in LLM Inference", name the cause: sums whose order depends on the batch.)
+The weight's shape alone (n outputs, k inputs) defines the order. k is divided into `runs(n, k)` runs of complete BLOCKs. The matrix
+unit sums each run from zero, block by block, in float32. Runs are added in order. gemm_small computes few tokens, with runs as its
+split-K parts. A kernel with large tiles computes many tokens and loops over the runs. In both the weight is the left operand, so
+tokens only affect the tile's short side. Source: He et al. 2025, "Defeating Nondeterminism in LLM Inference", which names
+batch-dependent reduction order as the cause.
 """
 
 # mypy: allow-untyped-defs
@@ -44,33 +44,33 @@ from ridgeline.ops.triton.shapes import MatrixTile
 from ridgeline.ops.triton.table import TRITON
 
 BLOCK = 128
-"""Inputs by which runs are counted: a block of the kernel for few tokens, a multiple of the other's."""
+"""Inputs of which runs are multiples: a block of the kernel for few tokens, and a multiple of the other kernel's block."""
 ROWS = 64
-"""Rows of the weight in a tile of few tokens."""
-MOST_FEW = 256
-"""Tokens up to which the kernel for few serves."""
-# Tokens of a tile -> its launch; `splits` comes with the weight.
+"""Weight rows of a tile of few tokens."""
+LARGEST_FEW = 256
+"""Largest token count of the kernel for few tokens."""
+# Token tile -> launch. `splits` depends on the weight.
 FEW = {
-    16: MatrixTile(16, ROWS, BLOCK, 4, 5, asked=512),
-    32: MatrixTile(32, ROWS, BLOCK, 4, 4, asked=512),
-    64: MatrixTile(64, ROWS, BLOCK, 4, 6, asked=512),
-    128: MatrixTile(128, ROWS, BLOCK, 4, 4, asked=512),
+    16: MatrixTile(16, ROWS, BLOCK, 4, 5, prefetch_bytes=512),
+    32: MatrixTile(32, ROWS, BLOCK, 4, 4, prefetch_bytes=512),
+    64: MatrixTile(64, ROWS, BLOCK, 4, 6, prefetch_bytes=512),
+    128: MatrixTile(128, ROWS, BLOCK, 4, 4, prefetch_bytes=512),
 }
 MANY = MatrixTile(256, 128, 64, 8, 4)
 MANY_RUNS = MatrixTile(128, 128, 64, 8, 4)
-"""With more than one run, whose sums take as many registers as their total."""
+"""For more than one run, whose sums take as many registers as the total."""
 FLOAT32_FEW, FLOAT32_MANY = MatrixTile(16, ROWS, 32, 4, 2), MatrixTile(64, ROWS, 32, 4, 2)
-MOST_RUNS = 8
+LARGEST_RUNS = 8
 SMALLEST_RUN = 4 * BLOCK
 PROCESSORS = 132
-"""Programs that fill an H200; a constant, so that sums are the same on every GPU of one kind."""
+"""Programs that fill an H200. It is a constant so that sums do not depend on the GPU's SM count."""
 GROUP = 16
-"""Tiles of rows that programs go through before the next tiles of tokens, so that what they share stays in L2."""
+"""Row tiles that run consecutively for each token tile, so that their data stays in L2."""
 
 
 def runs(n: int, k: int) -> int:
-    """Into how many runs the sums of a weight [n, k] are cut: as many as fill one wave where n is small."""
-    return max(1, min(MOST_RUNS, k // SMALLEST_RUN, PROCESSORS // -(-n // ROWS)))
+    """Number of runs for a weight [n, k]: enough to fill one wave if n is small."""
+    return max(1, min(LARGEST_RUNS, k // SMALLEST_RUN, PROCESSORS // -(-n // ROWS)))
 
 
 # --- many tokens ------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def runs(n: int, k: int) -> int:
 
 @triton.jit
 def _place(program, row_tiles, batches, GROUP: tl.constexpr):
-    """(tile of rows, tile of tokens): GROUP tiles of rows at a time go over all tokens."""
+    """(row tile, token tile) of a program: groups of GROUP row tiles pass over all tokens."""
     group = program // (GROUP * batches)
     first = group * GROUP
     size = tl.minimum(row_tiles - first, GROUP)
@@ -110,8 +110,8 @@ def _many_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """gemm_small.matrix_kernel with all runs of a tile in one program; see there. RUN_BLOCK: inputs by which runs are
-    counted, a multiple of BLOCK."""
+    """gemm_small.matrix_kernel with all runs of a tile in one program. RUN_BLOCK: inputs of which runs are multiples, itself a
+    multiple of BLOCK."""
     await_inputs(PDL)
     row_tile, batch_tile = _place(tl.program_id(0), row_tiles, batches, GROUP)
     counted = (k + RUN_BLOCK - 1) // RUN_BLOCK
@@ -155,7 +155,7 @@ def many_product(
     stream: torch.Tensor | None,
     kind: str | None,
 ) -> torch.Tensor:
-    """See matrix_product; tile.splits runs."""
+    """See gemm_small.matrix_product. tile.splits: number of runs."""
     tokens, k = x.shape
     sides = 1 if kind is None else 2
     n, rows = weight.shape[0] // sides, tile.rows // sides
@@ -192,11 +192,11 @@ def many_product(
 
 
 def tile_of(tokens: int, n: int, k: int, dtype: torch.dtype) -> MatrixTile:
-    """The launch of x [tokens, k] times a weight [n, k]; `splits` is the same for any number of tokens."""
+    """Launch of x [tokens, k] times a weight [n, k]. `splits` does not depend on `tokens`."""
     count = runs(n, k)
     if dtype == torch.float32:
-        tile = FLOAT32_FEW if tokens <= MOST_FEW else FLOAT32_MANY
-    elif tokens <= MOST_FEW:
+        tile = FLOAT32_FEW if tokens <= LARGEST_FEW else FLOAT32_MANY
+    elif tokens <= LARGEST_FEW:
         tile = FEW[min(128, max(16, triton.next_power_of_2(tokens)))]
     else:
         tile = MANY if count == 1 else MANY_RUNS
@@ -212,11 +212,11 @@ def _product(
     if x.stride(1) != 1 or (x.stride(0) * x.element_size() | x.data_ptr()) % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     tile = tile_of(tokens, weight.shape[0], k, x.dtype)
-    return (matrix_product if tokens <= MOST_FEW else many_product)(x, weight, bias, tile, stream, kind)
+    return (matrix_product if tokens <= LARGEST_FEW else many_product)(x, weight, bias, tile, stream, kind)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as it is, where the copy engine can address its rows. Raises ConfigError for widths that it cannot."""
+    """Return the weight contiguous. Raises ConfigError if TMA cannot address its rows."""
     if weight.shape[1] * weight.element_size() % 16:
         raise ConfigError(
             f"--deterministic does not support a matrix with {weight.shape[1]} inputs, because its rows must be multiples of "
@@ -232,7 +232,7 @@ def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.T
 
 
 def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
-    """See reference.linear_add; the result takes the stream's memory."""
+    """See reference.linear_add; the result is written to the stream's memory."""
     return _product(x, packed, bias, stream.contiguous(), None)
 
 
@@ -245,11 +245,11 @@ def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, k
 
 FP8_TILE = Small(64, 128, PROCESSORS, 4, 6)
 FP8_TOKENS = 128
-"""Tokens at a time: so few that reading the weights again costs about as much as multiplying with them."""
+"""Tokens per launch: few enough that reading the weights again costs about as much as the products."""
 
 
 def _fp8_product(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, add: bool) -> None:
-    """All tokens by the small kernel, FP8_TOKENS at a time: how it splits the inputs depends on the weight alone then."""
+    """Run the split-K kernel for FP8_TOKENS tokens at a time. Its split of the inputs then depends on the weight alone."""
     if isinstance(x, Normed):
         x = quantize.rms_norm(x.x, x.weight, x.eps, x.offset)
     elif not isinstance(x, Scaled):
@@ -268,7 +268,7 @@ def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtyp
 
 
 def fp8_linear_add(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
-    """See reference.fp8_linear_add; the result takes the stream's memory."""
+    """See reference.fp8_linear_add; the result is written to the stream's memory."""
     stream = stream.contiguous()
     _fp8_product(x, matrix, bias, stream, True)
     return stream
@@ -282,14 +282,14 @@ def fp8_linear_activate(
 
 
 FP8_INVARIANT = Fp8Ops(fp8.pack, fp8_linear, fp8_linear_add, fp8_linear_activate)
-_PLAIN = PlainOps(pack, linear, linear_add, linear_activate)
+_UNQUANTIZED = PlainOps(pack, linear, linear_add, linear_activate)
 
 
 INVARIANT = replace(
     TRITON,
     name="triton, batch-invariant",
-    # A program's share of the heads decides how they are normed; one KV head whatever the number of tokens.
+    # The heads of a program determine how they are normalised: one KV head for any number of tokens.
     attention=AttentionOps(partial(qkv_write, kv_heads=1), InvariantAttention()),
-    matmul=replace(TRITON.matmul, plain=_PLAIN, fp8=FP8_INVARIANT, integer=widened(_PLAIN)),
+    matmul=replace(TRITON.matmul, plain=_UNQUANTIZED, fp8=FP8_INVARIANT, integer=widened(_UNQUANTIZED)),
     programs=Programs(),
 )

@@ -1,8 +1,8 @@
-"""Which kernels a device runs, and programmatic dependent launch: a kernel is made ready while the one before it drains (CUDA
-guide, section 4.5).
+"""Hardware queries and programmatic dependent launch (PDL).
 
-A step is hundreds of short kernels, each waiting for the last. With this, the launch of a kernel overlaps the end of its
-predecessor and only its work waits. Hopper and later; elsewhere, and in the interpreter, the switch is off.
+A step runs hundreds of short kernels in sequence. With PDL the launch of a kernel overlaps the end of its predecessor, and only its
+loads of the predecessor's results wait. PDL needs Hopper or later. It is off on other GPUs and in Triton's interpreter.
+Source: CUDA C++ programming guide, section 4.5, "Programmatic Dependent Launch and Synchronization".
 """
 
 # mypy: allow-untyped-defs
@@ -29,13 +29,13 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; the interpreter gets few, so that tests see rows both split and whole."""
+    """Number of multiprocessors (SMs) of a GPU. The interpreter reports 6, so that tests cover both split and unsplit rows."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
 
 
 @cache
 def gluon(device: torch.device, name: str) -> ModuleType | None:
-    """A module of Gluon kernels for Hopper where they run. Their language may change from version to version of Triton."""
+    """Import a module of Gluon kernels if it runs on this device: Hopper, with a tested version of Triton. Otherwise None."""
     if not is_hopper(device) or not triton.__version__.startswith(tuning.GLUON_VERSIONS):
         return None
     return import_module(f"ridgeline.ops.triton.{name}")
@@ -43,7 +43,7 @@ def gluon(device: torch.device, name: str) -> ModuleType | None:
 
 @cache
 def overlap(device: torch.device) -> dict[str, object]:
-    """Arguments of every launch on `device`: whether the kernel waits by itself (PDL) and is launched early."""
+    """Launch arguments for PDL on `device`. The constexpr `PDL` makes the kernel wait for its inputs by itself."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -51,12 +51,11 @@ def overlap(device: torch.device) -> dict[str, object]:
 
 @triton.jit
 def await_inputs(PDL: tl.constexpr):
-    """Let the next kernel come up, then wait for all that earlier kernels wrote. Each program of a kernel calls it before
-    it reads or writes anything but weights.
+    """Allow the next kernel to launch, then wait until all earlier kernels have completed (no operation without PDL).
 
-    In this order the next kernel's start overlaps this one's wait too. It is safe because a wait ends when the kernel
-    before has completed, not when it lets others come up, and that one completed after its own wait (PTX ISA,
-    griddepcontrol): so each kernel sees all that came before it.
+    Each program of a kernel calls this before it reads or writes anything but weights. The order is deliberate: the launch of the
+    next kernel also overlaps this wait. It is safe because a wait ends only when the previous kernel has completed, and that kernel
+    completed after its own wait (PTX ISA, griddepcontrol). Every kernel therefore sees the results of all earlier kernels.
     """
     if PDL:
         gdc_launch_dependents()

@@ -1,11 +1,10 @@
-"""All layers of a decoder for one token, in one kernel, on Hopper.
+"""One persistent kernel that runs one token through all layers of a decoder, on Hopper.
 
-One token makes a decoder read every weight once, and nothing bounds it but that. Between two kernels the reading stops:
-the next may ask for weights only when it has room, and its first answers take a microsecond. Here one program per
-processor runs every layer. One of its warps streams the program's share of all weights through a ring in shared memory,
-without a stop, since no weight depends on a token, and its share of old keys, which depend on none of this step; the others
-multiply what is there, and attend. Before each part of a layer all programs wait for each other, and the ring holds as much
-as memory brings in six microseconds.
+With one token a decoder reads every weight once and is bound by memory bandwidth. Between two kernels reading stops: the next
+kernel can issue loads only when SMs have room, and its first data arrive a microsecond later. Here one program per SM runs all
+layers. Its producer warp streams the program's share of all weights through a ring in shared memory without interruption, because
+weights do not depend on the token. It also streams the program's share of cached keys. The consumer warps multiply and attend. A
+grid barrier precedes each part of a layer; the ring holds as much as memory delivers in six microseconds, which covers the barrier.
 """
 
 # mypy: allow-untyped-defs
@@ -24,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.launch import overlap
-from ridgeline.ops.triton.layers_attention import asked_ahead, attention
+from ridgeline.ops.triton.layers_attention import attention, attention_inputs
 from ridgeline.ops.triton.layers_forms import (
     cut,
     fetched,
@@ -36,14 +35,14 @@ from ridgeline.ops.triton.layers_forms import (
     taken,
 )
 from ridgeline.ops.triton.layers_integers import groups_of, integer_buffers
-from ridgeline.ops.triton.layers_keys import MOST_PARTS, fetch_keys, key_blocks, keys_asked
+from ridgeline.ops.triton.layers_keys import MOST_PARTS, fetch_keys, key_blocks, key_request_of
 from ridgeline.ops.triton.layers_products import ticket_slots
 from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, input_lines
 
 REGISTERS = 168
-"""Of a thread at launch, for 8 warps that multiply and 4 that fetch."""
+"""Registers per thread at launch, for 8 consumer warps and 4 producer warps."""
 FETCHING = gl.constexpr(40)
-"""Of a thread that fetches."""
+"""Registers per producer thread."""
 
 
 @jit
@@ -62,20 +61,20 @@ def _fetch(
     SHAPE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Stream a program's share of all weights, and of old keys and values."""
+    """Producer: stream this program's share of all weights, and of cached keys and values."""
     done = (gl.to_tensor(0), gl.to_tensor(0))
     rows_ptr, length_ptr, table_stride = token
     row, length = gl.to_tensor(0), gl.to_tensor(0)
     for layer in range(layers):
         layer_ptr, draw_ptr = table_ptr + layer * FIELDS, draws_ptr + layer * 4
-        key_request = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
+        key_request = key_request_of(layer_ptr, (row, length, table_stride), SHAPE)
         done = fetched(descs[0], layer_ptr, draw_ptr, ring, tickets, done, works[0], 0, STAGES, FORM)
         if layer == 0:
-            # No weight depends on the kernel before this one, but keys do.
+            # Weights do not depend on the previous kernel, but keys do.
             if PDL:
                 gdc_wait()
             row, length = gl.load(rows_ptr), gl.load(length_ptr)
-            key_request = keys_asked(layer_ptr, (row, length, table_stride), SHAPE)
+            key_request = key_request_of(layer_ptr, (row, length, table_stride), SHAPE)
         done = (fetch_keys(kv_desc, key_request, ring, done[0], SHAPE, STAGES), done[1])
         done = fetched(descs[1], layer_ptr, draw_ptr, ring, tickets, done, works[1], 1, STAGES, FORM)
         done = fetched(descs[2], layer_ptr, draw_ptr, ring, tickets, done, works[2], 2, STAGES, FORM)
@@ -84,14 +83,14 @@ def _fetch(
 
 @jit
 def _arrive(counter_ptr):
-    """Publish all that this program wrote to the programs that wait for it."""
+    """Increment the grid barrier's counter. Publishes everything that this program wrote."""
     gl.thread_barrier()
     gl.atomic_add(counter_ptr, 1, sem="release")
 
 
 @jit
 def _await(counter_ptr, goal):
-    """Wait until `goal` programs have arrived, in all that have ever run."""
+    """Wait until the counter, which is never reset, has reached `goal` arrivals."""
     while gl.atomic_add(counter_ptr, 0, sem="acquire") < goal:
         pass
 
@@ -121,7 +120,7 @@ def _multiply(
     NORMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The parts of each layer one after the other, each from what the one before has written."""
+    """Consumers: compute the parts of each layer in sequence, with a grid barrier between them."""
     stream_ptr, qkv_ptr, attended_ptr, gated_ptr = vectors
     heads, model, features, qkv = sizes
     rows_ptr, length_ptr, position_ptr, slot_ptr, table_stride = token
@@ -131,15 +130,15 @@ def _multiply(
     if PDL:
         gdc_wait()
     token = (gl.load(rows_ptr), gl.load(length_ptr), gl.load(position_ptr), slot_ptr, table_stride)
-    # All programs arrive as often in every launch.
+    # Every launch adds the same number of arrivals, so the counter tells where this launch began.
     ever = programs * (5 * layers - 1)
     goal = gl.atomic_add(counter_ptr, 0, sem="relaxed") // ever * ever
     done = (gl.to_tensor(0), gl.to_tensor(0))
     for layer in range(layers):
         layer_ptr = table_ptr + layer * FIELDS
-        # What does not depend on other programs is asked for before they are awaited.
+        # Loads that do not depend on other programs are issued before the barrier.
         gain = gain_of(layer_ptr + NORM, model, ring, dtype, LINES[1], OFFSET, FORM)
-        ahead = asked_ahead(layer_ptr, token, strides, SHAPE, dtype)
+        ahead = attention_inputs(layer_ptr, token, strides, SHAPE, dtype)
         if layer > 0:
             goal += programs
             _await(counter_ptr, goal)
@@ -191,7 +190,7 @@ def _multiply(
 
 @jit
 def _works(sizes, ROWS: gl.constexpr, EACH: gl.constexpr):
-    """Of each weight: groups of rows, stages of a group, and rows between gate and up. EACH: inputs of a line."""
+    """For each weight: (groups of rows, stages per group, rows between gate and up). EACH: inputs per line."""
     qkv, heads, model, features = sizes
     return (
         (gl.cdiv(qkv, ROWS[0]), gl.cdiv(model, LINES_OF_STAGE // ROWS[0] * EACH), 0),
@@ -249,26 +248,29 @@ def layers_kernel(
     NORMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """For each of `layers`: qkv = norm(stream) qkv'; attended = attention(qkv); stream += attended out'; gated = act(norm(stream)
-    gate_up'); stream += gated down'.
+    """Run `layers` layers: qkv = norm(stream) qkv'; attended = attention(qkv); stream += attended out'; gated = act(norm(stream)
+    gate_up'); stream += gated down'. The grid has one program per SM.
 
-    The descriptors cut weights [place, rows, k] into stages of ROWS rows, all lines of 128 bytes. table int64 [layers, FIELDS].
-    stream [model], qkv [qkv], attended [heads], gated [features] in one 16-bit dtype, as the cache. rows, length, position int32
-    [1]: see StepInputs; slot int64 [groups]. part float32 [MOST_PARTS, heads] and part_sums [MOST_PARTS, query heads]: attention to
-    a program's keys, and the logarithm of its sum of exponentials, to the base of 2. arrivals: int32 [KV heads], zero between
-    attentions. SHAPE: query heads, KV heads, their size, half of what turns of them, slots of a page.
-    counter: int64, counts arrivals; draws: int64 [layers, 4], tickets for groups of rows; both for launches with as many programs,
-    layers and groups, zero at first. LINES: of 128 inputs or bytes that hold `heads`, `model` and `features` inputs and what warps
-    exchange of attention, powers of two. Weights of e4m3 have a scale per row, and inputs are rounded to it. FORM: bits of codes,
-    0: weights are floats; whether groups of codes have scales, then cut by descriptors too. GROUPS: of rows of codes that a
-    program has at most. Bit i of BIASES: whether weight i has a bias; of NORMS: whether queries, and keys, are normed. scale: of
-    scores, times log2(e).
+    Weights: the descriptors divide weights [place, rows, k] into stages of ROWS rows and lines of 128 bytes. e4m3 weights have a
+    scale per row, and inputs are quantized to e4m3. FORM: (bits of integer codes, 0 for floats; whether groups of codes have
+    scales, which then have descriptors too). GROUPS: maximum groups of code rows per program. Bit i of BIASES: weight i has a bias.
+    table: int64 [layers, FIELDS].
+
+    Vectors: stream [model], qkv [qkv], attended [heads], gated [features] in one 16-bit dtype, which is also the cache's. LINES:
+    lines of 128 inputs or bytes for `heads`, `model` and `features` inputs and for the attention exchange between warps, powers of
+    two. Bit 0 of NORMS: queries are normalised, bit 1: keys.
+
+    Attention: rows, length, position int32 [1]: see StepInputs; slot int64 [groups]. part float32 [MOST_PARTS, heads]: attention
+    over a program's keys. part_sums [MOST_PARTS, query heads]: log2 of its sum of exponentials. arrivals int32 [KV heads]: zero
+    between attentions. SHAPE: query heads, KV heads, head size, half of the rotated dimensions, slots per page. scale: includes
+    log2(e). counter int64: arrivals at the grid barrier. draws int64 [layers, 4]: tickets for groups of rows. Both are zero at
+    first and require the same grid, layers and groups in all launches.
     """
     if PDL:
         gdc_launch_dependents()
     number: gl.constexpr = out_desc.dtype
     PIECE: gl.constexpr = out_desc.block_shape[3]
-    MOST: gl.constexpr = max(LINES[0], LINES[1], LINES[2], LINES[3])
+    MAX_LINES: gl.constexpr = max(LINES[0], LINES[1], LINES[2], LINES[3])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BLOCK: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=number.primitive_bitwidth, rank=2
@@ -279,14 +281,14 @@ def layers_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
-    # A form must not declare what it does not need: the memory of unused barriers is given to others, which then go wrong.
+    # Each FORM must allocate only what it uses: the compiler reuses the memory of unused barriers, which corrupts data.
     tickets = ()
     if FORM[0]:
         DIGITS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-        shared_input = gl.allocate_shared_memory(gl.int8, [MOST // 8, 16, 128], DIGITS)
-        ring = (weights, full, free, shared_input) + integer_buffers(STAGES, MOST, GROUPS, FORM)
+        shared_input = gl.allocate_shared_memory(gl.int8, [MAX_LINES // 8, 16, 128], DIGITS)
+        ring = (weights, full, free, shared_input) + integer_buffers(STAGES, MAX_LINES, GROUPS, FORM)
     else:
-        shared_input = gl.allocate_shared_memory(number, [MOST, 1, PIECE], BLOCK)
+        shared_input = gl.allocate_shared_memory(number, [MAX_LINES, 1, PIECE], BLOCK)
         ring = (weights, full, free, shared_input)
         tickets = ticket_slots()
     fence_async_shared()
@@ -352,8 +354,11 @@ def layers_kernel(
 
 
 class Layers:
-    """Runs a stream [1, model] through `layers`, alike but for their numbers. All programs of the kernel must run at a time, since
-    they wait for each other: two of its kind may not be on two streams of a device at once, nor on a device shared through MPS."""
+    """Run a stream [1, model] through `layers`, which differ in values only.
+
+    All programs of the kernel must be resident at once, because they synchronise. Two such kernels may not run on two streams of a
+    device at once, nor on a device shared through MPS.
+    """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = tuple(layers)
@@ -367,7 +372,7 @@ class Layers:
         self._tables: dict[tuple[tuple[int, ...], ...], tuple[TensorDescriptor, torch.Tensor]] = {}
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        """stream, which is changed, behind the last layer."""
+        """Update `stream` in place through all layers and return it."""
         first, view = self._layers[0], views[0]
         shape, dim = first.shape, first.shape.head_dim
         heads, model, features = (weights.inputs for weights in (first.out, first.qkv, first.down))
@@ -413,8 +418,8 @@ class Layers:
         return stream
 
     def _table(self, views: Sequence[KvView]) -> tuple[TensorDescriptor, torch.Tensor]:
-        """The caches for the copy engine, and what the kernel must know of each layer; made where these caches are first used,
-        before a graph is captured."""
+        """TMA descriptor of the caches and the table of all layers. Key: addresses and windows of the caches. Created at the first
+        use of these caches, before a graph is captured."""
         slots = views[0].slots
         view_rows = tuple(
             (

@@ -1,9 +1,9 @@
 """Attention of one token in the kernel of all layers, on tensor cores.
 
-A program has all query heads of a KV head and some of its keys, which come with the ring, a stage of keys and one of values in
-turns. A warp takes 16 of a stage's keys, and of their values PIECE numbers, from shared memory to registers. The order in which
-the matrix unit sees a head's numbers is such that a thread has neighbours of 16 bytes of both. Warps, and then programs, put
-together what each knows of its own keys (flash decoding, Dao et al. 2023).
+A program processes all query heads of a KV head and a part of its keys. Keys and values arrive in alternating stages of the ring. A
+warp loads 16 of a stage's keys, and PIECE elements of their values, from shared memory to registers. The matrix unit sees the
+elements of a head in an order in which a thread holds 16 contiguous bytes of both. Warps, and then programs, combine their partial
+results. Source: Flash-Decoding (Dao et al. 2023).
 """
 
 # mypy: allow-untyped-defs
@@ -19,13 +19,13 @@ from ridgeline.ops.triton.layers_table import COS_SIN, HEAD_NORM, KV, SLOT, WIND
 
 WARPS = gl.constexpr(8)
 KEYS = gl.constexpr(16)
-"""Of a warp at a time."""
-HELD = gl.constexpr(16)
-"""Rows of the matrix unit: query heads, and behind them the key and the value."""
+"""Keys per warp and iteration."""
+MMA_ROWS = gl.constexpr(16)
+"""Rows of the matrix unit: query heads, then the new key and the new value."""
 MEMBERS = gl.constexpr(8)
-"""Query heads of a KV head, at most: columns of the matrix unit's other side."""
+"""Maximum query heads per KV head: columns of the matrix unit's other operand."""
 AT_A_TIME = gl.constexpr(16)
-"""Parts that are put together at a time."""
+"""Parts that are combined per iteration."""
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
@@ -33,20 +33,20 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
 
 @triton.constexpr_function
 def _bits(size, step, dim, rank=2):
-    """Bases of a layout that walk through `size` places of a dimension, `step` apart."""
+    """Basis vectors of a linear layout that enumerate `size` indices of a dimension, `step` apart."""
     return [[step << bit if axis == dim else 0 for axis in range(rank)] for bit in range(size.bit_length() - 1)]
 
 
 @triton.constexpr_function
 def _turning(DIM):
-    """(low, high, other) of 8, 16 and 32: numbers of a head that neighbouring threads have. Eight threads read lines of two keys,
-    which must not meet in a bank."""
+    """(low, high, other): the order of 8, 16 and 32 as head offsets of neighbouring threads. Eight threads read lines of two keys
+    without bank conflicts."""
     return {64: (16, 32, 8), 128: (8, 32, 16), 256: (8, 16, 32)}[DIM]
 
 
 @triton.constexpr_function
 def _keys_layout(DIM):
-    """Of queries [WARPS, 16, DIM], each warp the same."""
+    """Layout of queries [WARPS, 16, DIM], the same for each warp."""
     low, high, other = _turning(DIM)
     registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 0, other], *_bits(DIM // 64, 64, 2, 3)]
     return gl.DistributedLinearLayout(
@@ -56,7 +56,7 @@ def _keys_layout(DIM):
 
 @triton.constexpr_function
 def _key_lines(DIM):
-    """Of a stage of keys: warps of the same keys, in which they have different values, have all numbers of them."""
+    """Layout of a stage of keys. Warps that share keys (but hold different values) hold all elements of them."""
     low, high, other = _turning(DIM)
     pieces = DIM // 64
     registers = [[0, 1], [0, 2], [0, 4], [8 * pieces, 0], [0, other], *_bits(pieces, 1, 0)]
@@ -67,7 +67,7 @@ def _key_lines(DIM):
 
 @triton.constexpr_function
 def _shared_keys(DIM):
-    """Of keys [8 / pieces, pieces, 16, DIM], the same for all pieces."""
+    """Layout of keys [8 / pieces, pieces, 16, DIM], the same for all pieces."""
     low, high, other = _turning(DIM)
     pieces = DIM // 64
     registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 8, 0], [0, 0, 0, other], *_bits(pieces, 64, 3, 4)]
@@ -78,7 +78,7 @@ def _shared_keys(DIM):
 
 @triton.constexpr_function
 def _value_lines(DIM):
-    """Of a stage of values: a warp has PIECE numbers of 16 slots."""
+    """Layout of a stage of values: a warp holds PIECE elements of 16 slots."""
     pieces = DIM // 64
     registers = [[0, 1], [0, 2], [0, 4], [pieces, 0], [8 * pieces, 0]]
     lanes = [[2 * pieces, 0], [4 * pieces, 0], [0, 8], [0, 16], [0, 32]]
@@ -89,27 +89,27 @@ def _value_lines(DIM):
 
 @triton.constexpr_function
 def _flat(DIM):
-    """Of [heads, DIM]: a warp has whole heads."""
+    """Layout of [heads, DIM]: a warp holds complete heads."""
     return gl.SliceLayout(0, _across(DIM))
 
 
 @triton.constexpr_function
 def _across(DIM):
-    """Of [WARPS, heads, DIM]: a thread has the same of all warps."""
+    """Layout of [WARPS, heads, DIM]: a thread holds the same element of all warps."""
     lanes = min(32, DIM // 4)
     return gl.BlockedLayout([8, 1, 4], [1, 32 // lanes, lanes], [1, 8, 1], [2, 1, 0])
 
 
 @triton.constexpr_function
 def _pairs_across(DIM):
-    """Of [WARPS, heads, 2], alike."""
+    """Layout of [WARPS, heads, 2], with the threads of _across."""
     lanes = min(32, DIM // 4)
     return gl.BlockedLayout([8, 1, 2], [1, 32 // lanes, lanes], [1, 8, 1], [2, 1, 0])
 
 
 @jit
 def _row(layout: gl.constexpr):
-    return gl.arange(0, HELD, gl.SliceLayout(1, layout))[:, None]
+    return gl.arange(0, MMA_ROWS, gl.SliceLayout(1, layout))[:, None]
 
 
 @jit
@@ -119,7 +119,7 @@ def _at(DIM: gl.constexpr, layout: gl.constexpr):
 
 @jit
 def _angles(angle_ptr, DIM: gl.constexpr, HALF: gl.constexpr):
-    """Cosine and sine of each element, [1, DIM]; 1 and 0 where nothing turns."""
+    """Cosine and sine of each element, [1, DIM]; 1 and 0 for unrotated dimensions."""
     at = _at(DIM, _flat(DIM))
     angle = angle_ptr + gl.where(at < HALF, at, at - HALF)
     cos = gl.load(angle, mask=at < 2 * HALF, other=1.0)
@@ -127,8 +127,8 @@ def _angles(angle_ptr, DIM: gl.constexpr, HALF: gl.constexpr):
 
 
 @jit
-def asked_ahead(layer_ptr, token, strides, SHAPE: gl.constexpr, dtype: gl.constexpr):
-    """This program's share of attention in a layer, and what it needs of it that no program computes now: see attention."""
+def attention_inputs(layer_ptr, token, strides, SHAPE: gl.constexpr, dtype: gl.constexpr):
+    """Issue the loads of a layer's attention that do not depend on this layer's products; the result is `ahead` of `attention`."""
     _row, length, position, slot_ptr, _table_stride = token
     page_stride, kind_stride, head_stride = strides
     DIM: gl.constexpr = SHAPE[2]
@@ -146,7 +146,7 @@ def asked_ahead(layer_ptr, token, strides, SHAPE: gl.constexpr, dtype: gl.conste
 
 @jit
 def _partner(at, HALF: gl.constexpr):
-    """The element that one turns with."""
+    """Index of the element that rotary embedding combines with `at`."""
     return gl.where(at < HALF, at + HALF, gl.where(at < 2 * HALF, at - HALF, at))
 
 
@@ -161,7 +161,7 @@ def _heads(
     NORMS: gl.constexpr,
     OFFSET: gl.constexpr,
 ):
-    """The query heads of a KV head, its key and its value as attention takes them, see qkv_write, [HELD, DIM]."""
+    """Query heads of a KV head, its key and its value, normalised and rotated as in qkv_write: [MMA_ROWS, DIM]."""
     HEADS: gl.constexpr = SHAPE[0]
     KV_HEADS: gl.constexpr = SHAPE[1]
     DIM: gl.constexpr = SHAPE[2]
@@ -189,7 +189,7 @@ def _heads(
 
 @jit
 def _keys(ring, at, real, dtype: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
-    """Of a stage [WARPS, KEYS, DIM], anything if it is not `real`."""
+    """Load the keys of a stage, [WARPS, KEYS, DIM]. Undefined if the stage is not `real`."""
     PIECES: gl.constexpr = DIM // PIECE
     keys = stage_taken(ring, at, real, _key_lines(DIM), dtype, STAGES)
     keys = gl.convert_layout(gl.reshape(keys, (WARPS // PIECES, 1, KEYS, DIM)), _shared_keys(DIM))
@@ -199,7 +199,7 @@ def _keys(ring, at, real, dtype: gl.constexpr, DIM: gl.constexpr, STAGES: gl.con
 
 @jit
 def _values(ring, at, dtype: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
-    """Of a stage [WARPS, KEYS, PIECE]."""
+    """Load the values of a stage, [WARPS, KEYS, PIECE]."""
     PIECES: gl.constexpr = DIM // PIECE
     values = stage_taken(ring, at, True, _value_lines(DIM), dtype, STAGES)
     values = gl.permute(gl.reshape(values, (WARPS // PIECES, KEYS, PIECES, PIECE)), (0, 2, 1, 3))
@@ -208,22 +208,22 @@ def _values(ring, at, dtype: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constex
 
 @jit
 def _zeroed(values, begin, start, last, DIM: gl.constexpr):
-    """Values of slots that are not seen may be anything, also nothing that zero times it is zero."""
+    """Zero the values of masked slots. They are undefined memory and may be NaN, which a zero weight would not remove."""
     slot = _slots(begin, gl.SliceLayout(2, values.type.layout), DIM)[:, :, None]
     return gl.where((slot >= start) & (slot < last), values, 0.0)
 
 
 @jit
 def _slots(first, layout: gl.constexpr, DIM: gl.constexpr):
-    """Of a stage, [WARPS, KEYS]."""
+    """Slot numbers of a stage, [WARPS, KEYS]."""
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, layout))[:, None]
     return first + warp // (DIM // PIECE) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, layout))[None, :]
 
 
 @jit
 def _for_scores(x, DIM: gl.constexpr):
-    """Keys or queries [WARPS, 16, DIM] in the order in which the matrix unit sees their numbers, in two halves [.., DIM / 2], whose
-    products need not wait for each other."""
+    """Reorder keys or queries [WARPS, 16, DIM] to the element order of the matrix unit, in two halves [.., DIM / 2] whose products
+    are independent."""
     x = gl.reshape(x, (WARPS, 16, DIM // 64, 2, 2, 2, 2, 2, 2))
     if DIM == 64:
         x = gl.permute(x, (0, 1, 2, 6, 7, 3, 4, 8, 5))
@@ -236,18 +236,18 @@ def _for_scores(x, DIM: gl.constexpr):
 
 @jit
 def _queries(rows, DIM: gl.constexpr):
-    """Rows [1, HELD, DIM] in shared memory as the left side of scores, the same for each warp."""
+    """Rows [1, MMA_ROWS, DIM] in shared memory as the left operand of the scores, the same for each warp."""
     LAYOUT: gl.constexpr = _keys_layout(DIM)
-    q = gl.broadcast(rows.load(LAYOUT), gl.zeros([WARPS, HELD, DIM], rows.dtype, LAYOUT))[0]
+    q = gl.broadcast(rows.load(LAYOUT), gl.zeros([WARPS, MMA_ROWS, DIM], rows.dtype, LAYOUT))[0]
     first, second = _for_scores(q, DIM)
     return gl.convert_layout(first, LEFT), gl.convert_layout(second, LEFT)
 
 
 @jit
 def _scores(q, keys):
-    """[WARPS, MEMBERS, KEYS]."""
+    """Scores [WARPS, MEMBERS, KEYS]."""
     DIM: gl.constexpr = keys.shape[2]
-    none = gl.zeros([WARPS, HELD, KEYS], gl.float32, MMA)
+    none = gl.zeros([WARPS, MMA_ROWS, KEYS], gl.float32, MMA)
     first, second = _for_scores(keys, DIM)
     first = mma_v2(q[0], gl.convert_layout(gl.permute(first, (0, 2, 1)), RIGHT), none)
     second = mma_v2(q[1], gl.convert_layout(gl.permute(second, (0, 2, 1)), RIGHT), none)
@@ -262,7 +262,7 @@ def _of_queries(scores):
 
 @jit
 def _weighed(out, weights, values):
-    """out [WARPS, DIM, MEMBERS] and the values weighed, in an order that `_in_order` undoes."""
+    """out [WARPS, DIM, MEMBERS] plus the weighted values, in an order that `_in_order` undoes."""
     DIM: gl.constexpr = values.shape[2]
     values = gl.permute(gl.reshape(values, (WARPS, KEYS, DIM // 64, 8, 4, 2)), (0, 2, 4, 5, 3, 1))
     values = gl.convert_layout(gl.reshape(values, (WARPS, DIM, KEYS)), LEFT)
@@ -271,7 +271,7 @@ def _weighed(out, weights, values):
 
 @jit
 def _in_order(out):
-    """[WARPS, members, DIM]."""
+    """Undo the element order of `_weighed`: [WARPS, members, DIM]."""
     DIM: gl.constexpr = out.shape[1]
     out = gl.permute(gl.reshape(out, (WARPS, DIM // 64, 4, 2, 8, out.shape[2])), (0, 5, 1, 4, 2, 3))
     return gl.reshape(out, (WARPS, out.shape[1], DIM))
@@ -279,23 +279,23 @@ def _in_order(out):
 
 @jit
 def _finite(top):
-    """What exponents are taken off: without a key yet there is nothing to scale, and no infinity may meet another."""
+    """`top`, or 0 where no key was seen, so that no infinity is subtracted from another."""
     return gl.where(top == -float("inf"), 0.0, top)
 
 
 @jit
 def _seen(q, ring, at, share, scale, dtype: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
-    """What each warp knows of its keys (Milakov and Gimelshein 2018): largest score, as a power of 2, and sum of exponentials,
-    [WARPS, MEMBERS], and the values weighted by them [WARPS, PIECE, MEMBERS]; nothing for members that the group has not."""
+    """Online softmax of each warp over its keys (Milakov and Gimelshein 2018): largest score (base 2) and sum of exponentials
+    [WARPS, MEMBERS], and the weighted values [WARPS, PIECE, MEMBERS]. Members past the group size are masked."""
     _head, _part, _parts, first, last, start = share
     TILE: gl.constexpr = slots_of_stage(DIM)
     out = gl.zeros([WARPS, PIECE, MEMBERS], gl.float32, MMA)
-    total = gl.sum(_of_queries(gl.zeros([WARPS, HELD, KEYS], gl.float32, MMA)), 2)
+    total = gl.sum(_of_queries(gl.zeros([WARPS, MMA_ROWS, KEYS], gl.float32, MMA)), 2)
     top = total - float("inf")
     keys = _keys(ring, at, first < last, dtype, DIM, STAGES)
     for begin in range(first, last, TILE):
         scores = _scores(q, keys) * scale
-        # What is multiplied next comes while scores are weighed.
+        # Operands of the next products are loaded while the softmax weights are computed.
         values = _values(ring, at + 1, dtype, DIM, STAGES)
         keys = _keys(ring, at + 2, begin + TILE < last, dtype, DIM, STAGES)
         stages_ended(ring, at, STAGES)
@@ -303,9 +303,9 @@ def _seen(q, ring, at, share, scale, dtype: gl.constexpr, GROUP: gl.constexpr, D
         member = gl.arange(0, MEMBERS, gl.SliceLayout(0, gl.SliceLayout(2, scores.type.layout)))[None, :, None]
         slot = _slots(begin, SLOTS, DIM)[:, None, :]
         scores = gl.where((slot >= start) & (slot < last) & (member < GROUP), scores, -float("inf"))
-        most = gl.maximum(top, gl.max(scores, 2))
-        old, weights = gl.exp2(top - _finite(most)), gl.exp2(scores - _finite(most)[:, :, None])
-        top, total = most, total * old + gl.sum(weights, 2)
+        new_top = gl.maximum(top, gl.max(scores, 2))
+        old, weights = gl.exp2(top - _finite(new_top)), gl.exp2(scores - _finite(new_top)[:, :, None])
+        top, total = new_top, total * old + gl.sum(weights, 2)
         out = out * gl.convert_layout(old, gl.SliceLayout(1, MMA))[:, None, :]
         if (begin < start) | (begin + TILE > last):
             values = _zeroed(values, begin, start, last, DIM)
@@ -316,8 +316,8 @@ def _seen(q, ring, at, share, scale, dtype: gl.constexpr, GROUP: gl.constexpr, D
 
 @jit
 def _over_warps(top, total, out, scratch, PADDED: gl.constexpr, DIM: gl.constexpr):
-    """What is known of all keys of a program: [PADDED], [PADDED], [PADDED, DIM]. scratch: memory to exchange values in; PADDED:
-    members that may have something."""
+    """Combine the warps of a program: [PADDED], [PADDED], [PADDED, DIM]. scratch: shared memory for the exchange. PADDED: group
+    size, rounded up to a power of two."""
     PIECES: gl.constexpr = DIM // PIECE
     top = gl.max(gl.reshape(top, (WARPS, MEMBERS // PADDED, PADDED)), 1)
     total = gl.sum(gl.reshape(total, (WARPS, MEMBERS // PADDED, PADDED)), 1)
@@ -330,7 +330,7 @@ def _over_warps(top, total, out, scratch, PADDED: gl.constexpr, DIM: gl.constexp
     gl.thread_barrier()
     exchange.store(gl.reshape(out, (WARPS // PIECES, PADDED, DIM)))
     gl.thread_barrier()
-    # Warps of the same keys know the same of them.
+    # Warps that share keys have the same maxima and sums.
     top, total = gl.split(gl.max(gl.reshape(both, (WARPS // PIECES, PIECES, PADDED, 2)), 1))
     SUMS: gl.constexpr = gl.SliceLayout(2, _across(DIM))
     return _joined(gl.convert_layout(top, SUMS), gl.convert_layout(total, SUMS), exchange.load(_across(DIM)))
@@ -338,20 +338,20 @@ def _over_warps(top, total, out, scratch, PADDED: gl.constexpr, DIM: gl.constexp
 
 @jit
 def _joined(top, total, out):
-    """Softmax over several sets of keys from what is known of each: [members], [members], [members, DIM]."""
-    most = gl.max(top, 0)
-    weight = gl.exp2(top - _finite(most)[None, :])
+    """Combine softmax results over several sets of keys: [members], [members], [members, DIM]."""
+    new_top = gl.max(top, 0)
+    weight = gl.exp2(top - _finite(new_top)[None, :])
     EACH: gl.constexpr = gl.SliceLayout(1, _flat(out.shape[2]))
     total = gl.convert_layout(gl.sum(total * weight, 0), EACH)
-    return gl.convert_layout(most, EACH), total, gl.sum(out * weight[:, :, None], 0)
+    return gl.convert_layout(new_top, EACH), total, gl.sum(out * weight[:, :, None], 0)
 
 
 @jit
 def _of_both(some, others):
-    """The same of two sets of keys."""
-    most = gl.maximum(some[0], others[0])
-    old, new = gl.exp2(some[0] - _finite(most)), gl.exp2(others[0] - _finite(most))
-    return most, some[1] * old + others[1] * new, some[2] * old[:, None] + others[2] * new[:, None]
+    """Combine softmax results over two sets of keys."""
+    new_top = gl.maximum(some[0], others[0])
+    old, new = gl.exp2(some[0] - _finite(new_top)), gl.exp2(others[0] - _finite(new_top))
+    return new_top, some[1] * old + others[1] * new, some[2] * old[:, None] + others[2] * new[:, None]
 
 
 @jit
@@ -369,8 +369,11 @@ def attention(
     NORMS: gl.constexpr,
     OFFSET: gl.constexpr,
 ):
-    """attended [query heads, size] of a layer, or the parts of it, and the newest key and value into the cache; stages taken since
-    the kernel began, of which there were `at` before. ahead: see asked_ahead; buffers: see layers_kernel."""
+    """Compute attended [query heads, size] of a layer, or this program's part of it, and write the new key and value to the cache.
+
+    at: ring stages since the kernel began; returns it after this attention. ahead: see attention_inputs; buffers: see
+    layers_kernel.
+    """
     share = ahead[0]
     if share[1] < share[2]:
         _attended(ahead, qkv_ptr, attended_ptr, buffers, ring, at, eps, scale, STAGES, SHAPE, NORMS, OFFSET)
@@ -392,7 +395,7 @@ def _attended(
     NORMS: gl.constexpr,
     OFFSET: gl.constexpr,
 ):
-    """A part of attention of a KV head's query heads; the first has the newest key, and writes it."""
+    """Attention of a KV head's query heads over one part of the keys. Part 0 includes the new key and writes it to the cache."""
     share, newest, angles, norm_ptrs = ahead
     head, part, parts = share[0], share[1], share[2]
     scratch = ring[3]
@@ -402,9 +405,9 @@ def _attended(
     GROUP: gl.constexpr = HEADS // SHAPE[1]
     PADDED: gl.constexpr = triton.next_power_of_2(GROUP)
     heads = _heads(qkv_ptr, head, norm_ptrs, angles, eps, SHAPE, NORMS, OFFSET)
-    # For the matrix unit without conflicts of banks, and row by row.
-    mixed = scratch._reinterpret(dtype, [1, HELD, DIM], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
-    rows = scratch._reinterpret(dtype, [2, HELD, DIM], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])).index(1)
+    # Two copies: `mixed` for the matrix unit without bank conflicts, `rows` for access by row.
+    mixed = scratch._reinterpret(dtype, [1, MMA_ROWS, DIM], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+    rows = scratch._reinterpret(dtype, [2, MMA_ROWS, DIM], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])).index(1)
     gl.thread_barrier()
     mixed.store(gl.expand_dims(heads, 0))
     rows.store(heads)
@@ -438,7 +441,7 @@ def _write(attended_ptr, out, total, GROUP: gl.constexpr):
 
 @jit
 def _part(attended_ptr, out, top, total, buffers, share, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """What a program knows of its keys for the others, and of all keys if it is the last to end."""
+    """Store a program's partial result. The last program of a KV head to arrive combines all parts."""
     DIM: gl.constexpr = out.shape[1]
     part_ptr, sums_ptr, arrivals_ptr, _counter_ptr = buffers
     head, part, parts = share[0], share[1], share[2]
@@ -466,7 +469,7 @@ def _together(
     PADDED: gl.constexpr,
     DIM: gl.constexpr,
 ):
-    """Attention of a KV head's query heads from what programs know; a thread has the same numbers of all parts."""
+    """Combine the parts of a KV head's query heads and store. A thread holds the same elements of all parts."""
     LAYOUT: gl.constexpr = _across(DIM)
     SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     member = gl.arange(0, PADDED, gl.SliceLayout(0, SUMS))[None, :]

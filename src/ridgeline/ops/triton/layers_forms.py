@@ -15,15 +15,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ridgeline.ops.triton import layers_integers
 from ridgeline.ops.triton.layers_integers import (
     code_blocks,
-    digits_held,
     fetch_integers,
     integer_elements,
     integer_product,
     integer_stages,
-    normed_digits_held,
     scale_blocks,
+    store_digits,
+    store_normed_digits,
 )
-from ridgeline.ops.triton.layers_products import elements, fetch_product, input_held, product
+from ridgeline.ops.triton.layers_products import elements, fetch_product, product, store_input
 from ridgeline.ops.triton.layers_table import PLACE, Layer, blocks, input_lines, places, pointer, rows_at_a_time, stages
 from ridgeline.ops.triton.shapes import PROCESSORS
 
@@ -32,7 +32,7 @@ from ridgeline.ops.triton.shapes import PROCESSORS
 def fetched(
     descs, layer_ptr, draw_ptr, ring, tickets, done, work, WHICH: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr
 ):
-    """Stream a program's share of weight WHICH of a layer. done: stages and tickets since the kernel began."""
+    """Producer: stream this program's share of weight WHICH of a layer. done: (stages, tickets) since the kernel began."""
     HALVES: gl.constexpr = 2 if WHICH == 2 else 1
     if FORM[0]:
         return fetch_integers(descs, layer_ptr, ring, done[0], work, WHICH, HALVES, STAGES, FORM), done[1]
@@ -51,30 +51,30 @@ def _elements(ptr, k, ring, LINES: gl.constexpr, FORM: gl.constexpr):
 
 @jit
 def gain_of(field_ptr, k, ring, dtype: gl.constexpr, LINES: gl.constexpr, OFFSET: gl.constexpr, FORM: gl.constexpr):
-    """A norm's gain [k], as `normed_taken` wants it."""
+    """Load a norm's gain [k] in the form that `normed_taken` needs."""
     SHIFT: gl.constexpr = 1.0 if OFFSET else 0.0
     return _elements(pointer(field_ptr, dtype), k, ring, LINES, FORM) + SHIFT
 
 
 @jit
 def taken(ptr, k, ring, LINES: gl.constexpr, FORM: gl.constexpr):
-    """Put a product's input [k] into shared memory; returns its scale."""
+    """Load a product's input [k] into shared memory; returns its scale."""
     x = _elements(ptr, k, ring, LINES, FORM)
     if FORM[0]:
-        return digits_held(x, ring, FORM)
+        return store_digits(x, ring, FORM)
     else:
-        return input_held(x, ring[3], ptr.dtype.element_ty, ring[0].dtype == gl.float8e4nv)
+        return store_input(x, ring[3], ptr.dtype.element_ty, ring[0].dtype == gl.float8e4nv)
 
 
 @jit
 def normed_taken(ptr, gain, k, ring, eps, LINES: gl.constexpr, FORM: gl.constexpr):
-    """`taken` of the norm of an input."""
+    """Load the norm of an input into shared memory; see `taken`."""
     x = _elements(ptr, k, ring, LINES, FORM)
     if FORM[0]:
-        return normed_digits_held(x, gain, ring, k, eps, FORM)
+        return store_normed_digits(x, gain, ring, k, eps, FORM)
     else:
         x = x * gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / k + eps) * gain
-        return input_held(x, ring[3], ptr.dtype.element_ty, ring[0].dtype == gl.float8e4nv)
+        return store_input(x, ring[3], ptr.dtype.element_ty, ring[0].dtype == gl.float8e4nv)
 
 
 @jit
@@ -94,7 +94,7 @@ def multiplied(
     FORM: gl.constexpr,
     BIASES: gl.constexpr,
 ):
-    """Multiply a program's share of weight WHICH of a layer with the input taken, and write. rows: of the weight."""
+    """Consumers: multiply this program's share of weight WHICH with the input in shared memory, and store. rows: of the weight."""
     FP8: gl.constexpr = ring[0].dtype == gl.float8e4nv
     ADD: gl.constexpr = WHICH == 1 or WHICH == 3
     KIND: gl.constexpr = ACTIVATION if WHICH == 2 else 0
@@ -113,8 +113,8 @@ def multiplied(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Weights of layers for the copy engine. rows: of each kind at a time. columns: of each layer, where its weights are, and
-    their scales: see layers_table."""
+    """TMA view of the weights of all layers. rows: weight rows per TMA box, by kind. columns: per layer, the places of its weights
+    and scales; see layers_table."""
 
     rows: tuple[int, ...]
     blocks: tuple[TensorDescriptor, ...]
@@ -142,12 +142,12 @@ def cut(layers: Sequence[Layer]) -> Cut:
 
 
 def stages_of(layer: Layer) -> int:
-    """STAGES of the kernel."""
-    most = max(input_lines(layer))
-    return integer_stages(layer, most, processors(layer.norms[0].device)) if layer.qkv.bits else stages(most)
+    """Number of ring stages of the kernel."""
+    max_lines = max(input_lines(layer))
+    return integer_stages(layer, max_lines, processors(layer.norms[0].device)) if layer.qkv.bits else stages(max_lines)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Programs of the kernel: they wait for each other, so each has a processor for itself."""
+    """Programs of the kernel. They synchronise with each other, so each must have an SM to itself."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS

@@ -1,7 +1,7 @@
-"""Attention in the kernel of all layers: who does which part of it, and how keys and values of many slots come through the ring.
+"""Division of attention among programs in the kernel of all layers, and the stream of cached keys and values through the ring.
 
-Keys of earlier tokens do not wait for this step's: the warp that streams weights brings a program's share of them between the
-weights before and behind attention, so that they lie in shared memory when queries are known.
+Cached keys do not depend on this step. The producer warp loads a program's share of them between the weights before and after
+attention, so that they are in shared memory when the queries are ready.
 """
 
 # mypy: allow-untyped-defs
@@ -19,13 +19,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ridgeline.ops.triton.layers_table import ALIGNED, CACHE, LINES_OF_STAGE, PAGES, WINDOW, next_stage, places
 
 MOST_PARTS = gl.constexpr(64)
-"""Programs that share the keys of a KV head, at most."""
-ALONE = gl.constexpr(128)
-"""Slots up to which one program takes all keys of a KV head: putting parts together costs more."""
+"""Maximum programs that share the keys of a KV head."""
+UNSPLIT_SLOTS = gl.constexpr(128)
+"""Number of slots up to which one program processes all keys of a KV head. Combining parts would cost more."""
 PIECE = gl.constexpr(64)
-"""Numbers of a head in a line of a stage."""
-LEAST_LINES = 8
-"""Of a page, with which a copy into a stage may begin."""
+"""Elements of a head in a line of a stage."""
+SMALLEST_LINES = 8
+"""Minimum lines of a page, because copies into a stage must start at a multiple of 8 lines."""
 
 
 @triton.constexpr_function
@@ -35,17 +35,17 @@ def slots_of_stage(DIM):
 
 @jit
 def share_of(length, window, SHAPE: gl.constexpr):
-    """Of this program: the KV head, which part of how many, slots from and to, and the first that is seen at all; slots count from
-    the start of a stage."""
+    """Share of this program: KV head, part index, number of parts, first and end slot, and the first visible slot. Shares start at
+    multiples of a stage's slots."""
     KV_HEADS: gl.constexpr = SHAPE[1]
     TILE: gl.constexpr = slots_of_stage(SHAPE[2])
-    # Of the slots the newest is this token's own, which no cache holds yet.
+    # The newest slot is this token's own. It is not in the cache yet.
     start = gl.where(window > 0, gl.maximum(length - window, 0), 0)
     begin = start // TILE * TILE
     slots = length - 1 - begin
     head, part = gl.program_id(0) % KV_HEADS, gl.program_id(0) // KV_HEADS
-    most = gl.minimum(gl.num_programs(0) // KV_HEADS, MOST_PARTS)
-    each = gl.cdiv(gl.cdiv(slots, gl.where(slots <= ALONE, 1, most)), TILE) * TILE
+    max_parts = gl.minimum(gl.num_programs(0) // KV_HEADS, MOST_PARTS)
+    each = gl.cdiv(gl.cdiv(slots, gl.where(slots <= UNSPLIT_SLOTS, 1, max_parts)), TILE) * TILE
     parts = gl.maximum(gl.cdiv(slots, gl.maximum(each, 1)), 1)
     first = begin + part * each
     last = gl.where(part < parts, gl.minimum(first + each, length - 1), 0)
@@ -59,7 +59,7 @@ def _slots_of_copy(DIM, PAGE_TOKENS):
 
 @jit
 def _pages(pages_ptr, first, last, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr):
-    """Pages of a stage's slots from `first` on; scratch for those from `last` on."""
+    """Pages of a stage's slots from `first` on. Slots from `last` on use page 0, which is scratch."""
     EACH: gl.constexpr = _slots_of_copy(DIM, PAGE_TOKENS)
     pages = ()
     for index in gl.static_range(slots_of_stage(DIM) // EACH):
@@ -69,8 +69,8 @@ def _pages(pages_ptr, first, last, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr)
 
 
 @jit
-def keys_asked(layer_ptr, token, SHAPE: gl.constexpr):
-    """Which keys of a layer this program's ring brings, and the first pages, which no program waits for yet."""
+def key_request_of(layer_ptr, token, SHAPE: gl.constexpr):
+    """The keys of a layer that this program's ring loads, with loads of the first page numbers in flight."""
     row, length, table_stride = token
     window = gl.load(layer_ptr + WINDOW).to(gl.int32)
     head, _part, _parts, first, last, _start = share_of(length, window, SHAPE)
@@ -81,7 +81,8 @@ def keys_asked(layer_ptr, token, SHAPE: gl.constexpr):
 
 @jit
 def fetch_keys(kv_desc, key_request, ring, at, SHAPE: gl.constexpr, STAGES: gl.constexpr):
-    """Stream a program's share of keys and values, in turns, see keys_asked; stages since the kernel began."""
+    """Producer: stream a program's share of keys and values in alternating stages, see key_request_of. Returns the number of stages
+    since the kernel began."""
     place, head, first, last, pages_ptr, pages = key_request
     KV_HEADS: gl.constexpr = SHAPE[1]
     DIM: gl.constexpr = SHAPE[2]
@@ -106,7 +107,8 @@ def fetch_keys(kv_desc, key_request, ring, at, SHAPE: gl.constexpr, STAGES: gl.c
 
 @jit
 def stage_taken(ring, at, real, layout: gl.constexpr, dtype: gl.constexpr, STAGES: gl.constexpr):
-    """Lines [LINES_OF_STAGE, PIECE] of a stage of keys or values, in registers; a stage that is not `real` is not waited for."""
+    """Load lines [LINES_OF_STAGE, PIECE] of a stage of keys or values into registers. A stage that is not `real` is not waited
+    for."""
     LINES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     stage = at % STAGES
     mbarrier.wait(ring[1].index(stage), at // STAGES & 1, pred=real)
@@ -116,19 +118,19 @@ def stage_taken(ring, at, real, layout: gl.constexpr, dtype: gl.constexpr, STAGE
 
 @jit
 def stages_ended(ring, at, STAGES: gl.constexpr):
-    """A stage and the next are free."""
+    """Release a stage and the one after it."""
     mbarrier.arrive(ring[2].index(at % STAGES), count=1)
     mbarrier.arrive(ring[2].index((at + 1) % STAGES), count=1)
 
 
 def streamable(caches: Sequence[torch.Tensor]) -> bool:
-    """Whether the copy engine can bring keys from caches [pages, 2, heads, tokens, dim] of the same strides: pages are of a power
-    of two slots, and one behind the other in 16 bytes."""
+    """Whether TMA can load keys from caches [pages, 2, heads, tokens, dim] of equal strides: the slots of a page are a power of
+    two, and pages are contiguous and aligned to 16 bytes."""
     where, (_, _, heads, tokens, dim) = places(caches), caches[0].shape
     return (
         where.lowest.stride()[1:] == (heads * tokens * dim, tokens * dim, dim, 1)
         and tokens & (tokens - 1) == 0
-        and tokens * dim >= LEAST_LINES * PIECE.value
+        and tokens * dim >= SMALLEST_LINES * PIECE.value
         and where.lowest.stride(0) * where.lowest.element_size() % ALIGNED == 0
         and (where.step | where.lowest.data_ptr()) % ALIGNED == 0
         and max(where.places) < 1 << 31
@@ -136,8 +138,8 @@ def streamable(caches: Sequence[torch.Tensor]) -> bool:
 
 
 def key_blocks(caches: Sequence[torch.Tensor]) -> tuple[TensorDescriptor, tuple[int, ...]]:
-    """Caches [pages, 2, heads, tokens, dim] for the copy engine, as [place, pages, kinds and heads, lines, PIECE]; the place of
-    each."""
+    """TMA descriptor of caches [pages, 2, heads, tokens, dim] as [place, pages, kinds and heads, lines, PIECE], and each cache's
+    place."""
     where = places(caches)
     pages, _, heads, tokens, dim = where.lowest.shape
     shape = [max(where.places) + 1, pages, 2 * heads, tokens * dim // PIECE.value, PIECE.value]

@@ -1,7 +1,7 @@
-"""Products of one token with weights that stream through a ring in shared memory: the weights' way there, and the products.
+"""Products of one token in the kernel of all layers, with weights that stream through a ring in shared memory.
 
-A program draws groups of rows, since processors read at different speeds: those that share their way to memory with fewer
-others take a quarter more.
+Programs draw groups of rows dynamically, because SMs read at different speeds: SMs that share their path to memory with fewer
+others process a quarter more.
 """
 
 # mypy: allow-untyped-defs
@@ -21,12 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ridgeline.ops.triton.layers_table import BIAS_AT, LINES_OF_STAGE, SCALE, gated, next_stage, pointer
 
 TICKETS = gl.constexpr(16)
-"""Groups of rows that a program may have drawn and not yet multiplied: as many as the ring has stages, and more."""
+"""Maximum groups of rows that a program has drawn and not yet multiplied; more than the ring has stages."""
 
 
 @jit
 def ticket_slots():
-    """Memory for the tickets that a program has drawn: groups of rows, and whether a slot is full, or free."""
+    """Allocate the queue of drawn tickets: groups of rows, and barriers for full and free slots."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     slots = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], BARRIER)
@@ -39,7 +39,7 @@ def ticket_slots():
 
 @jit
 def _hand_on(tickets, drawn, group):
-    """Tell those who multiply which group of rows comes next."""
+    """Producer: pass the next group of rows to the consumers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slots, full, free = tickets
     slot = drawn % TICKETS
@@ -67,8 +67,8 @@ def _drawn(draw_ptr, draws_per_launch):
 
 @jit
 def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """Draw groups of rows of one weight and stream them. done: stages and tickets since the kernel began. HALVES: 2 for gate and
-    up, whose rows come in turns. Each program draws one ticket too many, so that all launches draw as many."""
+    """Producer: draw groups of rows of one weight and stream them. done: (stages, tickets) since the kernel began. HALVES: 2 for
+    gate and up, whose rows alternate. Each program draws one ticket past the end, so that all launches draw the same number."""
     groups, chunks, apart = work
     at, drawn = done
     ROWS: gl.constexpr = w_desc.block_shape[1]
@@ -91,7 +91,7 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
 
 @jit
 def elements(ptr, k, LINES: gl.constexpr, PIECE: gl.constexpr):
-    """A vector [k] as [LINES, PIECE] in float32, past the processor's own cache: other programs write while this one runs."""
+    """Load a vector [k] as [LINES, PIECE] in float32. The loads bypass L1, because other programs write while this one runs."""
     THREADS: gl.constexpr = PIECE // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [8, 1], [1, 0])
     line = gl.arange(0, LINES, gl.SliceLayout(1, LAYOUT))
@@ -100,8 +100,8 @@ def elements(ptr, k, LINES: gl.constexpr, PIECE: gl.constexpr):
 
 
 @jit
-def input_held(x, shared_input, dtype: gl.constexpr, FP8: gl.constexpr):
-    """Put a product's input into shared memory, rounded as the weights want it; returns its scale."""
+def store_input(x, shared_input, dtype: gl.constexpr, FP8: gl.constexpr):
+    """Store a product's input in shared memory, rounded to the weights' dtype; returns its scale."""
     scale = 1.0
     x = x.to(dtype)
     if FP8:
@@ -119,10 +119,10 @@ def input_held(x, shared_input, dtype: gl.constexpr, FP8: gl.constexpr):
 
 @jit
 def _rows_of(ring, at, chunks, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    """Products of the next ROWS rows of a weight with the input, [ROWS]; `at` afterwards.
+    """Products of the next ROWS rows of a weight with the input, [ROWS]; and `at` afterwards.
 
-    Line r * PIECES + p of a stage is piece p of row r, and column j of the other side piece j of the input: what counts are
-    the sums where p is j.
+    Line r * PIECES + p of a stage is piece p of row r, and column j of the right operand is piece j of the input. Only the sums
+    with p = j count.
     """
     weights, full, free, shared_input = ring
     NUMBER: gl.constexpr = weights.dtype.primitive_bitwidth // 8
@@ -155,8 +155,8 @@ def _sums(ROWS, NUMBER):
 
 
 @jit
-def _own_rows(ROWS: gl.constexpr, NUMBER: gl.constexpr):
-    """0 .. ROWS - 1 as _rows_of lays its results out."""
+def _result_rows(ROWS: gl.constexpr, NUMBER: gl.constexpr):
+    """0 .. ROWS - 1 in the layout of _rows_of's result."""
     PIECES: gl.constexpr = LINES_OF_STAGE // ROWS
     line = gl.arange(0, LINES_OF_STAGE, gl.SliceLayout(1, _sums(ROWS, NUMBER)))
     return gl.max(gl.reshape(line // PIECES, (ROWS, PIECES)), 1)
@@ -164,7 +164,7 @@ def _own_rows(ROWS: gl.constexpr, NUMBER: gl.constexpr):
 
 @jit
 def _facts(ptr, scale_ptr, bias_ptr, row, rows, ADD: gl.constexpr, FP8: gl.constexpr, BIAS: gl.constexpr):
-    """What joins a product's rows: what stands there, their scales and biases; loads that nothing waits for yet."""
+    """Issue loads of residuals, scales and biases of a product's rows."""
     before, scales, biases = gl.zeros_like(row), gl.zeros_like(row), gl.zeros_like(row)
     if ADD:
         before = gl.load(ptr + row, mask=row < rows, other=0.0, cache_modifier=".cg")
@@ -205,14 +205,14 @@ def product(
     FP8: gl.constexpr,
     BIASES: gl.constexpr,
 ):
-    """Multiply a program's share of weight WHICH of a layer with the input, and write. rows: of the weight."""
+    """Consumers: multiply this program's share of weight WHICH with the input, and store. rows: rows of the weight."""
     groups, chunks, apart = work
     at, drawn = done
     BIAS: gl.constexpr = (BIASES >> WHICH) & 1
     GATED: gl.constexpr = KIND != 0
     scale_ptr = pointer(layer_ptr + SCALE + WHICH, gl.float32)
     bias_ptr = pointer(layer_ptr + BIAS_AT + WHICH, out_ptr.dtype.element_ty)
-    local_row = _own_rows(ROWS, ring[0].dtype.primitive_bitwidth // 8)
+    local_row = _result_rows(ROWS, ring[0].dtype.primitive_bitwidth // 8)
     group, drawn = _handed_on(tickets, drawn)
     while group < groups:
         row = group * ROWS + local_row

@@ -1,4 +1,4 @@
-"""Tables and weight descriptors of the kernel that runs all layers, and the helpers that all weight formats share."""
+"""Layer table and weight descriptors of the kernel of all layers, and helpers common to all weight formats."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -21,19 +21,19 @@ LINES_OF_STAGE = gl.constexpr(128)
 STAGE = 16384
 """Bytes of a stage."""
 MEMORY = 225 << 10
-"""Bytes of shared memory for the ring and for a product's input, or for the values that warps exchange in attention."""
+"""Bytes of shared memory for the ring and for a product's input, or for the attention exchange between warps."""
 IN_FLIGHT = gl.constexpr(3)
-"""Stages that a program waits for at a time. More bring no more bytes, but all else that is read (inputs, keys, who has arrived)
-queues behind them: of 12 stages for 6 microseconds."""
-LEAST_STAGES = 4
-"""Fewest stages of a group of rows."""
+"""Stages that a program has in flight. More stages do not increase bandwidth, but other reads (inputs, keys, barrier counters)
+queue behind them. The ring has 12 stages for 6 microseconds."""
+SMALLEST_STAGES = 4
+"""Minimum stages of a group of rows."""
 ALIGNED = 16
-"""Alignment of addresses for the copy engine, in bytes."""
+"""Alignment of addresses for TMA, in bytes."""
 
-# What a layer has in the table, int64. Places of its weights in their descriptors, qkv, out, gate/up, down; pointers to their
-# scales, or places of these where groups have some; pointers to biases, to the norms before attention and feed-forward, of queries
-# and keys, the rotary table, the cache and the page table; the place of its slot; its window, 0: none; the cache's place in its
-# descriptor.
+# Fields of a layer in the table, int64. PLACE: places of its weights in their descriptors (qkv, out, gate/up, down). SCALE:
+# pointers to their scales, or places of group scales. BIAS_AT: pointers to biases. NORM: pointers to the norms before attention and
+# feed-forward. HEAD_NORM: pointers to the norms of queries and keys. COS_SIN: rotary table. KV: cache. PAGES: page table. SLOT:
+# index of its slot. WINDOW: 0 without one. CACHE: the cache's place in its descriptor.
 PLACE, SCALE, BIAS_AT = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8)
 NORM, HEAD_NORM, COS_SIN, KV, PAGES, SLOT, WINDOW = (gl.constexpr(field) for field in (12, 14, 16, 17, 18, 19, 20))
 CACHE, FIELDS = gl.constexpr(21), gl.constexpr(22)
@@ -47,9 +47,9 @@ def pointer(field_ptr, dtype: gl.constexpr):
 
 @jit
 def next_stage(ring, at, BYTES: gl.constexpr, STAGES: gl.constexpr):
-    """The stage that comes next, free, and told to expect BYTES. at: stages since the kernel began."""
+    """Wait for the next stage to be free, and set the byte count that its barrier expects. at: stages since the kernel began."""
     weights, full, free = ring[0], ring[1], ring[2]
-    # With half the bytes to read, programs meet twice as often: what is read then counts more than a stream without gaps.
+    # fp8 weights have half the bytes, so grid barriers are twice as frequent and their reads matter more than a gapless stream.
     WAITED: gl.constexpr = IN_FLIGHT - 1 if weights.dtype == gl.float8e4nv else IN_FLIGHT
     stage = at % STAGES
     mbarrier.wait(free.index(stage), (at // STAGES & 1) ^ 1)
@@ -62,7 +62,7 @@ def next_stage(ring, at, BYTES: gl.constexpr, STAGES: gl.constexpr):
 
 @jit
 def gated(gate, up, KIND: gl.constexpr):
-    """act(gate) * up: activation.gated, which this language cannot call."""
+    """act(gate) * up, as activation.gated, which Gluon kernels cannot call."""
     inner = gate
     if KIND == 2:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -71,8 +71,8 @@ def gated(gate, up, KIND: gl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A weight for the kernel: values [rows, k], of 16 bits or e4m3 with scales float32 [rows], or codes of `bits` bits, int8
-    [rows, k * bits / 8], with scales float16 [rows, groups]; bias [rows]."""
+    """A weight of the kernel: values [rows, k] of 16 bits, or e4m3 with scales float32 [rows], or int8 [rows, k * bits / 8] of
+    codes with scales float16 [rows, groups]; bias [rows]."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
@@ -85,13 +85,13 @@ class Weights:
 
     @property
     def grouped(self) -> bool:
-        """Whether groups of inputs have scales."""
+        """Whether a row has several scales, one per group of inputs."""
         return self.bits > 0 and self.scales is not None and self.scales.shape[1] > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer, all of its weights in one number format; norms [model]: before attention and before feed-forward."""
+    """A decoder layer with all weights in one number format. norms [model]: before attention and before feed-forward."""
 
     norms: tuple[torch.Tensor, torch.Tensor]
     qkv: Weights
@@ -108,8 +108,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Matrices alike wherever they lie, for one descriptor: the lowest of them, bytes from one place to the next, and the place of
-    each."""
+    """Matrices of one shape at arbitrary addresses, for one descriptor: the one at the lowest address, bytes from one place to the
+    next, and the place of each matrix."""
 
     lowest: torch.Tensor
     step: int
@@ -125,13 +125,13 @@ def places(matrices: Sequence[torch.Tensor]) -> Places:
 
 
 def rows_at_a_time(values: torch.Tensor, halves: int) -> int:
-    """Rows of a weight in a group: few, so that all programs end a product together, but of LEAST_STAGES."""
+    """Rows of a weight per group: few, so that all programs end a product together, but enough for SMALLEST_STAGES stages."""
     row = halves * values.shape[1] * values.element_size()
-    return next((rows for rows in (4, 8) if rows * row >= LEAST_STAGES * STAGE), 16)
+    return next((rows for rows in (4, 8) if rows * row >= SMALLEST_STAGES * STAGE), 16)
 
 
 def blocks(where: Places, rows: int) -> TensorDescriptor:
-    """Matrices [rows, k] for the copy engine, as [place, rows, pieces of 128 bytes, piece]: places overlap."""
+    """TMA descriptor of matrices [rows, k] as [place, rows, pieces of 128 bytes, piece]. Places overlap in memory."""
     values, size = where.lowest, where.lowest.element_size()
     piece = 128 // size
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4)
@@ -141,8 +141,8 @@ def blocks(where: Places, rows: int) -> TensorDescriptor:
 
 
 def reachable(matrices: Sequence[torch.Tensor], piece: int = 128) -> bool:
-    """Whether one descriptor can address them: rows of whole pieces of bytes, one behind the other, places in multiples of ALIGNED
-    bytes and in 31 bits."""
+    """Whether one descriptor can address the matrices: contiguous, rows of complete pieces of bytes, places that are multiples of
+    ALIGNED bytes and fit into 31 bits."""
     if not all(matrix.is_contiguous() for matrix in matrices):
         return False
     where = places(matrices)
@@ -151,25 +151,26 @@ def reachable(matrices: Sequence[torch.Tensor], piece: int = 128) -> bool:
 
 
 def lines(k: int, values: torch.Tensor) -> int:
-    """Lines of 128 bytes that hold k inputs, of the type of `values`, in shared memory: a power of two."""
+    """Lines of 128 bytes in shared memory for k inputs of the dtype of `values`: a power of two."""
     return max(32, triton.next_power_of_2(triton.cdiv(k * values.element_size(), 128)))
 
 
 def input_lines(layer: Layer) -> tuple[int, ...]:
-    """LINES of the kernel."""
+    """The kernel's LINES."""
     heads, model, features = (lines(weights.inputs, weights.values) for weights in (layer.out, layer.qkv, layer.down))
-    # What warps know of values in float32, and before that two copies of 16 heads. A line of integers has two digits of each input.
+    # For attention: partial results of warps in float32, before that two copies of 16 heads. Integer lines hold two digits per
+    # input.
     group = triton.next_power_of_2(layer.shape.n_heads // layer.shape.n_kv_heads)
     return heads, model, features, max(16 * group, layer.shape.head_dim // 2) // (2 if layer.qkv.bits else 1)
 
 
-def stages(most: int) -> int:
-    """Stages of the ring beside `most` lines."""
-    return (MEMORY - most * 128) // STAGE
+def stages(max_lines: int) -> int:
+    """Ring stages that fit beside `max_lines` lines."""
+    return (MEMORY - max_lines * 128) // STAGE
 
 
 def fields(layer: Layer) -> list[int]:
-    """Biases, norms and rotary table of a layer, as in the table; 0: none."""
+    """Table fields of a layer from BIAS_AT to COS_SIN; 0: none."""
     tensors = [weights.bias for weights in layer.weights]
     tensors += [*layer.norms, layer.shape.q_norm, layer.shape.k_norm, layer.shape.cos_sin]
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""RMS norm: one program per token, statistics in float32; and the same onto a stream."""
+"""RMS norm with one program per token and float32 statistics, optionally added to the residual stream."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -23,7 +23,8 @@ def _norm_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ADD: out holds the stream, which the norm joins once it is rounded."""
+    """RMS norm of x [T, size] to out [T, size], one token per program. ADD: the norm is rounded and then added to out, which holds
+    the residual stream."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -46,7 +47,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
 
 
 def norm_add(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, stream: torch.Tensor) -> torch.Tensor:
-    """See TokenwiseOps.norm_add; the result takes the stream's memory."""
+    """See TokenwiseOps.norm_add; the result is written to the stream's memory."""
     return _normed(x, weight, eps, offset, stream.contiguous())
 
 

@@ -17,7 +17,7 @@ from ridgeline.ops.triton.layers_table import ALIGNED, Layer, Weights, reachable
 
 FEWEST_STAGES = 6
 """Fewest stages of the ring. If the inputs of a layer leave memory for fewer stages, layers run one by one."""
-LEAST_BYTES: dict[type, int] = {torch.Tensor: 64 << 20, Fp8Matrix: 48 << 20, IntMatrix: 7 << 20}
+SMALLEST_BYTES: dict[type, int] = {torch.Tensor: 64 << 20, Fp8Matrix: 48 << 20, IntMatrix: 7 << 20}
 """Fewest bytes of a layer's weights, by form. Below, the grid barriers between products cost more than the kernel saves, or the
 size is not measured."""
 HEAD_DIMS = (64, 128, 256)
@@ -31,7 +31,7 @@ def knows(parts: Sequence[LayerParts]) -> bool:
     dtype, form, shape = first.attention_norm.dtype, type(first.qkv.packed), first.shape
     return (
         dtype in (torch.bfloat16, torch.float16)
-        and form in LEAST_BYTES
+        and form in SMALLEST_BYTES
         and all(_known(matrix) for layer in parts for matrix in _matrices(layer))
         and all(norm.dtype == dtype for layer in parts for norm in _norms(layer))
         and all(vector.data_ptr() % ALIGNED == 0 for layer in parts for vector in _vectors(layer))
@@ -39,7 +39,7 @@ def knows(parts: Sequence[LayerParts]) -> bool:
         and shape.n_heads // shape.n_kv_heads <= LARGEST_GROUP
         and len({_form(layer) for layer in parts}) == 1
         and len({_number(matrix) for matrix in _matrices(first)}) == 1
-        and sum(_bytes(matrix) for matrix in _matrices(first)) >= LEAST_BYTES[form]
+        and sum(_bytes(matrix) for matrix in _matrices(first)) >= SMALLEST_BYTES[form]
         and stages_of(_layer(first)) >= FEWEST_STAGES
         and all(_streams(kind) for kind in zip(*(_matrices(layer) for layer in parts), strict=True))
     )
@@ -121,12 +121,12 @@ def _weights(matrix: Matrix) -> Weights:
     if isinstance(packed, Fp8Matrix):
         return Weights(packed.values, packed.scales, matrix.bias)
     if isinstance(packed, IntMatrix):
-        return Weights(packed.codes.view(torch.int8), _whole(packed.scales), matrix.bias, packed.bits)
+        return Weights(packed.codes.view(torch.int8), _padded(packed.scales), matrix.bias, packed.bits)
     assert isinstance(packed, torch.Tensor)
     return Weights(packed, None, matrix.bias)
 
 
-def _whole(scales: torch.Tensor) -> torch.Tensor:
+def _padded(scales: torch.Tensor) -> torch.Tensor:
     """Scales of groups with rows padded with zeros to multiples of ALIGNED bytes. Copies if padding is needed."""
     groups = scales.shape[1]
     return F.pad(scales, (0, -groups % (ALIGNED // scales.element_size()))) if groups > 1 else scales

@@ -1,4 +1,5 @@
-// What kernels of pairs of programs share: a pair fetches what both multiply once (multicast). Behind this text stands a kernel's own.
+// Common parts of kernels that run as clusters of two programs: loads of shared operands use TMA multicast. A kernel's source
+// follows.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -8,7 +9,7 @@ constexpr u32 PAIR = 2;
 
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Barriers of shared memory (PTX ISA, mbarrier).
+// Barriers in shared memory (PTX ISA, mbarrier).
 __device__ __forceinline__ void init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -21,7 +22,7 @@ __device__ __forceinline__ void await(u32 barrier, u32 parity) {
       "r"(parity)
       : "memory");
 }
-// Without a scope: with the cluster's, a fence of the whole device stands before it.
+// No scope is given: with cluster scope the compiler would insert a device-wide fence before it.
 __device__ __forceinline__ void release(u32 barrier, u32 program) {
   asm volatile(
       "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier),
@@ -33,7 +34,7 @@ __device__ __forceinline__ void sync_cluster() {
 }
 __device__ __forceinline__ void sync_group(u32 group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 
-// The copy engine; what lies outside a matrix reads as zeros and is not written.
+// TMA copies. Elements outside a matrix read as zeros and are not written.
 __device__ __forceinline__ void load(u32 to, const TensorMap* from, u32 barrier, u32 column, u32 row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
@@ -52,8 +53,9 @@ __device__ __forceinline__ void store(const TensorMap* to, u32 from, u32 column,
                "r"(column), "r"(row)
                : "memory");
 }
-// Rows of 128 bytes, swizzled, as wgmma is told of them: eight take 1,024 bytes. apart: bytes to the next 64 columns where the sum
-// is over rows. The mask: in a cluster an address also says whose memory it is, in bits that wgmma would take for other things.
+// wgmma matrix descriptor of rows of 128 bytes with 128-byte swizzle; eight rows take 1,024 bytes. apart: bytes to the next 64
+// columns if the sum runs over rows. The mask removes the bits of a cluster address that identify the program, which wgmma would
+// interpret otherwise.
 __device__ __forceinline__ u64 matrix(u32 address, u32 apart = 16) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)(apart >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -62,7 +64,7 @@ __device__ __forceinline__ u32 pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
-// As activation.py's, to the bit.
+// Bitwise equal to activation.py's.
 __device__ __forceinline__ float sigmoid(float x) {
   float s;
   asm("{\n.reg .f32 t;\nmul.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.f32 t, t, 0f3F800000;\n"
@@ -75,7 +77,8 @@ __device__ __forceinline__ float sigmoid(float x) {
 struct Place {
   u32 token, feature;
 };
-// Clusters take tiles side by side: all features of a group of tokens, whose inputs stay in the L2 cache, before the next group.
+// Order of tiles: clusters take adjacent tiles, all features of a group of tokens before the next group, so that the group's inputs
+// stay in L2.
 template <u32 TOKENS, u32 WIDTH>
 struct Walk {
   u32 pairs, wide, group;

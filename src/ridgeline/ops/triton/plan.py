@@ -1,4 +1,4 @@
-"""Who computes what in decoding: a device kernel that turns lengths into equal units of work."""
+"""Plan of decode attention: a device kernel that divides rows of different lengths into work units of equal size (split-KV)."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -9,17 +9,17 @@ import triton.language as tl
 from ridgeline.ops.triton.launch import await_inputs
 
 UNIT_FIELDS = 9
-"""All that a program of the split kernel asks before it reads keys, in one look-up: device row (-1: nothing to do), first
-slot and end of its run; its row's first query token, query tokens, slots held, first unit, units, and index in the step."""
+"""Fields of a work unit: device row (-1: no work), first slot and end of its part; first query token of its row, query tokens,
+slots held, first unit of the row, number of its units, and its index in the step."""
 FINER_RUNS = tl.constexpr(8)
-"""Shorter runs tried where they might fit too."""
+"""Number of shorter part lengths that are tried."""
 IDLE = tl.constexpr(128)
-"""Units without work that a program of the plan marks at a time."""
+"""Empty units that a program marks per iteration."""
 
 
 @triton.jit
 def load_unit(units_ptr, units, unit):
-    """The UNIT_FIELDS of a unit, from L2: see walk."""
+    """Load the UNIT_FIELDS of a unit from L2 (.cg); see walk._await_unit."""
     at = units_ptr + unit
     row = tl.load(at, cache_modifier=".cg")
     begin = tl.load(at + units, cache_modifier=".cg")
@@ -35,12 +35,12 @@ def load_unit(units_ptr, units, unit):
 
 @triton.jit
 def _run(span, units, spare, smallest, tile: tl.constexpr, FINER: tl.constexpr):
-    """Slots of a run, a multiple of `tile`, so that rows of `span` slots [ROWS] make at most `units` runs."""
+    """Slots of a part, a multiple of `tile`, such that rows of `span` slots [ROWS] make at most `units` parts."""
     total = tl.sum(span.to(tl.int64), 0)
     run = tl.maximum((total + spare - 1) // spare, smallest).to(tl.int32)
     run = (run + tile - 1) // tile * tile
     if FINER:
-        # That is short enough even if every row ends with a run of one slot; most end with more.
+        # `run` fits even if the last part of every row holds a single slot. Most hold more, so shorter parts may fit too.
         for step in tl.static_range(1, FINER_RUNS + 1):
             available = spare + (units - spare) * step // FINER_RUNS
             shorter = tl.maximum((total + available - 1) // available, smallest).to(tl.int32)
@@ -52,7 +52,7 @@ def _run(span, units, spare, smallest, tile: tl.constexpr, FINER: tl.constexpr):
 
 @triton.jit
 def _spans(q_start_ptr, length_ptr, row, rows, group, small, window: tl.constexpr, tile: tl.constexpr):
-    """Of rows: first query token, query tokens, slots held, first slot that is read, slots of the split kernel's to read."""
+    """Per row: first query token, query tokens, slots held, first slot read, slots that the split kernel reads."""
     real = row < rows
     first_query = tl.load(q_start_ptr + row, mask=real, other=0)
     n = tl.load(q_start_ptr + row + 1, mask=real, other=0) - first_query
@@ -66,10 +66,10 @@ def _spans(q_start_ptr, length_ptr, row, rows, group, small, window: tl.constexp
 
 @triton.jit
 def _parts(span, run, tile: tl.constexpr, FINER: tl.constexpr):
-    """Runs of rows of `span` slots, and slots of each but the last, about `run` of them."""
+    """Per row of `span` slots: number of parts, and slots of each part but the last, about `run`."""
     count = tl.maximum((span + (run - 1 if FINER else run // 2)) // run, 1)
-    own_run = ((span + count - 1) // count + tile - 1) // tile * tile
-    return tl.where(span > 0, (span + own_run - 1) // tl.maximum(own_run, 1), 0), own_run
+    row_run = ((span + count - 1) // count + tile - 1) // tile * tile
+    return tl.where(span > 0, (span + row_run - 1) // tl.maximum(row_run, 1), 0), row_run
 
 
 @triton.jit(do_not_specialize=["rows", "units", "spare", "group", "small", "smallest"])
@@ -94,16 +94,17 @@ def plan_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cut rows with at most `small` packed queries along their slots into runs of about a common length, multiples of `tile`
-    and about `smallest` at least, such that all runs fit into rows + spare units; FINER: into as many of them as that allows.
-    The runs of a row are alike but for its last. Unless FINER, a row is cut from one and a half runs on: a few slots more make
-    no program late, and each part costs a program and its share in putting them together.
+    """Divide rows of at most `small` packed queries along their slots into parts of about equal length.
 
-    Rows of the longest runs come first (Graham 1969): programs start in the order of their units, and what starts last
-    should end soon. Each program of the plan hands out BLOCK rows.
+    Part lengths are multiples of `tile` and about `smallest` or more. All parts fit into rows + spare units. FINER: use as many
+    units as that allows. The parts of a row have equal length except the last. Without FINER a row is divided from 1.5 part lengths
+    on: a few more slots do not delay the step, whereas each part costs a program and a share of the combination.
 
-    units: int32 [UNIT_FIELDS, units]. per_row: int32 [2, rows], first unit and number of units. arrivals: int32 [rows,
-    kv_heads], set to zero.
+    Rows with the longest parts come first, because programs start in unit order and the last to start should be short (longest
+    processing time first, Graham 1969). Each program plans BLOCK rows.
+
+    units: int32 [UNIT_FIELDS, units]. per_row: int32 [2, rows], first unit and number of units. arrivals: int32 [rows, kv_heads],
+    set to zero.
     """
     await_inputs(PDL)
     row = tl.arange(0, ROWS)
@@ -125,8 +126,8 @@ def plan_kernel(
     for head in tl.static_range(kv_heads):
         tl.store(arrivals_ptr + block_row * kv_heads + head, tl.zeros((BLOCK,), tl.int32), mask=inside)
     device_row = tl.load(rows_ptr + block_row, mask=inside, other=0)
-    most, part = tl.max(count, 0), 0
-    while part < most:
+    max_parts, part = tl.max(count, 0), 0
+    while part < max_parts:
         here = part < count
         at = units_ptr + first + part
         slot = low + part * block_run

@@ -1,4 +1,4 @@
-"""Per-head norms, rotary embedding and the write into the paged cache, fused: the projection is read once."""
+"""Fused per-head RMS norms, rotary embedding and write to the paged KV cache. The QKV projection is read once."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -12,22 +12,25 @@ from ridgeline.ops.table import QkvShape
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
 MANY_TOKENS = 512
-"""From here on tokens alone fill a GPU: a program takes all heads of one. Below, KV head by KV head."""
+"""Token count from which tokens alone fill a GPU: a program then processes all heads of a token. Below, it processes one KV
+head."""
 LARGEST_TILE = 2048
-"""Elements of queries that a program of many tokens holds at a time."""
+"""Query elements that a program holds at a time with many tokens."""
 
 
 @triton.jit
-def _load(source, head, at, real, half: tl.constexpr, head_dim: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
-    """The two halves [heads, HALF] that turn into each other, and the rest [heads, REST] (REST 0: nothing) of a tile of
-    heads, in float32."""
+def _load(
+    source, head, at, real, half: tl.constexpr, head_dim: tl.constexpr, HALF: tl.constexpr, UNROTATED: tl.constexpr
+):
+    """Load a tile of heads in float32: the two halves [heads, HALF] that rotary embedding combines, and the unrotated dimensions
+    [heads, TAIL] (TAIL 0: none)."""
     lines = source + head[:, None] * head_dim
     tile = real[:, None] & (at < half)[None, :]
     first = tl.load(lines + at[None, :], mask=tile, other=0.0).to(tl.float32)
     second = tl.load(lines + half + at[None, :], mask=tile, other=0.0).to(tl.float32)
     unrotated = first
-    if REST:
-        behind = 2 * half + tl.arange(0, REST)
+    if UNROTATED:
+        behind = 2 * half + tl.arange(0, UNROTATED)
         unrotated = tl.load(lines + behind[None, :], mask=real[:, None] & (behind < head_dim)[None, :], other=0.0)
         unrotated = unrotated.to(tl.float32)
     return first, second, unrotated
@@ -48,19 +51,21 @@ def _norm(
     at,
     half: tl.constexpr,
     head_dim: tl.constexpr,
-    REST: tl.constexpr,
+    UNROTATED: tl.constexpr,
     OFFSET: tl.constexpr,
     element: tl.constexpr,
 ):
-    """RMS norm of each head, rounded to the model's dtype before it turns, as in the reference."""
+    """RMS norm of each head, rounded to the model's dtype before the rotary embedding, as in the reference."""
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-    if REST:
+    if UNROTATED:
         squares += tl.sum(unrotated * unrotated, 1)
     scale = tl.rsqrt(squares / head_dim + eps)[:, None]
     first = first * scale * _weights(norm_ptr, at, half, OFFSET)
     second = second * scale * _weights(norm_ptr + half, at, half, OFFSET)
-    if REST:
-        unrotated = unrotated * scale * _weights(norm_ptr + 2 * half, tl.arange(0, REST), head_dim - 2 * half, OFFSET)
+    if UNROTATED:
+        unrotated = (
+            unrotated * scale * _weights(norm_ptr + 2 * half, tl.arange(0, UNROTATED), head_dim - 2 * half, OFFSET)
+        )
     return first.to(element).to(tl.float32), second.to(element).to(tl.float32), unrotated
 
 
@@ -76,16 +81,16 @@ def _store(
     unrotated,
     half: tl.constexpr,
     head_dim: tl.constexpr,
-    REST: tl.constexpr,
+    UNROTATED: tl.constexpr,
 ):
-    """Write a tile of heads, `stride` elements from one to the next."""
+    """Store a tile of heads, `stride` elements apart."""
     element: tl.constexpr = target.dtype.element_ty
     lines = target + head[:, None] * stride
     tile = real[:, None] & (at < half)[None, :]
     tl.store(lines + at[None, :], first.to(element), mask=tile)
     tl.store(lines + half + at[None, :], second.to(element), mask=tile)
-    if REST:
-        behind = 2 * half + tl.arange(0, REST)
+    if UNROTATED:
+        behind = 2 * half + tl.arange(0, UNROTATED)
         tl.store(lines + behind[None, :], unrotated.to(element), mask=real[:, None] & (behind < head_dim)[None, :])
 
 
@@ -115,11 +120,12 @@ def _qkv_kernel(
     HEADS: tl.constexpr,
     KV_TILE: tl.constexpr,
     HALF: tl.constexpr,
-    REST: tl.constexpr,
+    UNROTATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, KV_HEADS KV heads (padded to KV_TILE) and their query heads (padded to HEADS). Each head is two halves
-    that turn into each other and, if REST, a rest that stays. All is read before anything is written."""
+    """One token, KV_HEADS KV heads (padded to KV_TILE) and their query heads (padded to HEADS) per program; the grid is [tokens, KV
+    heads / KV_HEADS]. qkv [tokens, (n_heads + 2 n_kv_heads) * head_dim]: q and k are rotated in place; k and v also go to the cache
+    at slots int64 [tokens]. cos_sin float32 [positions, 2, half]. All loads precede all stores."""
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     group: tl.constexpr = n_heads // n_kv_heads
@@ -133,47 +139,61 @@ def _qkv_kernel(
     k_source = source + n_heads * head_dim
     slot = tl.load(slots_ptr + token)
     position = tl.load(position_ptr + token).to(tl.int64)
-    q_first, q_second, q_rest = _load(source, q_head, at, q_real, half, head_dim, HALF, REST)
-    k_first, k_second, k_rest = _load(k_source, kv_head, at, kv_real, half, head_dim, HALF, REST)
-    v_first, v_second, v_rest = _load(
-        k_source + n_kv_heads * head_dim, kv_head, at, kv_real, half, head_dim, HALF, REST
+    q_first, q_second, q_unrotated = _load(source, q_head, at, q_real, half, head_dim, HALF, UNROTATED)
+    k_first, k_second, k_unrotated = _load(k_source, kv_head, at, kv_real, half, head_dim, HALF, UNROTATED)
+    v_first, v_second, v_unrotated = _load(
+        k_source + n_kv_heads * head_dim, kv_head, at, kv_real, half, head_dim, HALF, UNROTATED
     )
     cos_sin = cos_sin_ptr + position * (2 * half) + at
     cos = tl.load(cos_sin, mask=at < half, other=1.0)[None, :]
     sin = tl.load(cos_sin + half, mask=at < half, other=0.0)[None, :]
     if Q_NORM:
-        q_first, q_second, q_rest = _norm(
-            q_first, q_second, q_rest, q_norm_ptr, eps, at, half, head_dim, REST, OFFSET, element
+        q_first, q_second, q_unrotated = _norm(
+            q_first, q_second, q_unrotated, q_norm_ptr, eps, at, half, head_dim, UNROTATED, OFFSET, element
         )
     if K_NORM:
-        k_first, k_second, k_rest = _norm(
-            k_first, k_second, k_rest, k_norm_ptr, eps, at, half, head_dim, REST, OFFSET, element
+        k_first, k_second, k_unrotated = _norm(
+            k_first, k_second, k_unrotated, k_norm_ptr, eps, at, half, head_dim, UNROTATED, OFFSET, element
         )
     q_turned = (q_first * cos - q_second * sin).to(element)
     q_second = (q_second * cos + q_first * sin).to(element)
-    _store(source, head_dim, q_head, at, q_real, q_turned, q_second, q_rest, half, head_dim, REST)
+    _store(source, head_dim, q_head, at, q_real, q_turned, q_second, q_unrotated, half, head_dim, UNROTATED)
     k_turned = (k_first * cos - k_second * sin).to(element)
     k_second = (k_second * cos + k_first * sin).to(element)
-    k_rest = k_rest.to(element)
-    _store(k_source, head_dim, kv_head, at, kv_real, k_turned, k_second, k_rest, half, head_dim, REST)
+    k_unrotated = k_unrotated.to(element)
+    _store(k_source, head_dim, kv_head, at, kv_real, k_turned, k_second, k_unrotated, half, head_dim, UNROTATED)
     target = kv_ptr + (slot // page_tokens) * page_stride + (slot % page_tokens) * head_dim
-    _store(target, head_stride, kv_head, at, kv_real, k_turned, k_second, k_rest, half, head_dim, REST)
-    _store(target + kind_stride, head_stride, kv_head, at, kv_real, v_first, v_second, v_rest, half, head_dim, REST)
+    _store(target, head_stride, kv_head, at, kv_real, k_turned, k_second, k_unrotated, half, head_dim, UNROTATED)
+    _store(
+        target + kind_stride,
+        head_stride,
+        kv_head,
+        at,
+        kv_real,
+        v_first,
+        v_second,
+        v_unrotated,
+        half,
+        head_dim,
+        UNROTATED,
+    )
 
 
 def _kv_heads(tokens: int, shape: QkvShape) -> int:
-    """KV heads of a program, a divisor of all."""
+    """KV heads per program, a divisor of n_kv_heads."""
     if tokens < MANY_TOKENS:
         return 1
-    most = max(1, LARGEST_TILE // (shape.head_dim * (shape.n_heads // shape.n_kv_heads)))
-    return max(heads for heads in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % heads == 0 and heads <= most)
+    max_kv_heads = max(1, LARGEST_TILE // (shape.head_dim * (shape.n_heads // shape.n_kv_heads)))
+    return max(
+        heads for heads in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % heads == 0 and heads <= max_kv_heads
+    )
 
 
 def qkv_write(
     qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs, kv_heads: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See AttentionOps. Works in place: q, k and v are views of qkv, which is overwritten. kv_heads: KV heads of a program, 0 to
-    choose by the number of tokens."""
+    """See AttentionOps. Works in place: q, k and v are views of qkv, which is overwritten. kv_heads: KV heads per program; 0
+    chooses by the number of tokens."""
     tokens, dim = qkv.shape[0], shape.head_dim
     sizes = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
     half = shape.cos_sin.shape[2]
@@ -206,7 +226,7 @@ def qkv_write(
             HEADS=heads,
             KV_TILE=triton.next_power_of_2(kv_heads),
             HALF=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(unrotated) if unrotated else 0,
+            UNROTATED=triton.next_power_of_2(unrotated) if unrotated else 0,
             num_warps=max(1, min(4, heads * dim // 1024)),
             **overlap(qkv.device),
         )

@@ -1,4 +1,7 @@
-"""Norms, activations and plain tensors in 8 bits: what makes an fp8 linear's input, one program per token."""
+"""Inputs of fp8 linears: RMS norm, gated activation or unchanged values, quantized to e4m3 with one scale per token.
+
+Each program processes one token.
+"""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -15,21 +18,22 @@ FP8 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
 SMALLEST_AMAX = tl.constexpr(1e-12)
 WIDEST_ROW = 16384
-"""Elements of a row that a program works on at a time. Up to twice as many it may keep; longer rows are read twice."""
+"""Elements of a row that a program processes at a time. It can hold a tail of as many; longer rows are read twice."""
 MANY = 1024
-"""Tokens from which a processor always has the next ones at hand."""
+"""Token count from which every SM always has several programs."""
 
 
 @triton.jit
 def scale_of(amax):
-    """(factor of the values, scale): 448 / amax and amax / 448, rounded as the reference rounds them."""
+    """(factor of the values, scale): 448 / amax and amax / 448, with the reference's rounding."""
     amax = tl.maximum(amax, SMALLEST_AMAX)
     return tl.math.div_rn(LARGEST, amax), tl.math.div_rn(amax, LARGEST)
 
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr, FAST: tl.constexpr):
-    """x, float32, as `dtype` holds it, in float32. FAST: two at a time; one by one they wait for the unit of exponentials."""
+    """Round x, float32, to `dtype`, and return it in float32. FAST: convert two values per instruction; single conversions run on
+    the unit of exponentials and are slower."""
     if FAST and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
@@ -60,7 +64,7 @@ def _norm_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """RMS norm of one token, rounded to x's dtype, then quantized."""
+    """RMS norm of one token per program, rounded to x's dtype, then quantized: out e4m3 [T, size], scale float32 [T]."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -78,7 +82,7 @@ def _norm_kernel(
 
 @triton.jit
 def _source(x_ptr, at, size, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
-    """What is quantized at `at`: x itself, or act(gate) * up rounded to x's dtype; float32."""
+    """Load the values at `at` in float32: x, or act(gate) * up rounded to x's dtype."""
     x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
     if ACTIVATION != 0:
         up = tl.load(x_ptr + size + at, mask=at < size, other=0.0).to(tl.float32)
@@ -97,10 +101,10 @@ def _quantize_kernel(
     PDL: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """One token of `size` values. ACTIVATION: see activation.KINDS; 0 takes x as it is, else x = (gate, up). REST: elements behind
-    the only block, 0: none."""
+    """Quantize one token of `size` values per program. ACTIVATION: see activation.KINDS; 0 reads x, otherwise x = (gate, up). TAIL:
+    elements after the only block, 0: none."""
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
     out_ptr += token * size
@@ -109,13 +113,13 @@ def _quantize_kernel(
     if BLOCKS == 1:
         x = _source(x_ptr, at, size, ACTIVATION, PDL)
         amax = tl.max(tl.abs(x), 0)
-        if REST > 0:
-            behind = BLOCK + tl.arange(0, REST)
+        if TAIL > 0:
+            behind = BLOCK + tl.arange(0, TAIL)
             tail = _source(x_ptr, behind, size, ACTIVATION, PDL)
             amax = tl.maximum(amax, tl.max(tl.abs(tail), 0))
         factor, scale = scale_of(amax)
         tl.store(out_ptr + at, (x * factor).to(tl.float8e4nv), mask=at < size)
-        if REST > 0:
+        if TAIL > 0:
             tl.store(out_ptr + behind, (tail * factor).to(tl.float8e4nv), mask=behind < size)
     else:
         amax = 0.0
@@ -130,20 +134,20 @@ def _quantize_kernel(
     tl.store(scale_ptr + token, scale)
 
 
-def _room(tokens: int, size: int, like: torch.Tensor) -> Scaled:
+def _allocate(tokens: int, size: int, like: torch.Tensor) -> Scaled:
     values = torch.empty((tokens, size), dtype=FP8, device=like.device)
     return Scaled(values, torch.empty(tokens, dtype=torch.float32, device=like.device))
 
 
 def _warps(tokens: int, block: int) -> int:
-    """Of a program: many for few tokens, which wait for each other; few for many, which cost by the instruction."""
+    """Warps of a program: many for few tokens, which are bound by latency; few for many tokens, which are bound by instructions."""
     return min(32, max(1, block // (512 if tokens < MANY else 1024)))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> Scaled:
     """reference.quantize(reference.rms_norm(x))."""
     tokens, size = x.shape
-    out = _room(tokens, size, x)
+    out = _allocate(tokens, size, x)
     block = triton.next_power_of_2(size)
     if tokens:
         _norm_kernel[(tokens,)](
@@ -163,8 +167,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
 
 
 def _blocks(size: int, activates: bool, widest_row: int) -> tuple[int, int, int]:
-    """(BLOCKS, BLOCK, REST) of a row: powers of two that hold little more than it. Of what is only read, two readings of a wide row
-    are faster than keeping it (28,672: 187 us for 229)."""
+    """(BLOCKS, BLOCK, TAIL) of a row: powers of two that cover it with little padding. Without an activation, two reads of a wide
+    row are faster than holding it (28,672: 187 us against 229)."""
     block = min(widest_row, 1 << (size.bit_length() - 1))
     tail = triton.next_power_of_2(size - block) if size > block else 0
     if tail == block < widest_row:
@@ -176,7 +180,7 @@ def _blocks(size: int, activates: bool, widest_row: int) -> tuple[int, int, int]
 
 def _quantized(x: torch.Tensor, size: int, activation: int, widest_row: int) -> Scaled:
     tokens = x.shape[0]
-    out = _room(tokens, size, x)
+    out = _allocate(tokens, size, x)
     blocks, block, tail = _blocks(size, activation != 0, widest_row)
     if tokens:
         _quantize_kernel[(tokens,)](
@@ -188,7 +192,7 @@ def _quantized(x: torch.Tensor, size: int, activation: int, widest_row: int) -> 
             ACTIVATION=activation,
             BLOCKS=blocks,
             BLOCK=block,
-            REST=tail,
+            TAIL=tail,
             num_warps=_warps(tokens, block),
             **overlap(x.device),
         )

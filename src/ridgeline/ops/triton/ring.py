@@ -1,14 +1,15 @@
-"""Products for more tokens, on Hopper: one warp streams weights by TMA through a ring, warp groups multiply.
+"""Products of a few to 256 tokens on Hopper: a warp-specialized kernel with a TMA ring buffer.
 
-A program computes tiles ROWS x BATCH of out^T = W x^T, the weight's rows on the long side of the matrix unit. The fetching
-warp fills the ring with weights before it waits for the kernel that makes x (programmatic dependent launch), and goes on
-with the next tile's while the last one's result is written.
+A program computes tiles ROWS x BATCH of out^T = W x^T, with weight rows on the long side of the matrix unit. The producer warp
+fills the ring with weights before it waits for the kernel that computes x (PDL). It continues with the next tile's weights while
+the consumer warps store the last tile's results.
 
-Where tiles are few, each one's sum is cut along k (split-K). The programs of a tile wait for each other, and a power of two of
-them add the parts of their share of the tokens each, in their order, so that results do not depend on timing.
+Few tiles are split along k (split-K). The programs of a tile wait for each other. A power of two of them then add the parts in a
+fixed order, each for its share of the tokens, so that results do not depend on timing.
 
-Of e4m3 the matrix unit's sums keep fewer bits than float32, so those of PROMOTED inputs are added to float32 ones (DeepSeek-V3
-report, section 3.3.2), while the next ones are made; those of integers are exact. Either are scaled by token and by output.
+For e4m3 the matrix unit accumulates with fewer bits than float32. Sums over PROMOTED inputs are therefore added to a float32
+accumulator while the next ones run (DeepSeek-V3 report, section 3.3.2). Integer sums are exact. Both are scaled per token and
+output.
 """
 
 # mypy: allow-untyped-defs
@@ -36,28 +37,28 @@ from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.ring_shapes import RingTile
 
 COUNTERS = 4096
-"""Tiles that may be shared: more than this are dealt whole."""
+"""Largest number of tiles with split-K. More tiles than this run without a split."""
 ROUND = gl.constexpr(64)
-"""What the programs of a tile add to its counter together; as many as they may be at most."""
+"""Sum of the increments of all programs of a tile per product. It is also the largest number of programs per tile."""
 PROMOTED = 128
-"""Inputs after which a sum of 8-bit products is added to a float32 one; also what the copy engine takes of a row at a time."""
+"""Inputs after which a sum of 8-bit products is added to the float32 accumulator; also the width of a TMA box."""
 
 
 @cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of the programs that have written their part of a tile: whole rounds before and after every product."""
+    """Split-K arrival counters, one per tile. Each is a multiple of ROUND before and after every product."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @constexpr_function
 def _ending(split):
-    """How many of the programs that share a tile write its results: a power of two, as are the tokens of each."""
+    """Number of a tile's programs that store results: the largest power of two up to `split`, so that tokens divide equally."""
     return 1 << (split.bit_length() - 1)
 
 
 @jit
 def _share(work, SPLIT: gl.constexpr):
-    """What a program computes: (first tile, number of tiles, first block of each, number of blocks of each)."""
+    """Work of a program: (first tile, number of tiles, first block of each, number of blocks of each)."""
     tiles, blocks, _batches = work
     program = gl.program_id(0)
     if SPLIT == 1:
@@ -70,7 +71,7 @@ def _share(work, SPLIT: gl.constexpr):
 
 @jit
 def _weights(w_desc, tile, block, stage, ring, batches, n, SIDES: gl.constexpr):
-    """Ask for a block of a tile's weights, and say how many bytes are to come with those of x."""
+    """Issue TMA loads of a block of a tile's weights, and set the byte count that the barrier expects, including x."""
     weights, tokens, full, _free = ring
     ROWS: gl.constexpr = weights.shape[1]
     PIECE: gl.constexpr = weights.shape[2]
@@ -87,7 +88,7 @@ def _weights(w_desc, tile, block, stage, ring, batches, n, SIDES: gl.constexpr):
 
 @jit
 def _tokens(x_desc, tile, block, stage, ring, batches):
-    """Ask for a block of a tile's x."""
+    """Issue TMA loads of a block of a tile's x."""
     _weights, tokens, full, _free = ring
     BATCH: gl.constexpr = tokens.shape[1]
     PIECE: gl.constexpr = tokens.shape[2]
@@ -109,7 +110,7 @@ def _fetch(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Fill the ring with block after block, tile after tile."""
+    """Producer warp: fill the ring for all blocks of all tiles. Weights of the first stages are loaded before the PDL wait."""
     free, batches = ring[3], work[2]
     first, count, begin, run = _share(work, SPLIT)
     early = gl.minimum(run, STAGES)
@@ -130,20 +131,20 @@ def _fetch(
 
 @jit
 def _place(
-    tile, skip, m, n, batches, ROWS: gl.constexpr, WIDE: gl.constexpr, BATCH: gl.constexpr, LAYOUT: gl.constexpr
+    tile, skip, m, n, batches, ROWS: gl.constexpr, TOKENS: gl.constexpr, BATCH: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Of a tile's results from its token `skip` on, WIDE of them: offsets int64 [ROWS, WIDE] in out, and which are real."""
+    """Offsets int64 [ROWS, TOKENS] in out of a tile's results from its token `skip` on, and the mask of real ones."""
     row = tile // batches * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    token = tile % batches * BATCH + skip + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))
+    token = tile % batches * BATCH + skip + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
     return token.to(gl.int64)[None, :] * n + row[:, None], (row < n)[:, None] & (token < m)[None, :]
 
 
 @jit
-def _residual(out_ptr, place, ROWS: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, LAYOUT: gl.constexpr):
+def _residual(out_ptr, place, ROWS: gl.constexpr, TOKENS: gl.constexpr, ADD: gl.constexpr, LAYOUT: gl.constexpr):
     """Load the values of out that a tile's results are added to; zeros without ADD. No other program writes them, so the load is
     issued before the sums are complete, which hides its latency."""
     where, real = place
-    residual = gl.zeros([ROWS, WIDE], out_ptr.dtype.element_ty, LAYOUT)
+    residual = gl.zeros([ROWS, TOKENS], out_ptr.dtype.element_ty, LAYOUT)
     if ADD:
         residual = gl.load(out_ptr + where, mask=real, other=0.0)
     return residual
@@ -185,14 +186,14 @@ def _finish(
 
 @jit
 def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Hand a part of a tile to its other programs; returns the whole sums of this one's share of the tokens, nothing of worth if it
-    has none."""
+    """Share a partial sum with the tile's other programs, and return the complete sums for this program's share of the tokens. The
+    result is meaningless for a program without a share."""
     part_ptr, arrivals_ptr = tensors[2], tensors[3]
     ROWS: gl.constexpr = total.shape[0]
     BATCH: gl.constexpr = total.shape[1]
     SIZE: gl.constexpr = ROWS * BATCH
     ENDING: gl.constexpr = _ending(SPLIT)
-    OWN: gl.constexpr = BATCH // ENDING
+    SHARE: gl.constexpr = BATCH // ENDING
     part = gl.program_id(0) % SPLIT
     row_index = gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
     column = gl.arange(0, BATCH, gl.SliceLayout(0, total.type.layout))
@@ -201,19 +202,19 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
     gl.store(place, total)
     if SIDES == 2:
         gl.store(place + SIZE, up)
-    # Every thread's part must be out before the one thread that counts says so.
+    # All threads must have stored their parts before one thread increments the counter.
     gl.thread_barrier()
     each = ROUND // SPLIT
     if ENDING != SPLIT:
         each += (part == 0).to(gl.int32) * (ROUND % SPLIT)
     arrived = gl.atomic_add(arrivals_ptr + tile, each, sem="acq_rel")
-    # Differences are right where the counter has run over. Who writes nothing has nothing to wait for.
+    # Differences stay correct when the counter overflows. A program without a share does not wait.
     goal = (arrived | (ROUND - 1)) + 1
     arrived = arrived + each if ENDING == SPLIT else gl.where(part < ENDING, arrived + each, goal)
     while arrived - goal < 0:
         arrived = gl.atomic_add(arrivals_ptr + tile, 0, sem="acquire")
     row_index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    column = part % ENDING * OWN + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))
+    column = part % ENDING * SHARE + gl.arange(0, SHARE, gl.SliceLayout(0, LAYOUT))
     place = parts + column[None, :] * ROWS + row_index[:, None]
     sums = gl.load(place, cache_modifier=".cg")
     ups = sums
@@ -228,7 +229,7 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
 
 @jit
 def _sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.constexpr):
-    """Sums of a tile's blocks, the first of which is block `at` of the ring's: those of the rows, and of up's."""
+    """Sums of a tile's blocks: (rows of w, rows of up). `at`: number of the tile's first block in the ring's sequence."""
     weights, tokens, full, free = ring
     SHAPE: gl.constexpr = [weights.shape[1], tokens.shape[1]]
     PIECES: gl.constexpr = tokens.shape[0] // STAGES
@@ -259,8 +260,8 @@ def _sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.con
 
 @jit
 def _promoted_sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.constexpr):
-    """The same of e4m3, blocks of two products. No product runs on into the next block: ptxas would then have all wait for each
-    other."""
+    """_sums for e4m3, with two products per block. No product continues into the next block, because ptxas would then serialize all
+    of them."""
     weights, tokens, full, free = ring
     SHAPE: gl.constexpr = [weights.shape[1], tokens.shape[1]]
     total = gl.zeros(SHAPE, gl.float32, SUMS)
@@ -287,7 +288,7 @@ def _promoted_sums(ring, at, run, SUMS: gl.constexpr, SIDES: gl.constexpr, STAGE
 
 @jit
 def _scaled(total, tensors, row, token, m, n):
-    """Sums of 8-bit products times the scales of their rows, from `row` on, and of their tokens, from `token` on."""
+    """Scale sums of 8-bit products by their row scales, from `row` on, and their token scales, from `token` on."""
     row_index = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
     column = token + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
     w_scale = gl.load(tensors[4] + row_index, mask=row_index < n, other=0.0)
@@ -311,32 +312,34 @@ def _multiply(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Multiply what is in the ring, and write."""
+    """Consumer warps: multiply the blocks in the ring and store the results."""
     weights, tokens, _full, _free = ring
     batches = work[2]
     ROWS: gl.constexpr = weights.shape[1]
     BATCH: gl.constexpr = tokens.shape[1]
     EIGHT: gl.constexpr = weights.dtype.primitive_bitwidth == 8
-    HIGH: gl.constexpr = WARPS if WARPS * 16 <= ROWS else ROWS // 16
-    WIDE: gl.constexpr = BATCH // (WARPS // HIGH)
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HIGH, WARPS // HIGH], [16, WIDE, 32 if EIGHT else 16])
-    # Threads of a warp along the rows, which lie side by side in memory: of what a warp holds, and of what it reads.
-    HELD: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [HIGH, WARPS // HIGH], [0, 1])
-    READ: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
-    PUT: gl.constexpr = HELD if SPLIT == 1 else READ
+    ROW_WARPS: gl.constexpr = WARPS if WARPS * 16 <= ROWS else ROWS // 16
+    WARP_TOKENS: gl.constexpr = BATCH // (WARPS // ROW_WARPS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [ROW_WARPS, WARPS // ROW_WARPS], [16, WARP_TOKENS, 32 if EIGHT else 16]
+    )
+    # Both layouts put a warp's threads along rows, which are adjacent in memory: from accumulators, and from the split-K workspace.
+    FROM_SUMS: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [ROW_WARPS, WARPS // ROW_WARPS], [0, 1])
+    FROM_PARTS: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
+    STORED: gl.constexpr = FROM_SUMS if SPLIT == 1 else FROM_PARTS
     ENDING: gl.constexpr = _ending(SPLIT)
-    OWN: gl.constexpr = BATCH // ENDING
+    SHARE: gl.constexpr = BATCH // ENDING
     if PDL:
         gdc_wait()
     first, count, _begin, run = _share(work, SPLIT)
-    skip = gl.program_id(0) % SPLIT * OWN
+    skip = gl.program_id(0) % SPLIT * SHARE
     if ENDING != SPLIT:
-        # Behind the last token nothing is written.
+        # The token offset m masks all stores of a program without a share.
         skip = gl.where(gl.program_id(0) % SPLIT < ENDING, skip, m)
     for turn in range(count):
         tile = first + turn * gl.num_programs(0)
-        place = _place(tile, skip, m, n, batches, ROWS, OWN, BATCH, PUT)
-        residual = _residual(tensors[1], place, ROWS, OWN, ADD, PUT)
+        place = _place(tile, skip, m, n, batches, ROWS, SHARE, BATCH, STORED)
+        residual = _residual(tensors[1], place, ROWS, SHARE, ADD, STORED)
         at = turn * run
         if weights.dtype.is_fp8():
             sums, ups = _promoted_sums(ring, at, run, SUMS, SIDES, STAGES)
@@ -344,16 +347,16 @@ def _multiply(
             sums, ups = _sums(ring, at, run, SUMS, SIDES, STAGES)
         row = tile // batches * ROWS
         if SPLIT > 1:
-            sums, ups = _exchange(sums, ups, tensors, tile, SIDES, SPLIT, PUT)
+            sums, ups = _exchange(sums, ups, tensors, tile, SIDES, SPLIT, STORED)
         if EIGHT:
-            # Before they are scaled: what joins them is added by the same instruction, as in fp8._finish.
+            # Layout conversion precedes scaling, so that scaling and residual sum become one instruction, as in fp8._finish.
             if ADD:
-                sums = gl.convert_layout(sums, PUT)
+                sums = gl.convert_layout(sums, STORED)
             token = tile % batches * BATCH + skip
             sums = _scaled(sums, tensors, row, token, m, n)
             if SIDES == 2:
                 ups = _scaled(ups, tensors, row + n, token, m, 2 * n)
-        _finish(sums, ups, residual, place, tensors, row, n, BIAS, ADD, KIND, PUT)
+        _finish(sums, ups, residual, place, tensors, row, n, BIAS, ADD, KIND, STORED)
 
 
 @jit(do_not_specialize=["m", "tiles", "batches"])
@@ -382,12 +385,11 @@ def ring_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out [m, n] = x [m, k] w [features, k]^T + bias; see gemm_small.matrix_kernel for BIAS, ADD and KIND, and w with gate
-    and up. ROWS: features of a tile, of each side.
+    """out [m, n] = x [m, k] w [features, k]^T + bias; one producer warp and WARPS consumer warps per program.
 
-    w_desc, x_desc: blocks of w and x for the copy engine. SPLIT: programs of a tile; tiles * SPLIT programs
-    if not 1. part: float32, of integers int32 [tiles, SPLIT, sides, BATCH, ROWS]; arrivals: int32, see _arrivals.
-    w_scale [features], x_scale [m]: of 8-bit w and x.
+    The grid is tiles * SPLIT, or a persistent grid if SPLIT is 1. ROWS: features of a tile (of gate and of up). BIAS, ADD, KIND:
+    see gemm_small.matrix_kernel, also for w with gate and up. w_desc, x_desc: TMA descriptors. part [tiles, SPLIT, sides, BATCH,
+    ROWS]: float32, or int32 for integers. arrivals: int32, see _arrivals. w_scale [features], x_scale [m]: for 8-bit w and x.
     """
     if PDL:
         gdc_launch_dependents()
@@ -418,7 +420,7 @@ def ring_kernel(
 
 
 def _blocks(values: torch.Tensor, rows: int, block: int) -> TensorDescriptor:
-    """values [R, k] for the copy engine, `rows` x `block` at a time; of 8 bits, PROMOTED."""
+    """TMA descriptor of values [R, k], with a box of `rows` x `block`; 8-bit values use PROMOTED for `block`."""
     bits = 8 * values.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
     box = [rows, PROMOTED if bits == 8 else block]
@@ -433,8 +435,8 @@ def ring_product(
     into: torch.Tensor | torch.dtype | None = None,
     kind: str | None = None,
 ) -> torch.Tensor:
-    """See gemm_small.matrix_product; 16-bit floats, or both x and weight in 8 bits. into: the stream, or the type of the result
-    (x's)."""
+    """gemm_small.matrix_product for 16-bit floats, or for x and weight both in 8 bits. into: the residual stream, or the dtype of
+    the result (x's by default)."""
     values, x_scales = (x.values, x.scales) if isinstance(x, Scaled) else (x, x)
     matrix, w_scales = (weight.values, weight.scales) if isinstance(weight, Fp8Matrix) else (weight, weight)
     tokens, k = values.shape

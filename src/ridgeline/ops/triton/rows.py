@@ -1,4 +1,4 @@
-"""Kernels that gather a step's query tokens and write drawn tokens back. See ops.rows."""
+"""Kernels that gather a step's query tokens and write drawn tokens back to the rows. See ops.rows."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -7,13 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ridgeline.ops import rows as plain
+from ridgeline.ops import rows as torch_rows
 from ridgeline.ops.rows import Gathered, Int, RowState, Spread
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
 BLOCK = 64
-WRITTEN, MOST_WRITTEN = 1024, 1 << 16
-"""Numbers that a program copies to the host, and the most that are copied by this kernel."""
+COPIED, LARGEST_COPIED = 1024, 1 << 16
+"""Elements that a program copies to the host, and the largest tensor that this kernel copies."""
 POSITION, LENGTH, KNOWN, DONE = (
     tl.constexpr(int(column)) for column in (Int.POSITION, Int.LENGTH, Int.KNOWN, Int.DONE)
 )
@@ -46,6 +46,12 @@ def _gather_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Gather BLOCK query tokens, and the lengths of BLOCK rows, per program.
+
+    Inputs: device_rows, n_query int32 [batch]; row_of, place int32 [queries]; the RowState's tokens, ints and tables. Outputs:
+    token, position int32 [queries]; slots int64 [groups, queries]; length int32 [batch]. SPREAD: rows may have several query
+    tokens.
+    """
     await_inputs(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = at < batch
@@ -121,7 +127,8 @@ def _advance_kernel(
     PDL: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Process one row per program. Row 0 is done, so programs that share it write the values it already has."""
+    """Append drawn int32 [rows] to one row per program; packed int32 [rows, 3]. Row 0 is done, so programs that share it write the
+    values it already has."""
     await_inputs(PDL)
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
@@ -147,6 +154,7 @@ def _advance_kernel(
 
 @triton.jit(do_not_specialize=["count", "columns", "stride", "step"])
 def _copy_kernel(source_ptr, target_ptr, count, columns, stride, step, BLOCK: tl.constexpr):
+    """Copy an int32 matrix with strides (stride, step) to contiguous target [count], BLOCK elements per program."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = source_ptr + at // columns * stride + at % columns * step
     tl.store(target_ptr + at, tl.load(source, mask=at < count), mask=at < count)
@@ -155,10 +163,10 @@ def _copy_kernel(source_ptr, target_ptr, count, columns, stride, step, BLOCK: tl
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """See ops.rows.to_host. A kernel writes to host memory, because the copy engine adds 13 us to a step."""
     count = tensor.numel()
-    if not tensor.is_cuda or tensor.dtype != torch.int32 or tensor.ndim != 2 or not 0 < count <= MOST_WRITTEN:
-        return plain.to_host(tensor)
+    if not tensor.is_cuda or tensor.dtype != torch.int32 or tensor.ndim != 2 or not 0 < count <= LARGEST_COPIED:
+        return torch_rows.to_host(tensor)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    _copy_kernel[(triton.cdiv(count, WRITTEN),)](tensor, host, count, tensor.shape[1], *tensor.stride(), BLOCK=WRITTEN)
+    _copy_kernel[(triton.cdiv(count, COPIED),)](tensor, host, count, tensor.shape[1], *tensor.stride(), BLOCK=COPIED)
     return host
 
 

@@ -1,7 +1,7 @@
-"""Drawing tokens: temperature, noise and argmax fused in one pass over the logits, and a look at what limits allow behind it.
+"""Sampling: temperature, noise and argmax in one pass over the logits, then a check of the limits top_k, top_p and min_p.
 
-The formula is that of ops.sample (Gumbel-max, argmax of z - T log E with E exponential) and the noise that of ops.noise, so both
-draw the same tokens but for ties within the rounding of the logarithms.
+The formula is that of ops.sample (Gumbel-max: argmax of z - T log E with E exponential) with the noise of ops.noise. Both draw the
+same tokens except for ties within the rounding of the logarithms.
 """
 
 # mypy: allow-untyped-defs
@@ -17,12 +17,12 @@ from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Int, Knob, RowState
 from ridgeline.ops.sample import Limits
 from ridgeline.ops.triton.launch import await_inputs, overlap
-from ridgeline.ops.triton.limits import COLDEST, LOG2_E, NOBODY, RUN, allowed, run_sums, share
+from ridgeline.ops.triton.limits import COLDEST, LOG2_E, NO_TOKEN, RUN, allowed, run_sums, share
 from ridgeline.ops.triton.noise import draw_key, score
 
 BLOCK = tl.constexpr(4096)
 MARK = tl.constexpr(1 << 30)
-"""Added to tokens of rows with limits, so that others are not asked again."""
+"""Bit added to tokens of rows with limits, so that the second kernel need not read the limits of other rows."""
 LOOK_WARPS = 8
 _SPECIAL = {
     "do_not_specialize": ["position_stride", "top_k_stride", "top_p_stride", "min_p_stride"],
@@ -34,16 +34,16 @@ _SPECIAL = {
 
 @triton.jit
 def _limits(top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, owner):
-    """top_k, top_p and min_p of one owner."""
+    """Load top_k, top_p and min_p of a row."""
     top_k = tl.load(top_k_ptr + owner * top_k_stride)
     return top_k, tl.load(top_p_ptr + owner * top_p_stride), tl.load(min_p_ptr + owner * min_p_stride)
 
 
 @triton.jit
-def _place(position_ptr, depth_ptr, row, owner, position_stride, DEEP: tl.constexpr):
-    """The place in the request of what a row of logits draws."""
+def _place(position_ptr, depth_ptr, row, owner, position_stride, HAS_DEPTH: tl.constexpr):
+    """Position in the request of the token that a row of logits draws."""
     position = tl.load(position_ptr + owner * position_stride)
-    if DEEP:
+    if HAS_DEPTH:
         position += tl.load(depth_ptr + row)
     return position
 
@@ -74,15 +74,15 @@ def _draw_kernel(
     runs,
     purpose: tl.constexpr,
     OWNED: tl.constexpr,
-    DEEP: tl.constexpr,
+    HAS_DEPTH: tl.constexpr,
     LIMITED: tl.constexpr,
-    PLAIN: tl.constexpr,
+    LIBRARY_LOG: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best token of one row's block of the vocabulary; of a row with limits the largest logit of each run, and if it has top_p,
-    the sum of the run's chances over that of its largest one.
+    """Best token of one block of the vocabulary for one row per program; the grid is [rows, blocks]. For a row with limits also the
+    largest logit of each run, and with top_p the run's mass relative to its largest logit.
 
-    OWNED: temperature, key, position and limits are those of the row's `owner`; the position is moved by depth if DEEP.
+    OWNED: temperature, key, position and limits are at index owner[row]. HAS_DEPTH: depth is added to the position.
     """
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -108,13 +108,13 @@ def _draw_kernel(
                 shares = share(runs_of, largest[:, None], LOG2_E / tl.maximum(temperature, COLDEST))
                 tl.store(sum_ptr + row * runs + run, run_sums(shares), mask=run < runs)
     if temperature > 0.0:
-        place = _place(position_ptr, depth_ptr, row, owner, position_stride, DEEP)
+        place = _place(position_ptr, depth_ptr, row, owner, position_stride, HAS_DEPTH)
         first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
-        logit = score(logit, token, first, second, temperature, PLAIN)
-    # Whose it is is asked once, at the end: to carry that through all comparisons took a seventh of the time.
+        logit = score(logit, token, first, second, temperature, LIBRARY_LOG)
+    # The index of the maximum is found at the end. Carrying it through all comparisons took a seventh of the time.
     best = tl.max(logit, 0)
     tl.store(best_ptr + at, best)
-    tl.store(token_ptr + at, tl.minimum(tl.min(tl.where(logit == best, token, NOBODY), 0), vocab - 1) | mark)
+    tl.store(token_ptr + at, tl.minimum(tl.min(tl.where(logit == best, token, NO_TOKEN), 0), vocab - 1) | mark)
 
 
 @triton.jit(**_SPECIAL)
@@ -146,13 +146,13 @@ def _best_kernel(
     runs,
     purpose: tl.constexpr,
     OWNED: tl.constexpr,
-    DEEP: tl.constexpr,
+    HAS_DEPTH: tl.constexpr,
     LIMITED: tl.constexpr,
-    PLAIN: tl.constexpr,
+    LIBRARY_LOG: tl.constexpr,
     PDL: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The best token of one row's blocks, or, where limits refuse it, the best of those they allow."""
+    """Best token of one row's blocks per program, or, if limits exclude it, the best of the allowed tokens."""
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
@@ -160,14 +160,14 @@ def _best_kernel(
     drawn = tl.load(token_ptr + row * blocks + block, mask=block < blocks, other=0)
     limited = tl.load(token_ptr + row * blocks) >= MARK
     drawn &= MARK - 1
-    # The best one, of equals the first, in one maximum: scores in the order of whole numbers before tokens backwards.
-    # A zero's sign says nothing.
+    # One maximum finds the best score and, of equal scores, the first token: the upper bits order scores as integers, the lower
+    # bits order tokens backwards. -0.0 becomes 0.0.
     best = tl.where(best == best, tl.where(best == 0.0, 0.0, best), float("-inf"))
     order = best.to(tl.int32, bitcast=True)
-    order = (order ^ ((order >> 31) & NOBODY)).to(tl.int64)
-    winner = tl.max(order << 32 | (drawn ^ NOBODY).to(tl.int64), 0)
-    token = (winner & NOBODY).to(tl.int32) ^ NOBODY
-    # Logits that are not numbers must not name a token that does not exist: the next step would read its embedding.
+    order = (order ^ ((order >> 31) & NO_TOKEN)).to(tl.int64)
+    winner = tl.max(order << 32 | (drawn ^ NO_TOKEN).to(tl.int64), 0)
+    token = (winner & NO_TOKEN).to(tl.int32) ^ NO_TOKEN
+    # NaN logits must not yield a token id out of range: the next step would read its embedding.
     token = tl.minimum(token, vocab - 1)
     if LIMITED:
         owner = row
@@ -176,7 +176,7 @@ def _best_kernel(
         temperature = tl.load(temperature_ptr + owner * temperature_stride)
         top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, owner)
         if limited:
-            place = _place(position_ptr, depth_ptr, row, owner, position_stride, DEEP)
+            place = _place(position_ptr, depth_ptr, row, owner, position_stride, HAS_DEPTH)
             first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
             run = tl.arange(0, BLOCKS * (BLOCK // RUN))
             tops = tl.load(top_ptr + row * runs + run, mask=run < runs, other=float("-inf"))
@@ -196,15 +196,15 @@ def _best_kernel(
                 top_p,
                 min_p,
                 vocab,
-                PLAIN,
+                LIBRARY_LOG,
             )
     tl.store(out_ptr + row, token)
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """Whose draws rows of logits [N, V] are. temperature float32, key int32 [R, 2], position int32, limits: of each row, or of its
-    owner, int32 [N]; depth int32 [N]: see _draw_kernel."""
+    """Parameters of the draws of logits [N, V]. temperature float32, key int32 [R, 2], position int32 and limits belong to each
+    row, or to its owner, int32 [N]. depth: int32 [N], see _draw_kernel."""
 
     temperature: torch.Tensor
     key: torch.Tensor
@@ -214,7 +214,7 @@ class _Draws:
     depth: torch.Tensor | None = None
 
     def tokens(self, logits: torch.Tensor, purpose: int) -> torch.Tensor:
-        """int32 [N]."""
+        """Drawn tokens, int32 [N]."""
         rows, vocab = logits.shape
         blocks, runs, device = triton.cdiv(vocab, BLOCK.value), triton.cdiv(vocab, RUN.value), logits.device
         best = torch.empty((rows, blocks), dtype=torch.float32, device=device)
@@ -235,9 +235,9 @@ class _Draws:
         forms = {
             "purpose": int(purpose),
             "OWNED": self.owner is not None,
-            "DEEP": self.depth is not None,
+            "HAS_DEPTH": self.depth is not None,
             "LIMITED": self.limits is not None,
-            "PLAIN": device.type != "cuda" or torch.version.cuda is None,
+            "LIBRARY_LOG": device.type != "cuda" or torch.version.cuda is None,
             **overlap(device),
         }
         block_results = (best, token, tops, sums)
@@ -280,7 +280,7 @@ def sample(
     purpose: int,
     limits: Limits | None = None,
 ) -> torch.Tensor:
-    """logits [N, V] of any float type, -inf where not allowed; temperature float32 [N], 0 is greedy; key int32 [N, 2]
+    """logits [N, V] of any float dtype, -inf where masked; temperature float32 [N], 0 is greedy; key int32 [N, 2]
     (ops.noise.row_key); position int32 [N] -> tokens int32 [N]."""
     return _Draws(temperature, key, position, limits).tokens(logits, purpose)
 
@@ -292,7 +292,7 @@ def draw(
     logits: torch.Tensor,
     depth: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See ops.sample.draw_with: the rows' columns are read where they are, without a kernel that gathers them."""
+    """See ops.sample.draw_with. The kernels read the rows' columns in place, without a gather kernel."""
     key, known = state.ints[:, Int.KEY : Int.KEY + 2], state.ints[:, Int.KNOWN]
     limits = Limits(state.ints[:, Int.TOP_K], knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P])
     return _Draws(knobs[:, Knob.TEMPERATURE], key, known, limits, rows, depth).tokens(logits, Purpose.TOKEN)

@@ -1,8 +1,8 @@
-"""Launch configurations of the products by the shape of the problem: data, measured once with benchmarks/products.py.
+"""Launch configurations of unquantized products, by problem shape. Measured with benchmarks/products.py.
 
-Small weights are bound by the ramp from one kernel to the next: about one program per processor, and weights asked for
-before x is there. Large ones are bound by memory alone: large tiles, nothing asked for. Problems without a row here go
-to cuBLAS, which was faster on them.
+Small weights are bound by the gap between two kernels. They use about one program per SM and prefetch weights before x is ready.
+Large weights are bound by memory bandwidth. They use large tiles and no prefetch. Shapes without an entry use cuBLAS, which was
+faster on them.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 PROCESSORS = 132
-"""Of an H200: programs of one wave. A few more or less change little, so that the split of sums stays data."""
+"""SMs of an H200: the number of programs in a wave. The tables keep this value on GPUs with a few more or fewer SMs."""
 MEMORY = 227 << 10
-"""Bytes of shared memory of a processor."""
+"""Bytes of shared memory per SM."""
 LARGE = 65536
-"""Outputs of a head, which is bound by memory alone."""
+"""Outputs above which a weight counts as an output head, which is bound by memory bandwidth alone."""
 LARGEST_RING = 64
-"""Tokens above which a weight whose tiles do not divide is cuBLAS's: gate and up of 128 tokens took 96 us for 77 (37,888 x 3,584)
-and 124 for 95 (34,816 x 5,120)."""
+"""Tokens above which cuBLAS runs weights whose last wave of tiles is poorly filled. Gate and up of 128 tokens took 96 us against
+77 (37,888 x 3,584) and 124 against 95 (34,816 x 5,120)."""
 SMALLEST_RUN = 4
-"""Blocks of k below which a further split of a sum costs more than it brings."""
+"""Blocks of k per program below which a further split along k costs more than it gains."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorTile:
-    """rows: of the weight per program. block: elements of a row at a time."""
+    """rows: weight rows per program. block: elements of a row per iteration."""
 
     rows: int
     block: int
@@ -33,11 +33,11 @@ class VectorTile:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTile:
-    """Programs that keep x in registers. rows: of the weight at a time. programs: that share all rows, each as many.
-    stages: of the pipeline that brings them.
+    """Programs that keep x in registers. rows: weight rows per iteration. programs: grid size; the programs share all rows
+    equally. stages: stages of the load pipeline.
 
-    A kernel comes up while the one before it still holds processors. Where more programs fit on one than its share, some
-    take more and others stay idle to the end, so the registers or the pipeline's memory must leave room for just so many.
+    A kernel starts while its predecessor still occupies SMs. If more programs fit on an SM than its share, some SMs take more and
+    others stay idle until the end. The register or shared-memory use must therefore limit an SM to exactly its share.
     """
 
     rows: int
@@ -48,15 +48,15 @@ class ResidentTile:
 
 @dataclass(frozen=True, slots=True)
 class MatrixTile:
-    """batch, rows, block: tokens, rows of the weight and elements of a row at a time. asked: bytes of each row asked for
-    before x is there. splits: programs that share a tile's sum."""
+    """batch, rows, block: tokens, weight rows and elements of a row per tile. prefetch_bytes: of each row, prefetched before x is
+    ready. splits: programs that share a tile's sum (split-K)."""
 
     batch: int
     rows: int
     block: int
     warps: int
     stages: int
-    asked: int = 0
+    prefetch_bytes: int = 0
     splits: int = 1
 
 
@@ -65,20 +65,20 @@ Tile = VectorTile | ResidentTile | MatrixTile
 
 @dataclass(frozen=True, slots=True)
 class _For:
-    """tile serves weights of up to `most` outputs and at least `inputs` inputs; None: not so fast as the alternative."""
+    """`tile` applies to weights of up to `max_outputs` outputs and at least `min_inputs` inputs. None: others are faster."""
 
-    most: int
-    inputs: int
+    max_outputs: int
+    min_inputs: int
     tile: Tile | None
 
 
 ANY = 1 << 62
 WIDEST_RESIDENT = 8192
-"""Inputs up to which a program keeps x in registers."""
+"""Largest k for which a program keeps x in registers."""
 
-# Tokens -> rows in order; the first that fits serves. Counts without a key of their own take the next key.
+# Token count -> entries in order of preference; the first that matches is used. Other token counts use the next larger key.
 _Table = dict[int, tuple[_For, ...]]
-_PLAIN: _Table = {
+_LINEAR: _Table = {
     1: (
         _For(16384, 16385, VectorTile(8, 2048, 8)),
         _For(2048, 4097, VectorTile(4, 2048, 8)),
@@ -106,8 +106,8 @@ _PLAIN: _Table = {
         _For(ANY, 2048, MatrixTile(128, 128, 64, 8, 3)),
     ),
 }
-# The norm of x as part of the product. Of two tokens a ring behind a norm by itself is faster, most where inputs are no power of
-# two: a layer of 2,560 took 75 us for 60, of 3,584 127 for 119, of 1,024 19.5 for 17.
+# The product includes the norm of x. For two tokens a separate norm before a ring kernel is faster, most clearly if k is no power
+# of two: a layer with k = 2,560 took 75 us against 60, 3,584 took 127 against 119, 1,024 took 19.5 against 17.
 _NORM: _Table = {
     1: (
         _For(ANY, WIDEST_RESIDENT + 1, None),
@@ -117,7 +117,7 @@ _NORM: _Table = {
         _For(ANY, 0, ResidentTile(8, 2, 1056, 3)),
     ),
 }
-# The norm, and the activation of gate and up.
+# The product includes the norm of x and the activation of gate and up.
 _NORM_GATE: _Table = {
     1: (
         _For(ANY, WIDEST_RESIDENT + 1, None),
@@ -127,7 +127,7 @@ _NORM_GATE: _Table = {
         _For(ANY, 0, ResidentTile(4, 2, 1056, 4)),
     ),
 }
-# The activation alone. Small weights: the product by itself has tiles that fill the chip.
+# The product includes the activation only. For small weights the product without activation has tiles that fill the GPU better.
 _GATE: _Table = {
     64: (),
     96: (
@@ -139,28 +139,28 @@ _GATE: _Table = {
         _For(ANY, 0, MatrixTile(128, 128, 64, 8, 3)),
     ),
 }
-_TABLES = {(False, False): _PLAIN, (True, False): _NORM, (False, True): _GATE, (True, True): _NORM_GATE}
+_TABLES = {(False, False): _LINEAR, (True, False): _NORM, (False, True): _GATE, (True, True): _NORM_GATE}
 
 
 def tile_for(tokens: int, n: int, k: int, norm: bool = False, gate: bool = False) -> Tile | None:
-    """The configuration of x [tokens, k] times a weight [n, k], with the norm of x and the activation of a merged gate
-    and up as part of it. None: they are faster by themselves, or the product is faster in cuBLAS."""
+    """Configuration of x [tokens, k] times a weight [n, k]. norm, gate: the kernel also applies the norm of x and the activation
+    of a merged gate and up. None: separate kernels or cuBLAS are faster."""
     table = _TABLES[norm, gate]
     rows = table[key] if (key := next((key for key in table if tokens <= key), None)) else ()
-    tile = next((row.tile for row in rows if n <= row.most and k >= row.inputs), None)
+    tile = next((row.tile for row in rows if n <= row.max_outputs and k >= row.min_inputs), None)
     if isinstance(tile, MatrixTile):
-        return None if tokens > LARGEST_RING and _uneven(tile, n) else split(tile, n, k)
-    return _even(tile, k) if isinstance(tile, VectorTile) and n > LARGE else tile
+        return None if tokens > LARGEST_RING and _wastes_last_wave(tile, n) else split(tile, n, k)
+    return _with_fitting_block(tile, k) if isinstance(tile, VectorTile) and n > LARGE else tile
 
 
-def _even(tile: VectorTile, k: int) -> VectorTile:
-    """With smaller blocks, where those of the tile hold more than a seventh beyond k: that costs as if it were there."""
+def _with_fitting_block(tile: VectorTile, k: int) -> VectorTile:
+    """Use smaller blocks if the tile's blocks cover more than 8/7 of k, because padding costs as much as real elements."""
     block = next((size for size in (tile.block, 1024, 512) if 7 * -(-k // size) * size <= 8 * k), tile.block)
     return tile if block >= tile.block else VectorTile(4, block, 4)
 
 
-def _uneven(tile: MatrixTile, n: int) -> bool:
-    """Whether more than a fifth of the chip's places have no tile in the last of several rounds."""
+def _wastes_last_wave(tile: MatrixTile, n: int) -> bool:
+    """Whether the last of several waves leaves more than a fifth of all waves' program slots without a tile."""
     bytes_held = 2 * tile.stages * tile.block * (tile.batch + tile.rows)
     places, tiles = PROCESSORS * (MEMORY // bytes_held), -(-n // tile.rows)
     rounds = -(-tiles // places)
@@ -168,7 +168,7 @@ def _uneven(tile: MatrixTile, n: int) -> bool:
 
 
 def split(tile: MatrixTile, n: int, k: int) -> MatrixTile:
-    """With so many programs per tile that one wave is about full."""
-    most = max(1, k // (SMALLEST_RUN * tile.block))
-    splits = max(1, min(most, PROCESSORS // -(-n // tile.rows)))
+    """Set the number of programs per tile so that about one wave is filled."""
+    max_splits = max(1, k // (SMALLEST_RUN * tile.block))
+    splits = max(1, min(max_splits, PROCESSORS // -(-n // tile.rows)))
     return replace(tile, splits=splits)

@@ -1,4 +1,4 @@
-"""The Triton operations as one value."""
+"""The table of Triton operations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ridgeline.ops.triton.w8a8 import round_inliers
 
 
 def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
-    """See Programs: one kernel for one token of large layers."""
+    """See Programs. Large layers run one token in a single kernel (one_token)."""
     module = gluon(parts[0].attention_norm.device, "one_token")
     return run if module is None or not module.knows(parts) else module.OneToken(parts, run)
 

@@ -1,4 +1,4 @@
-"""Launch configurations of the attention kernels, by head size: data, not search, so that start-up tries nothing."""
+"""Launch configurations of the attention kernels, by head size. They are constants: nothing is tuned at start-up."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import triton
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """queries: packed query rows of a program (tokens times heads of a group); the split kernel takes as many as its
-    rows have. keys: slots per turn of its loop. warps, stages: of one program. registers: most of a thread that asks for keys
-    before the wait, so that as many programs run at a time as of those that do not; None: these always do not."""
+    """queries: packed query rows of a program (tokens times heads of a group); the split kernel takes as many as its rows have.
+    keys: slots per iteration. warps, stages: of a program. registers: limit per thread for a program that loads keys before the PDL
+    wait, so that as many programs are resident as without early loads; None: no early loads."""
 
     queries: int
     keys: int
@@ -20,8 +20,8 @@ class Tile:
     registers: int | None = None
 
 
-# Padded head size -> tile. Rows with few query tokens are bound by reading keys: small tiles, several programs per
-# processor, so that one reads while another ends. Chunks are bound by arithmetic: as many queries as registers hold.
+# Padded head size -> tile. Rows with few query tokens are bound by reading keys: small tiles and several programs per SM, so that
+# one reads while another ends. Chunks are bound by arithmetic: as many queries as fit into registers.
 SPLIT_TILES = {
     16: Tile(16, 128, 4, 3),
     32: Tile(16, 128, 4, 3),
@@ -29,20 +29,20 @@ SPLIT_TILES = {
     128: Tile(16, 64, 4, 3, 168),
     256: Tile(16, 32, 4, 3),
 }
-# Where all rows together make less than one program per processor: a program fills one, and a row has few parts. Smaller
-# heads lose 0.5 to 12 % of a step by it (ablation.json).
+# Used if all rows together make less than one program per SM: a program fills an SM, and a row has few parts. Smaller heads lose
+# 0.5 to 12 % of a step with it (ablation.json).
 WIDE_SPLIT_TILES = {256: Tile(16, 64, 8, 3)}
-# Where one program for every row and head is a little more than SPLIT_PROGRAMS_PER_PROCESSOR: with less memory each, one
-# more fits on a processor, and all still run at a time.
+# Used if one program for every row and head is slightly more than SPLIT_PROGRAMS_PER_PROCESSOR: with less shared memory each, an
+# additional program fits on an SM, and all still run in one wave.
 SNUG_SPLIT_TILES = {128: Tile(16, 64, 4, 2, 128)}
 SNUG_PROGRAMS_PER_PROCESSOR = 4
 FEWEST_WIDE_ROWS = 4
-"""Rows below which wide tiles gain nothing: short contexts lose 1.9 us a layer, and long ones want the next."""
+"""Rows below which wide tiles gain nothing: short contexts lose 1.9 us a layer, and long ones use LONE_PROGRAMS_PER_PROCESSOR."""
 LONE_PROGRAMS_PER_PROCESSOR = 2
-"""Programs with SPLIT_TILES that one or two rows of long contexts put on a processor: they leave memory for those of the
-next layer, which load before these end."""
+"""Programs per SM with SPLIT_TILES for one or two rows of long contexts. They leave shared memory for programs of the next layer,
+which load before these end."""
 MOST_EARLY_PROGRAMS = 8
-"""Programs a processor, if no row is split, up to which those of several rows ask for keys before the wait: with 15 and more a step
+"""Programs per SM without split rows up to which programs of several rows load keys before the PDL wait. With 15 and more a step
 was slower."""
 CHUNK_TILES = {
     16: Tile(64, 64, 4, 3),
@@ -51,10 +51,10 @@ CHUNK_TILES = {
     128: Tile(128, 64, 4, 3),
     256: Tile(64, 32, 8, 2),
 }
-# The same where a processor has 227 KB: 8,192 tokens of 16 heads, their scores capped, took 4.97 ms for 2.08, within a window of
-# 4,096 3.88 for 1.71.
+# Used on GPUs with 227 KB of shared memory per SM: 8,192 tokens of 16 heads took 2.08 ms against 4.97 with capped scores, and 1.71
+# against 3.88 with a window of 4,096.
 WIDE_CHUNK_TILES = {256: Tile(128, 64, 8, 2)}
-# Where no row has many query tokens, programs are too few rather than too slow: smaller tiles make more of them.
+# Used if no row has many query tokens. Too few programs are the limit then, so smaller tiles make more of them.
 SHORT_CHUNK_TILES = {
     16: Tile(64, 64, 4, 3),
     32: Tile(64, 64, 4, 3),
@@ -64,34 +64,35 @@ SHORT_CHUNK_TILES = {
 }
 LONGEST_SHORT_CHUNK = 1024
 GLUON_VERSIONS: tuple[str, ...] = ("3.6.",)
-"""Versions of Triton that kernels in Gluon were measured with."""
+"""Triton versions on which the Gluon kernels were measured."""
 FLOAT32_CHUNK = Tile(32, 32, 8, 1)
 FLOAT32_SPLIT = Tile(16, 32, 4, 1)
 
 SPLIT_QUERIES = 16
-"""Rows with at most this many packed queries, the least that a product takes, are left to the split kernel in any step."""
+"""Packed queries of a row up to which the split kernel runs it in any step; also the smallest tile of a matrix product."""
 LARGER_SPLIT_QUERIES = (32, 64)
-"""Steps whose rows all have at most the last many packed queries need no chunk kernel; the split one is compiled for each."""
+"""If all rows have at most the last value of packed queries, a step needs no chunk kernel. split_kernel is compiled for each
+value."""
 PLAN_ROWS = (64, 512)
-"""Rows for which a plan kernel is compiled; beyond, the next power of two."""
+"""Row counts for which a plan kernel is compiled. Larger counts use the next power of two."""
 SPLIT_PROGRAMS_PER_PROCESSOR = 3
-"""Programs that run at a time on one processor with SPLIT_TILES: what one wave is made of."""
+"""Programs per SM that run at a time with SPLIT_TILES; they make up one wave."""
 SPLIT_WAVES = 4
-"""With more rows than fill one wave, keys are split so finely that this many waves even out the tail."""
+"""With more rows than fill one wave, keys are split finely enough for this many waves, which balances the tail."""
 SMALLEST_SPLIT = 256
-"""Slots below which a further split costs more than it brings."""
+"""Slots per part below which a further split costs more than it gains."""
 SMALLEST_VERIFIED_SPLIT = 64
-"""The same where rows have a few query tokens: a part's program takes 2 us for each 64 slots of theirs."""
+"""SMALLEST_SPLIT for rows of a few query tokens: a part takes 2 us for each 64 slots."""
 SMALLEST_OF_MANY = 960
-"""The same where rows and heads alone fill more than one wave, whose tail starting with the longest runs has shortened already: a
+"""SMALLEST_SPLIT where rows and heads fill more than one wave. The longest parts start first, which already shortens the tail: a
 0.6B of 91 rows lost 5 % of a step to parts of 640."""
 COMBINED_ALONE = 4096
-"""Numbers that a program of combine_kernel holds at a time while it puts the parts of a head together: 32 parts in one turn."""
+"""Elements that a program of combine_kernel holds at a time: 32 parts of a head per iteration."""
 COMBINED_ELEMENTS = 2048
-"""Numbers that a program of the split kernel holds at a time while it does the same for all heads of a group. With 8,192 and 16
-packed queries the kernel took 254 registers a thread, and one program less ran on a processor."""
+"""Elements that a program of split_kernel holds at a time when it combines the parts of all heads of a group. With 8,192 and 16
+packed queries the kernel took 254 registers per thread, and one program less fitted on an SM."""
 
 
 def class_of(value: int, classes: tuple[int, ...]) -> int:
-    """The smallest class that holds `value`, beyond them the next power of two: few classes, few compilations."""
+    """The smallest class of at least `value`; above all classes, the next power of two. Few classes mean few compilations."""
     return next((size for size in classes if size >= value), triton.next_power_of_2(value))

@@ -12,10 +12,10 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.rows import DONE, KNOWN, LENGTH, LIMIT, MIN_TOKENS, POSITION, PROMPT, STOP
 
 BLOCK = 1024
-"""Numbers of a hidden state that a program copies."""
+"""Elements of a hidden state per program."""
 
 
-@triton.jit(do_not_specialize=["wide", "packed_stride"])
+@triton.jit(do_not_specialize=["columns", "packed_stride"])
 def _verify_kernel(
     rows_ptr,
     drawn_ptr,
@@ -29,15 +29,15 @@ def _verify_kernel(
     width,
     ints_stride,
     packed_stride,
-    wide,
+    columns,
     stops: tl.constexpr,
     TREE: tl.constexpr,
     PDL: tl.constexpr,
-    WIDE: tl.constexpr,
+    NODES: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Walk from the root: take the token drawn at a node, and continue at the child that drafted it, if any. Row 0 is done, so
-    programs that share it write the values it already has."""
+    """Verify one row per program. Start at the root, take the token drawn at a node, and continue at the child that drafted it, if
+    any. Row 0 is done, so programs that share it write the values it already has."""
     await_inputs(PDL)
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
@@ -49,25 +49,25 @@ def _verify_kernel(
     limit = tl.load(row_ptr + LIMIT)
     stop_at = tl.arange(0, STOPS)
     stop_ids = tl.load(row_ptr + STOP + stop_at, mask=stop_at < stops, other=-1)
-    node = tl.arange(0, WIDE)
+    node = tl.arange(0, NODES)
     count = tl.load(n_draft_ptr + index)
     drafted = (node > 0) & (node <= count)
     draft = tl.load(tokens_ptr + row * width + known + node - 1, mask=drafted, other=-1)
     parent = node - 1
     if TREE:
-        parent = tl.load(parent_ptr + index * wide + node, mask=drafted, other=-1).to(tl.int32)
+        parent = tl.load(parent_ptr + index * columns + node, mask=drafted, other=-1).to(tl.int32)
     drawn = tl.load(drawn_ptr + tl.load(first_ptr + index) + node, mask=node <= count, other=-1)
     packed = packed_ptr + index * packed_stride
     if TREE:
-        tl.store(packed + 2 + wide + node, drawn, mask=node < wide)
-    # Behind the path the places hold what was drawn there, as without drafts.
+        tl.store(packed + 2 + columns + node, drawn, mask=node < columns)
+    # Places after the path hold the tokens drawn there, as without drafts.
     tokens = drawn
-    path = tl.zeros((WIDE,), tl.int32)
+    path = tl.zeros((NODES,), tl.int32)
     here = 0
     gained = 0
     flag = 0
     going = 1 - done
-    for depth in range(WIDE):
+    for depth in range(NODES):
         token = tl.sum(tl.where(node == here, drawn, 0), 0)
         stopped = tl.sum((stop_ids == token).to(tl.int32), 0) > 0
         known_after = known + depth + 1
@@ -83,10 +83,10 @@ def _verify_kernel(
     tl.store(tokens_ptr + row * width + known + node, tokens, mask=(node < gained))
     tl.store(packed, gained)
     tl.store(packed + 1, flag)
-    tl.store(packed + 2 + node, tokens, mask=node < wide)
+    tl.store(packed + 2 + node, tokens, mask=node < columns)
     if TREE:
-        tl.store(packed + 2 + 2 * wide + node, path, mask=node < wide)
-        tl.store(path_ptr + index * wide + node, path.to(tl.int64), mask=node < wide)
+        tl.store(packed + 2 + 2 * columns + node, path, mask=node < columns)
+        tl.store(path_ptr + index * columns + node, path.to(tl.int64), mask=node < columns)
     tl.store(row_ptr + POSITION, tl.load(row_ptr + POSITION) + gained)
     tl.store(row_ptr + LENGTH, tl.load(row_ptr + LENGTH) + gained)
     tl.store(row_ptr + KNOWN, known + gained)
@@ -96,10 +96,10 @@ def _verify_kernel(
 def verify(
     state: RowState, rows: torch.Tensor, drawn: torch.Tensor, drafted: Drafted
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See ops.verify.verify; what lies behind the tokens gained means nothing there either."""
-    count, wide, parent = len(rows), drafted.wide, drafted.parent
-    packed = torch.empty((count, 2 + (1 if parent is None else 3) * wide), dtype=torch.int32, device=rows.device)
-    path = None if parent is None else torch.empty((count, wide), dtype=torch.int64, device=rows.device)
+    """See ops.verify.verify. Values after the accepted tokens are undefined here too."""
+    count, columns, parent = len(rows), drafted.columns, drafted.parent
+    packed = torch.empty((count, 2 + (1 if parent is None else 3) * columns), dtype=torch.int32, device=rows.device)
+    path = None if parent is None else torch.empty((count, columns), dtype=torch.int64, device=rows.device)
     stops = state.ints.shape[1] - Int.STOP
     if count:
         _verify_kernel[(count,)](
@@ -115,10 +115,10 @@ def verify(
             state.tokens.stride(0),
             state.ints.stride(0),
             packed.stride(0),
-            wide,
+            columns,
             stops=stops,
             TREE=parent is not None,
-            WIDE=triton.next_power_of_2(wide),
+            NODES=triton.next_power_of_2(columns),
             STOPS=triton.next_power_of_2(stops),
             num_warps=1,
             **overlap(rows.device),
@@ -126,7 +126,7 @@ def verify(
     return packed, path
 
 
-@triton.jit(do_not_specialize=["packed_stride", "wide"])
+@triton.jit(do_not_specialize=["packed_stride", "columns"])
 def _last_kernel(
     packed_ptr,
     path_ptr,
@@ -134,17 +134,19 @@ def _last_kernel(
     hidden_ptr,
     out_ptr,
     packed_stride,
-    wide,
+    columns,
     width,
     TREE: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy BLOCK elements of a row's last hidden state per program; the grid is [rows, blocks]. hidden [N, width], out [rows,
+    width]."""
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     node = tl.maximum(tl.load(packed_ptr + row * packed_stride) - 1, 0).to(tl.int64)
     if TREE:
-        node = tl.load(path_ptr + row * wide + node)
+        node = tl.load(path_ptr + row * columns + node)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(hidden_ptr + (tl.load(first_ptr + row) + node) * width + at, mask=at < width)
     tl.store(out_ptr + row * width + at, value, mask=at < width)

@@ -1,11 +1,10 @@
-"""W8A8 linears: 8-bit integers on both sides, products by the tensor cores' integer units, scales behind the sum.
+"""W8A8 linears: int8 weights and activations, integer tensor-core products, scales applied to the sums.
 
-Weights lie as integer.pack laid them out, in an order of the inputs that the weight-only kernels want. A sum does not ask
-for the order of its terms, so inputs are rounded into the same order and one copy of the weights serves both. One token is
-multiplied in registers, four codes an instruction; up to LARGEST_SMALL tokens products are those of fp8, by the ring or the small
-kernel, which stream weights of any 8-bit type; beyond it tiles are large enough to be bound by arithmetic. Sums are exact, for
-int32 holds 2^17 products of 127 x 128, so a token's results depend neither on how many tokens there are nor on which kernel took
-them.
+Weights use the layout of integer.pack, which permutes inputs for the weight-only kernels. Sums do not depend on the order of
+inputs, so activations are quantized in the same permutation and one copy of the weights serves both. One token uses dp4a in
+registers. Up to LARGEST_SMALL tokens the ring and split-K kernels of e4m3 run with int8 operands. Above, `large` runs, which is
+bound by arithmetic. Sums are exact, because int32 holds 2^17 products of 127 x 128. A token's results therefore depend neither on
+the other tokens nor on the kernel.
 """
 
 # mypy: allow-untyped-defs
@@ -25,7 +24,7 @@ from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.quantize import WIDEST_ROW
 
 CHUNK = 64
-"""Inputs whose order integer.pack changes among themselves; rows of codes are filled up to a multiple."""
+"""Inputs within which integer.pack permutes. Rows of codes are padded to a multiple."""
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -33,19 +32,19 @@ CHUNK = 64
 
 @triton.jit
 def _nearest(x):
-    """x, at most 2^22, rounded to an integer, halves to even: adding 1.5 * 2^23 leaves no bits behind the point."""
+    """Round x, at most 2^22, to the nearest integer, ties to even. Adding 1.5 * 2^23 discards all fractional bits."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _step_of(amax):
-    """The scale of a token: 127 steps reach its largest input; never so small that it counts as 0."""
+    """Scale of a token, such that its largest input is code 127. The lower bound keeps it above zero."""
     return tl.math.div_rn(tl.maximum(amax, 1e-30), 127.0)
 
 
 @triton.jit
 def _as_packed(x, step, BLOCK: tl.constexpr):
-    """Inputs x [BLOCK] as codes, in the order of integer.pack."""
+    """Quantize inputs x [BLOCK] to codes in the order of integer.pack."""
     codes = _nearest(tl.math.div_rn(x, step)).to(tl.int8)
     return tl.reshape(tl.permute(tl.reshape(codes, (BLOCK // 64, 4, 2, 4, 2)), (0, 3, 1, 4, 2)), (BLOCK,))
 
@@ -66,8 +65,8 @@ def _codes_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token of `size` inputs as codes [room], 0 behind the last, and its scale. NORM: its norm first, rounded to x's
-    dtype; BLOCKS is 1 then."""
+    """Quantize one token of `size` inputs per program to codes [padded_size], with zeros after the last, and its scale. NORM: first
+    apply the norm and round to x's dtype; requires BLOCKS 1."""
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
     out_ptr += token * padded_size
@@ -96,8 +95,8 @@ def _codes_kernel(
 
 
 def codes(x: Plain, widest_row: int = WIDEST_ROW) -> Scaled:
-    """x [T, D], rows contiguous, its norm done first where it is still to be, as reference.in_8_bits holds it: values int8
-    [T, D rounded up to chunks], in the order of integer.pack. widest_row: inputs that a program holds at once."""
+    """Quantize x [T, D] with contiguous rows, after its norm if it is Normed, as reference.in_8_bits does. The values are int8 [T,
+    D rounded up to CHUNK] in the order of integer.pack. widest_row: inputs that a program holds at once."""
     norm = x if isinstance(x, Normed) else None
     source = x.x if isinstance(x, Normed) else x
     tokens, size = source.shape
@@ -128,7 +127,7 @@ def codes(x: Plain, widest_row: int = WIDEST_ROW) -> Scaled:
 
 
 @triton.jit
-def _apart_kernel(
+def _round_inliers_kernel(
     x_ptr,
     empty_ptr,
     out_ptr,
@@ -139,7 +138,7 @@ def _apart_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token; see apart."""
+    """Round the inliers of one token per program; see round_inliers."""
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
     out_ptr += token * size
@@ -154,19 +153,19 @@ def _apart_kernel(
     for block in range(BLOCKS):
         at = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
-        near = _nearest(tl.math.div_rn(tl.where(tl.abs(x) < LIMIT, x, 0.0), step)) * step
+        inlier = _nearest(tl.math.div_rn(tl.where(tl.abs(x) < LIMIT, x, 0.0), step)) * step
         kept = tl.load(empty_ptr + at, mask=at < size, other=1) == 0
-        x = tl.where(kept, tl.where(tl.abs(x) < LIMIT, near, x), 0.0)
+        x = tl.where(kept, tl.where(tl.abs(x) < LIMIT, inlier, x), 0.0)
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
 def round_inliers(x: torch.Tensor, empty: torch.Tensor, widest_row: int = WIDEST_ROW) -> torch.Tensor:
-    """See reference.round_inliers; rows of x contiguous. widest_row: see codes."""
+    """See reference.round_inliers. Rows of x must be contiguous. widest_row: see codes."""
     tokens, size = x.shape
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
     block = min(widest_row, triton.next_power_of_2(size))
     if tokens:
-        _apart_kernel[(tokens,)](
+        _round_inliers_kernel[(tokens,)](
             x,
             empty.view(torch.uint8),
             out,
@@ -186,7 +185,7 @@ def round_inliers(x: torch.Tensor, empty: torch.Tensor, widest_row: int = WIDEST
 
 @triton.jit
 def _four(w, x, total, PTX: tl.constexpr):
-    """total + the products of four codes in each word of w and x, int32 all."""
+    """total + the dot product of the four codes in each word of w and x. All are int32."""
     if PTX:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [w, x, total], dtype=tl.int32, is_pure=True, pack=1
@@ -215,8 +214,8 @@ def _vector_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS outputs of one token, of rows of `words` times four codes. The first weights are asked for before the kernel that
-    makes x has ended."""
+    """ROWS outputs of one token per program, for rows of `words` int32 with four codes each. The first weights are loaded before
+    the PDL wait."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     w_row = w_ptr + tl.minimum(row, outputs - 1).to(tl.int64)[:, None] * words
     at = tl.arange(0, BLOCK)
@@ -235,7 +234,7 @@ def _vector_kernel(
 def vector(
     x: Scaled, matrix: IntMatrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Vector, add: bool = False
 ) -> None:
-    """One token's outputs into out [1, outputs], or added to what is there."""
+    """Store one token's outputs in out [1, outputs], or add them to out."""
     words = x.values.shape[1] // 4
     block = min(launch.inputs // 4, triton.next_power_of_2(words))
     _vector_kernel[(triton.cdiv(matrix.out, launch.rows),)](
@@ -278,7 +277,8 @@ def _large_kernel(
     INPUTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A tile [TOKENS, OUTPUTS] of x W^T over all `blocks` of the inputs. Programs walk over bands of token tiles."""
+    """A tile [TOKENS, OUTPUTS] of x W^T per program, over all `blocks` of the inputs. Programs of BAND token tiles are consecutive
+    for each weight tile, so that weights stay in L2."""
     token_tiles = tl.cdiv(tokens, TOKENS)
     band = BAND * tl.cdiv(outputs, OUTPUTS)
     first = tl.program_id(0) // band * BAND
@@ -299,7 +299,7 @@ def _large_kernel(
 def large(
     x: Scaled, matrix: IntMatrix, bias: torch.Tensor | None, out: torch.Tensor, launch: Large, add: bool = False
 ) -> None:
-    """Outputs of all tokens into out [T, outputs], or added to what is there."""
+    """Store the outputs of all tokens in out [T, outputs], or add them to out."""
     tokens, inputs = x.values.shape
     tiles = triton.cdiv(tokens, launch.tokens) * triton.cdiv(matrix.out, launch.outputs)
     _large_kernel[(tiles,)](

@@ -1,7 +1,8 @@
-"""The attention kernels: a tile of packed queries walks over a row's slots with a running softmax.
+"""Attention kernels for rows of few query tokens: a tile of packed queries loops over slots of the row with online softmax.
 
-Packed query m of a row is query token m // group, head m % group of its KV head's group. Scores are in units of log 2.
-Offsets into the cache are int64; slots that are masked out are not loaded where a tile reaches behind its end.
+Packed query m of a row is query token m // group, head m % group of its KV head's group. Scores are scaled by log2(e). Offsets into
+the cache are int64. Masked slots past a tile's end are not loaded.
+Source: FlashDecoding for the split of a row's keys; online softmax of Milakov and Gimelshein 2018.
 """
 
 # mypy: allow-untyped-defs
@@ -16,15 +17,14 @@ from ridgeline.ops.triton.plan import load_unit
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 STEP_SIZES = ["batch", "units"]
-"""Arguments that change from step to step: a kernel compiled apart for 1 or for multiples of 16 would compile while
-requests wait."""
+"""Arguments that change from step to step. Specialization on 1 or on multiples of 16 would compile a kernel while requests wait."""
 
 
 @triton.jit
 def _tile_offsets(
     pages_ptr, slot, first, page_stride, end, page_tokens: tl.constexpr, head_dim: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Element offsets int64 [KEYS] of the keys at `slot` = first .. first + KEYS - 1, from (page 0, kind, head)."""
+    """Element offsets int64 [KEYS] of the keys at `slot` = first .. first + KEYS - 1, relative to (page 0, kind, head)."""
     if page_tokens % KEYS == 0:
         page = tl.load(pages_ptr + first // page_tokens).to(tl.int64)
         return page * page_stride + (slot % page_tokens).to(tl.int64) * head_dim
@@ -39,30 +39,30 @@ def _seen(
     place,
     start,
     end,
-    own_position,
-    own_ancestors,
+    query_position,
+    query_ancestors,
     key_positions_ptr,
-    fresh_position_ptr,
+    query_position_ptr,
     n,
     window: tl.constexpr,
     TREE: tl.constexpr,
     COMPACTED: tl.constexpr,
 ):
-    """Which of the slots [KEYS] each query [QUERIES] at `place` of its row sees; reference.row_mask says the rule."""
+    """Visibility mask [QUERIES, KEYS] of the slots for the row's queries at `place`. reference.row_mask defines it."""
     among = slot - start
     seen = (among[None, :] <= place[:, None]) & (slot < end)[None, :]
     if TREE:
         inside = (among >= 0) & (among < 64)
-        bit = (own_ancestors[:, None] >> tl.where(inside, among, 0)[None, :].to(tl.int64)) & 1
+        bit = (query_ancestors[:, None] >> tl.where(inside, among, 0)[None, :].to(tl.int64)) & 1
         seen = seen & ((inside == 0)[None, :] | (bit != 0) | (among[None, :] == place[:, None]))
     if window > 0:
         key_position = slot
         if COMPACTED:
             key_position = tl.load(key_positions_ptr + slot, mask=slot < end, other=0)
-        fresh = (among >= 0) & (among < n)
+        in_step = (among >= 0) & (among < n)
         if TREE or COMPACTED:
-            key_position = tl.where(fresh, tl.load(fresh_position_ptr + among, mask=fresh, other=0), key_position)
-        seen = seen & (own_position[:, None] - key_position[None, :] < window)
+            key_position = tl.where(in_step, tl.load(query_position_ptr + among, mask=in_step, other=0), key_position)
+        seen = seen & (query_position[:, None] - key_position[None, :] < window)
     return seen
 
 
@@ -81,7 +81,7 @@ def _step(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One turn of the running softmax (Milakov and Gimelshein 2018): best, weight [QUERIES], out [QUERIES, WIDTH]."""
+    """One iteration of online softmax over a tile of keys. best, weight: [QUERIES]; out: [QUERIES, WIDTH]."""
     scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     if CAPPED:
         # tanh(x) = 2 sigmoid(2 x) - 1
@@ -102,7 +102,7 @@ def _step(
 
 @triton.jit
 def _finish(best, weight, out):
-    """(out / weight, log-sum-exp); queries that saw nothing give 0 and minus infinity."""
+    """(out / weight, log-sum-exp). Queries without visible keys return 0 and minus infinity."""
     some = weight > 0.0
     lse = tl.where(some, (best + tl.log2(tl.where(some, weight, 1.0))) * LN2, float("-inf"))
     return out / tl.where(some, weight, 1.0)[:, None], lse
@@ -127,7 +127,7 @@ def _combine(
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Put the parts of packed queries [PACKED] together, weighted by exp(their log-sum-exp), PARTS at a time in order."""
+    """Combine the parts of packed queries [PACKED], weighted by exp(log-sum-exp), PARTS at a time in a fixed order."""
     real = packed < n * group
     at = tl.arange(0, WIDTH)
     best = tl.full(packed.shape, float("-inf"), tl.float32)
@@ -137,7 +137,7 @@ def _combine(
         part = done + tl.arange(0, PARTS)
         line = ((first_unit + part).to(tl.int64) * kv_heads + kv_head)[:, None] * part_queries + packed[None, :]
         inside = (part < count)[:, None] & real[None, :]
-        # Written while this program may have been running: not from its processor's own cache.
+        # Other programs wrote the parts while this one was running, so the loads bypass L1 (.cg).
         lse = tl.load(part_lse_ptr + line, mask=inside, other=float("-inf"), cache_modifier=".cg")
         tile = inside[:, :, None] & (at < head_dim)[None, None, :]
         values = tl.load(part_ptr + line[:, :, None] * head_dim + at, mask=tile, other=0.0, cache_modifier=".cg")
@@ -157,7 +157,7 @@ def _combine(
 
 @triton.jit
 def _pages(pages_ptr, first, end, page_tokens: tl.constexpr, KEYS: tl.constexpr):
-    """Page numbers of the slots first .. first + KEYS - 1: one, if they lie in one page, else [KEYS]."""
+    """Page numbers of the slots first .. first + KEYS - 1: a scalar if they lie in one page, otherwise [KEYS]."""
     if page_tokens % KEYS == 0:
         return tl.load(pages_ptr + first // page_tokens, mask=first < end, other=0, cache_modifier=".cg")
     else:
@@ -167,12 +167,12 @@ def _pages(pages_ptr, first, end, page_tokens: tl.constexpr, KEYS: tl.constexpr)
 
 @triton.jit
 def _await_unit(units_ptr, units, unit, planned, AHEAD: tl.constexpr, PDL: tl.constexpr):
-    """A program's unit, and the wait for earlier kernels: here, or left to the caller where the unit's first AHEAD slots
-    were written by earlier steps. AHEAD 0: always left to the caller.
+    """Load a program's work unit. Wait for earlier kernels here, unless earlier steps wrote the unit's first AHEAD slots; then the
+    caller waits. With AHEAD 0 the caller always waits.
 
-    planned: whether an earlier kernel of this step waited for the plan before it let others begin. The first one to use a
-    plan does, so all after it may read it, and what was written before it, without waiting. They read it from L2 (.cg):
-    only the wait is sure to empty a processor's own cache.
+    planned: an earlier kernel of this step waited for the plan before it allowed dependents to launch. The first kernel that uses a
+    plan does so, and all later kernels may read the plan and everything written before it without a wait. They read it from L2
+    (.cg), because only the wait guarantees that L1 holds no stale lines.
     """
     if PDL:
         if planned == 0:
@@ -181,8 +181,8 @@ def _await_unit(units_ptr, units, unit, planned, AHEAD: tl.constexpr, PDL: tl.co
     work = load_unit(units_ptr, units, unit)
     row, begin, end, _, n, length, _, _, _ = work
     if PDL and AHEAD > 0:
-        fresh = (row < 0) | (tl.minimum(begin + AHEAD, end) > length - n)
-        if fresh:
+        must_wait = (row < 0) | (tl.minimum(begin + AHEAD, end) > length - n)
+        if must_wait:
             gdc_wait()
     return work
 
@@ -231,10 +231,12 @@ def split_kernel(
     PACKED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """All query tokens of a row, one KV head, one run of its slots.
+    """Attention of one work unit and one KV head per program: all query tokens of a row over one part of its slots (split-KV).
 
-    planned, AHEAD: see _await_unit; with AHEAD, no wait comes before the loop's first loads. FUSED: the last program of a
-    row and head puts its parts together; else combine_kernel does.
+    The grid is units * kv_heads. q [tokens, heads, head_dim]; kv: paged cache; table int32 [device rows, pages]; units: see plan.
+    out like q, lse float32 [tokens, heads]. A row with several parts stores them to part [units * kv_heads, part_queries, head_dim]
+    and part_lse, float32. With AHEAD > 0 the loop's first loads precede the PDL wait; see _await_unit. FUSED: the last program of a
+    row and head to arrive combines the parts; otherwise combine_kernel does.
     """
     head = tl.program_id(0) % kv_heads
     unit = _await_unit(units_ptr, units, tl.program_id(0) // kv_heads, planned, AHEAD, PDL)
@@ -255,13 +257,13 @@ def split_kernel(
     pages_ptr = table_ptr + row.to(tl.int64) * table_stride
     head_ptr = kv_ptr + head.to(tl.int64) * head_stride
     page = _pages(pages_ptr, begin, end, page_tokens, KEYS)
-    own_position = tl.load(position_ptr + token, mask=real, other=0, cache_modifier=".cg")
+    query_position = tl.load(position_ptr + token, mask=real, other=0, cache_modifier=".cg")
     if PDL and AHEAD == 0:
-        # Pages and positions were there before the plan; what comes now was written for this layer.
+        # Earlier steps wrote page numbers and positions. The loads below depend on kernels of this layer.
         gdc_wait()
-    own_ancestors = token
+    query_ancestors = token
     if TREE:
-        own_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
+        query_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
     if AHEAD > 0:
         q = tl.zeros((QUERIES, WIDTH), q_ptr.dtype.element_ty)
     else:
@@ -272,7 +274,7 @@ def split_kernel(
     for first in range(begin, end, KEYS):
         slot = first + tl.arange(0, KEYS)
         offset = page.to(tl.int64) * page_stride + (slot % page_tokens).to(tl.int64) * head_dim
-        # A turn ahead: loads whose address another load brings would leave half of the pipeline's depth.
+        # Loaded one iteration ahead. A load whose address depends on another load would halve the pipeline's depth.
         page = _pages(pages_ptr, first + KEYS, end, page_tokens, KEYS)
         inside = (slot < end)[:, None]
         if head_dim != WIDTH:
@@ -281,7 +283,7 @@ def split_kernel(
         keys = tl.load(pointer, mask=inside, other=0.0)
         values = tl.load(pointer + kind_stride, mask=inside, other=0.0)
         if AHEAD > 0:
-            # The loop's first loads are under way by now; what the kernel before writes is needed only here.
+            # The loop's first loads are in flight. Only the code below depends on the previous kernel.
             waiting = first == begin
             if waiting:
                 if PDL:
@@ -292,8 +294,8 @@ def split_kernel(
             place,
             start,
             end,
-            own_position,
-            own_ancestors,
+            query_position,
+            query_ancestors,
             key_positions_ptr + row.to(tl.int64) * key_positions_stride,
             position_ptr + first_query,
             n,
@@ -313,7 +315,7 @@ def split_kernel(
         tl.store(part_ptr + line[:, None] * head_dim + at[None, :], out, mask=tile)
         tl.store(part_lse_ptr + line, lse, mask=real)
         if FUSED:
-            # Every thread's part must be out before the one thread that counts says so.
+            # All threads must have stored their parts before one thread increments the counter.
             tl.debug_barrier()
             counter = arrivals_ptr + index * kv_heads + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
@@ -355,10 +357,10 @@ def combine_kernel(
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One query token and head of a row that was split: its parts weighted by exp(their log-sum-exp)."""
+    """Combine the parts of one query token and head per program, for rows that were split; the grid is [rows, heads, tokens]."""
     if PDL:
         gdc_launch_dependents()
-    # The plan was written before the split kernel let this one begin (.cg: see there).
+    # The plan was written before split_kernel allowed this kernel to launch. See _await_unit for .cg.
     index = tl.program_id(0)
     head = tl.program_id(1)
     place = tl.program_id(2)

@@ -1,29 +1,29 @@
-// out [tokens, n] += x w^T, or silu of gate times up, all bfloat16, sums in float32, for steps of 65 to 256 tokens on Hopper: who it
-// serves and why says ops/triton/wide.py, which also defines BATCH (tokens of a tile) and its names; what SUM_NAMES and
-// SUM_REGISTERS are: pairs.py.
+// out [tokens, n] += x w^T, or silu(gate) * up, all bfloat16 with float32 sums, for steps of 65 to 256 tokens on Hopper.
+// ops/triton/wide.py describes its use and defines BATCH (tokens of a tile) and the names of operands. SUM_NAMES and SUM_REGISTERS:
+// pairs.py.
 //
-// The weight's rows are the long side of the matrix unit (out^T = w x^T), so that tokens come in sixteens. Two programs are a
-// cluster: they have different rows and the same tokens, each fetches half of these, and the copy engine writes it into both. The
-// weight is asked for before the kernel that makes x has ended. A warp keeps a ring of steps of 64 inputs filled; two groups of
-// four warps multiply 64 rows each.
+// The weight's rows are on the long side of the matrix unit (out^T = w x^T), so that tokens come in multiples of 16. Two programs
+// form a cluster with different rows and the same tokens. Each loads half of the tokens, and TMA multicast writes them to both.
+// Weights are loaded before the previous kernel has ended (PDL). A producer warp fills a ring of steps of 64 inputs. Two consumer
+// groups of four warps multiply 64 rows each.
 //
-// All steps of all tiles stand in one line, which clusters cut among themselves: in so many parts of each tile, whose programs
-// are done at about the same time and add the parts of their own tokens; between tiles; or anywhere, so that all have the same to
-// do: a tile's last steps are then the first that a cluster does, and whoever began the tile finds them in memory. No sum's order
-// depends on time.
+// The steps of all tiles form one sequence, which is divided among clusters in one of three ways. Split-K: equal parts of each
+// tile, whose programs end at about the same time and reduce their own tokens. Complete tiles. Stream-K: equal shares of the
+// sequence. There a tile's last steps are the first of a cluster's share, and the cluster that began the tile finds their sums in
+// memory. The order of sums never depends on timing.
 
 constexpr u32 GROUPS = 2, HIGH = 64, ROWS = GROUPS * HIGH, STEP = 64, MOST_STAGES = 8;
-constexpr u32 CHUNK = 16, STAGED = 4, ROUND = 64;  // tokens of a chunk; chunks staged at a time; what parts of a tile count together
+constexpr u32 CHUNK = 16, STAGED = 4, ROUND = 64;  // tokens of a chunk; chunks staged at a time; a full count of a tile's parts
 constexpr u32 ROW = 2 * STEP, X_BYTES = BATCH * ROW, SLICE = BATCH / PAIR, SUMS = BATCH / 2, CHUNKS = BATCH / CHUNK;
-constexpr u32 PITCH = 2 * ROWS + 16;              // bytes of a staged token: eight of them lie in different banks
-constexpr u32 OWN = CHUNKS * 2 * 128;             // sums of a group of warps, in float4
+constexpr u32 PITCH = 2 * ROWS + 16;              // bytes of a staged token, such that eight tokens lie in different banks
+constexpr u32 OWN = CHUNKS * 2 * 128;             // sums of a consumer group, in float4
 
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32.bf16.bf16 {" SUM_NAMES "}, " LEFT_NAME ", " RIGHT_NAME ", 1, 1, 1, 0, 0;"
                : SUM_REGISTERS
                : "l"(a), "l"(b));
 }
-// What nobody reads again is the first to leave the L2 cache (a policy as createpolicy makes it of evict_first).
+// Data that is not read again is the first to be evicted from L2 (the cache policy that createpolicy yields for evict_first).
 __device__ __forceinline__ void load_once(u32 to, const TensorMap* from, u32 barrier, u32 column, u32 row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_once(u32 to, const TensorMap* from, u32 bar
       "l"(from), "r"(barrier), "r"(column), "r"(row), "l"(0x12F0000000000000ull)
       : "memory");
 }
-// As two kernels do it, to the bit (activation.py): both products are 16 bits.
+// Bitwise equal to the separate kernels (activation.py): both products have 16 bits.
 __device__ __forceinline__ float gated(float gate, float up) {
   return gate * sigmoid(gate) * up;
 }
@@ -40,12 +40,12 @@ __device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 
 __device__ __forceinline__ u32 gated(u32 gates, u32 ups) { return pair(gated(low(gates), low(ups)), gated(high(gates), high(ups))); }
 __device__ __forceinline__ void sync_all() { asm volatile("bar.sync %0, %1;" ::"n"(1 + GROUPS), "n"(128 * GROUPS) : "memory"); }
 
-// As in wide.py. half: of a tile's rows, which may be fewer than are multiplied: what comes behind them in memory is multiplied too,
-// and goes nowhere. steps: of a tile. units: by how many at a time they are cut. split: parts of each tile; 0: the line is cut.
+// Must equal wide.py's. half: half of a tile's rows; it may be less than the rows multiplied, and results of the rows after it are
+// dropped. steps: per tile. units: granularity of shares in steps. split: parts per tile; 0: shares of the sequence.
 struct Sizes {
   u32 tokens, features, half, stages, steps, tiles, wide, units, split;
 };
-// What a cluster has of the line.
+// A cluster's share of the sequence of steps.
 struct Share {
   u32 at, end;
 };
@@ -57,7 +57,7 @@ __device__ __forceinline__ Share share_of(const Sizes& sizes, u32 cluster, u32 c
   const u32 all = sizes.tiles * sizes.steps / sizes.units;
   return {cluster * all / clusters * sizes.units, (cluster + 1) * all / clusters * sizes.units};
 }
-// Say that a part is there, `by` of a round.
+// Publish a part; the counter increases by `by` of ROUND.
 __device__ __forceinline__ u32 arrive(u32* counter, u32 by) {
   u32 before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
@@ -81,7 +81,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   const u32 cluster = blockIdx.x / PAIR, clusters = gridDim.x / PAIR;
   const Share share = share_of(sizes, cluster, clusters);
-  // Rows of a tile: of gate and up of the same features each a half.
+  // With a gate, a tile has half of its rows from gate and half from up, of the same features.
   const u32 half = sizes.half, span = gate ? half : 2 * half, apart = gate ? sizes.features : half, stages = sizes.stages;
   const u32 w_bytes = 2 * half * ROW, stage_bytes = w_bytes + X_BYTES;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -94,7 +94,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
   }
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   const u32 early = min(share.end - share.at, stages);
-  // The copies of a step, by who fetches.
+  // Tile and step of the producer's next copy.
   struct Next {
     u32 tile, step;
   } next = {share.at / sizes.steps, share.at % sizes.steps};
@@ -146,7 +146,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
       const u32 tile = at / sizes.steps, first = at % sizes.steps, steps = min(sizes.steps - first, share.end - at);
       const u32 row = (tile / sizes.wide * PAIR + rank) * span, token = tile % sizes.wide * BATCH;
       float sums[SUMS];
-      // Not the first product's: ptxas would have all products wait for each other.
+      // Zeroed here and not by the first product, because ptxas would otherwise serialize all products.
 #pragma unroll
       for (u32 i = 0; i < SUMS; ++i) sums[i] = 0.0f;
       u32 before = 0;
@@ -158,20 +158,20 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
 #pragma unroll
         for (u32 i = 0; i < STEP / 16; ++i) multiply(sums, left + place + 2 * i, right + place + 2 * i);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        // While this stage is multiplied, that before it is done and may be overwritten.
+        // The products of the previous stage are complete, so it may be overwritten.
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (k && lane < PAIR) release(empty + 8 * before, lane);
         before = stage;
         if (++stage == stages) stage = 0, parity ^= 1;
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      // Nothing that reads a sum may move before the wait.
+      // Keep the compiler from moving reads of the sums before the wait.
 #pragma unroll
       for (u32 i = 0; i < SUMS; ++i) asm volatile("" : "+f"(sums[i])::"memory");
       if (lane < PAIR) release(empty + 8 * before, lane);
       at += steps;
 
-      // Results of `many` chunks of tokens that are staged, from token `from` of the tile on.
+      // Write `many` staged chunks of tokens, from token `from` of the tile on.
       auto flush = [&](u32 from, u32 many) {
         if (gate) {
           sync_all();
@@ -200,7 +200,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
         }
         sync_group(mine);
       };
-      // Copy what results join to where they are staged.
+      // Load the residuals into the staging buffer.
       auto fetch = [&](u32 from, u32 many) {
         for (u32 i = thread; i < many * CHUNK * (HIGH / 8); i += 128) {
           const u32 t = i / (HIGH / 8), f = mine * HIGH + i % (HIGH / 8) * 8;
@@ -215,7 +215,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         sync_group(mine);
       };
-      // Stage sums of 16 tokens by 16 rows: of the first eight tokens four, of the others four.
+      // Stage sums of 16 tokens by 16 rows: four values of the first eight tokens, then four of the others.
       auto put = [&](const float* v, u32 slot) {
         const u32 below = mine * HIGH + warp * 16;
         const u32 address = staging + (slot * CHUNK + lane / 16 * 8 + lane % 8) * PITCH + 2 * (below + lane / 8 % 2 * 8);
@@ -240,7 +240,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
         for (u32 i = 0; i < CHUNKS * 2; ++i) to[i * 128] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
       };
       if (sizes.split > 1) {
-        // All parts are done at about the same time: each adds those of its own tokens.
+        // All parts end at about the same time. Each program reduces its share of the tokens.
         const u32 part = cluster % sizes.split, leader = cluster - part;
         const u32 from = part * CHUNKS / sizes.split, to = (part + 1) * CHUNKS / sizes.split;
         if (!gate) fetch(from * CHUNK, min(to - from, STAGED));
@@ -258,7 +258,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
 #pragma unroll
           for (u32 i = 0; i < STAGED; i += 2)
             if (i < many) {
-              // Two chunks at a time, so that enough is asked for at once; the second one's may be the first's again.
+              // Two chunks at a time keep enough loads in flight. The second one may repeat the first.
               float v[2][8] = {};
               const u32 where = (chunk + i) * 2 * 128, next = i + 1 < many ? 2 * 128 : 0;
 #pragma unroll 4
@@ -277,7 +277,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
           flush(chunk * CHUNK, many);
         }
       } else if (first) {
-        // The tile's last part is its program's first: whoever has the beginning finds it there.
+        // The tile's last part is the first of this cluster's share. The cluster with the tile's beginning reads it from memory.
         write(part_of(cluster));
         sync_group(mine);
         if (thread == 0) arrive(counter_of(cluster), ROUND / 2);
@@ -305,6 +305,6 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
       }
     }
   }
-  // Neither may end while the other still writes to it.
+  // A program must not exit while the other one writes to its shared memory.
   sync_cluster();
 }

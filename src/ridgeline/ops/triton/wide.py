@@ -1,8 +1,9 @@
-"""Products of 65 to 256 tokens on Hopper, in CUDA C++ (wide.cu): what Gluon's powers of two and cuBLAS's tiles leave.
+"""Products of 65 to 256 tokens on Hopper, in CUDA C++ (wide.cu), for shapes that Gluon and cuBLAS serve less well.
 
-There x is as large as the weights that it meets. Tiles are as wide as the step, to sixteen tokens, so that 136 rows do not pay for
-256; silu of gate times up is made where its sums are; a weight that is read once is the first to leave the L2 cache; and who has
-nothing left of the last round of tiles takes a part of others' (stream-K: Osama et al., 2023).
+At these sizes x is as large as the weights of a tile. Tiles match the token count to within sixteen, whereas Gluon needs powers of
+two, so 136 tokens do not cost as much as 256. The epilogue applies silu(gate) * up to the sums. Weights that are read once are
+marked as first to be evicted from L2. Programs without a tile in the last wave take part of other tiles. Source: stream-K (Osama et
+al. 2023).
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from ridgeline.ops.triton.launch import is_hopper
 from ridgeline.ops.triton.pairs import PAIR, STEP
 from ridgeline.ops.triton.shapes import ANY, PROCESSORS
 
-# As in wide.cu.
+# Must equal the constants of wide.cu.
 GROUPS, HIGH, CHUNK, STAGED, MOST_STAGES = 2, 64, 16, 4, 8
 ROWS = GROUPS * HIGH
 THREADS = 128 * (1 + GROUPS)
 CLUSTERS = PROCESSORS // PAIR
 WIDTHS = (80, 96, 112, 128, 160, 192, 208, 224, 256)
-"""Tokens of a tile for which there is a kernel."""
+"""Token counts of a tile for which a kernel exists."""
 FEWEST = 65
-"""Tokens below which rings are as good."""
+"""Token count below which the ring kernels are as fast."""
 SHARED = 232448 - 1024
-"""Bytes of shared memory of a program, whatever its ring takes: one fits a processor."""
+"""Bytes of shared memory per program, independent of the ring's size. One program fits on an SM."""
 COUNTERS = GROUPS * PROCESSORS
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a product is cut. tokens: of a tile. half: a program's rows of gate and as many of up, or half of its rows. split: parts
-    of each tile, which must all run at a time; 0: see cut. cut: whether clusters take even shares of all tiles' steps, as they may
-    where there is a tile for each, or whole tiles."""
+    """How a product is divided. tokens: of a tile. half: a program's rows of gate and as many of up, or half of its rows. split:
+    programs per tile along k (split-K), which must all run at once; 0: see cut. cut: clusters take equal shares of all tiles' k
+    steps (stream-K), which needs at least one tile per cluster; otherwise they take complete tiles."""
 
     tokens: int
     half: int
@@ -49,25 +50,25 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Of the ring: what memory holds beside what aligns it and what is staged."""
+        """Stages of the ring that fit into shared memory beside alignment and the output staging buffer."""
         left = SHARED - 1024 - STAGED * CHUNK * (2 * ROWS + 16)
         return min(MOST_STAGES, left // (2 * STEP * (2 * self.half + self.tokens)))
 
 
 @dataclass(frozen=True, slots=True)
 class _For:
-    """Weights of up to `most` outputs (of gate and up each) and at least `inputs` inputs: by this kernel for up to `tokens`. full:
-    also those for which others have full tiles."""
+    """Weights of up to `max_outputs` outputs (of gate and of up) and at least `min_inputs` inputs use this kernel for up to
+    `tokens` tokens. full: also for token counts that fill the tiles of other kernels."""
 
-    most: int
+    max_outputs: int
     tokens: int
-    inputs: int = 0
+    min_inputs: int = 0
     full: bool = False
 
 
-# In order; the first that fits says it. Measured against rings, cuBLAS and the kernel of the activation
-# (docs/log/2026-11-23-products-65-to-256-cuda.md): where tiles of cuBLAS are full, as with 256 tokens, and so is their last
-# round, nothing is gained; small weights wait for other things.
+# The first entry that matches is used. Measured against ring, cuBLAS and the activation kernel
+# (docs/log/2026-11-23-products-65-to-256-cuda.md). Nothing is gained where cuBLAS has full tiles and a full last wave, as with 256
+# tokens. Small weights have other limits.
 _GATE = (
     _For(6143, 0),
     _For(7168, 112),
@@ -82,19 +83,19 @@ _SUMMED = (
     _For(5632, 240, 9216, full=True),
 )
 EVEN, FULL = 112, 128
-"""Tokens up to which products wait for memory, so that rounds of smaller tiles cost less than tiles that are cut; and behind these
-those that fill tiles of 128. There a step of an 8B took .8 % more by this kernel; the gates of a 7B and a 14B, and outputs beyond
-4,096, have no ring then."""
+"""EVEN: token count up to which products are bound by memory, so that waves of smaller tiles are cheaper than stream-K. FULL: token
+counts between EVEN and FULL fill tiles of 128. There a step of an 8B took 0.8 % longer with this kernel; the gates of a 7B and a
+14B, and outputs beyond 4,096, have no ring configuration and use this kernel."""
 
 
 def plan_for(tokens: int, n: int, k: int, gate: bool) -> Plan | None:
-    """The plan of x [tokens, k] times a weight of n outputs, or of gate and up with n each. None: others are as fast."""
-    row = next((row for row in (_GATE if gate else _SUMMED) if n <= row.most and k >= row.inputs), None)
+    """Plan of x [tokens, k] times a weight of n outputs, or of gate and up with n outputs each. None: other kernels are as fast."""
+    row = next((row for row in (_GATE if gate else _SUMMED) if n <= row.max_outputs and k >= row.min_inputs), None)
     if row is None or not FEWEST <= tokens <= row.tokens or (EVEN < tokens <= FULL and not row.full):
         return None
     width = next(width for width in WIDTHS if tokens <= width)
     if not gate:
-        # A part without tokens of its own would add nothing.
+        # A part without tokens to reduce would add nothing.
         return Plan(width, HIGH, min(width // CHUNK, CLUSTERS // -(-n // (2 * PAIR * HIGH))))
     rounds = -(-n // (PROCESSORS * HIGH))
     if tokens > EVEN:
@@ -103,7 +104,7 @@ def plan_for(tokens: int, n: int, k: int, gate: bool) -> Plan | None:
 
 
 class Sizes(ctypes.Structure):
-    """As in wide.cu."""
+    """Kernel parameter; must equal the struct of wide.cu."""
 
     _fields_ = tuple(
         (name, c_uint32)
@@ -113,7 +114,7 @@ class Sizes(ctypes.Structure):
 
 @cache
 def source(width: int) -> str:
-    """The text that is compiled for tiles of so many tokens."""
+    """Source text for tiles of `width` tokens."""
     sums = width // 2
     named = {"SHAPE": f"m64n{width}k16", "LEFT_NAME": f"%{sums}", "RIGHT_NAME": f"%{sums + 1}"}
     return pairs.text("wide.cu", {"SUM": sums}, BATCH=width, **{name: f'"{value}"' for name, value in named.items()})
@@ -121,26 +122,28 @@ def source(width: int) -> str:
 
 @cache
 def _kernels(device: torch.device) -> Mapping[int, cuda.Kernel | None]:
-    """All at once, so that start-up has them whichever steps it runs; they compile side by side, as NVRTC lets go of Python's
-    lock."""
+    """Compile and load the kernels of all widths, so that start-up has them whichever steps it runs. They compile in parallel,
+    because NVRTC releases the GIL."""
     if not is_hopper(device) or not cuda.available():
         return {}
     with ThreadPoolExecutor(min(len(WIDTHS), len(os.sched_getaffinity(0)))) as pool:
         for future in [pool.submit(cuda.compiled, source(width)) for width in WIDTHS]:
-            future.exception()  # what fails is told where it is loaded
+            future.exception()  # loading reports the error
     return {width: pairs.kernel(device, source(width), "wide_product", SHARED) for width in WIDTHS}
 
 
 @cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Of the parts of tiles that are in memory: whole rounds before and after every product."""
+    """Arrival counters of tile parts. Each is a multiple of a full round before and after every product."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor | None:
-    """silu(x gate^T) * (x up^T), both rounded to bfloat16 before: [T, n]; None: not by this kernel.
+    """silu(x gate^T) * (x up^T) [T, n], with both products rounded to bfloat16 first. None: the kernel does not support the inputs.
 
-    x [T, k], weight [2 n, k] gate's rows first, both contiguous bfloat16 at a multiple of 16 bytes, n and k in eights."""
+    x [T, k], weight [2 n, k] with gate's rows first. Both are contiguous bfloat16 at addresses of 16 bytes. n and k are multiples
+    of 8.
+    """
     n = weight.shape[0] // 2
     if n % 8 or not _addressed(x, weight):
         return None
@@ -149,9 +152,10 @@ def gated(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor | N
 
 
 def added(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor, plan: Plan) -> bool:
-    """Whether x weight^T was added to the stream [T, n] by this kernel.
+    """Add x weight^T to the stream [T, n] in place. False: the kernel does not support the inputs.
 
-    x [T, k], weight [n, k], all contiguous bfloat16 at a multiple of 16 bytes, n and k in eights."""
+    x [T, k], weight [n, k]. All are contiguous bfloat16 at addresses of 16 bytes. n and k are multiples of 8.
+    """
     return _addressed(x, weight, stream) and planned(x, weight, stream, plan, False)
 
 
@@ -165,7 +169,7 @@ def _addressed(*tensors: torch.Tensor) -> bool:
 
 
 def planned(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: Plan, gate: bool) -> bool:
-    """gated, or added to `out`, by a plan; False: there is no kernel."""
+    """Run a plan: `gated` into `out`, or add the product to `out`. False: no kernel is available."""
     kernel = _kernels(x.device).get(plan.tokens)
     if kernel is None:
         return False

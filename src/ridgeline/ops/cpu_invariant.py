@@ -1,9 +1,8 @@
-"""Batch-invariant CPU operations in PyTorch: each token is computed in a call of its own.
+"""Batch-invariant CPU operations in PyTorch: each token is computed in a separate call.
 
-PyTorch and its libraries choose kernels, and so the order of sums, by the shape of a call. Here every call has the shape
-of one token in its own memory, so the other tokens of a step change no bit of its result. The cost of a step grows
-linearly with its tokens, because weights are read again for every token. The compiled operations (ops.native) are
-batch-invariant without this cost.
+PyTorch and its libraries choose kernels, and thereby the order of sums, by the shape of a call. Here every call has the shape of
+one token in its own memory, so the other tokens of a step change no bit of its result. The cost of a step grows linearly with its
+tokens, because weights are read again for every token. The compiled operations (ops.native) are batch-invariant without this cost.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ridgeline.ops.table import (
 
 
 def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tokens of x [T, ...], [1, ...] each, copied to their own aligned memory."""
+    """The tokens of x [T, ...] as [1, ...] each, copied to their own aligned memory."""
     return (token.clone() for token in x.split(1))
 
 
@@ -46,20 +45,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) ->
 
 
 def _steps(view: KvView, step: StepInputs) -> list[tuple[KvView, StepInputs]]:
-    """Inputs of a step of one row with one token, for each query token. Cached in step.derived."""
+    """For each query token, the inputs of a step of one row with one token. Cached in step.derived."""
     key = ("alone", view.table.data_ptr(), view.slots.data_ptr())
     if (single_steps := step.derived.get(key)) is None:
-        single_steps = step.derived[key] = [_alone(view, step, token) for token in range(step.position.shape[0])]
+        single_steps = step.derived[key] = [_single_step(view, step, token) for token in range(step.position.shape[0])]
     return [(replace(view, slots=slots), token_step) for slots, token_step in single_steps]
 
 
-def _alone(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tensor, StepInputs]:
+def _single_step(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tensor, StepInputs]:
     row, part = int(step.row_of[token]), slice(token, token + 1)
     behind = int(step.q_start[row + 1]) - token
     single_step = StepInputs(
         rows=step.rows[row : row + 1],
         q_start=torch.tensor([0, 1], dtype=torch.int32),
-        # 0 for a padding token: it belongs to no row and attends to nothing.
+        # 0 for a padding token, which belongs to no row and attends to nothing.
         length=(step.length[row : row + 1] - behind + 1).clamp(min=0) * (behind > 0),
         position=step.position[part],
         row_of=torch.zeros(1, dtype=torch.int32),
@@ -92,10 +91,10 @@ def attention(
     step: StepInputs,
     lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See AttentionOps. Query tokens of draft trees, which see one another by more than their order, are computed together."""
+    """See AttentionOps. Query tokens of draft trees are computed together, because their visibility is not plain causal order."""
     if step.ancestors is not None:
         return cpu.attention(q, k, v, view, step, lse_needed)
-    # The fresh keys and values of a single token are read from the cache.
+    # The cache already contains the keys and values of these tokens.
     token_inputs = zip(_rows(q), _steps(view, step), strict=True)
     parts = [
         cpu.attention(token_q, None, None, token_view, token_step, lse_needed)
@@ -144,7 +143,7 @@ def sample(
     )
 
 
-CPU_ALONE = Ops(
+CPU_INVARIANT = Ops(
     name="cpu, batch-invariant",
     tokenwise=TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate),
     attention=AttentionOps(qkv_write, attention),
