@@ -217,14 +217,14 @@ def test_options_that_nobody_would_read_are_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("mock", "--ttft-ms", "-1"), "must be finite and not below 0"),
-        (("mock", "--itl-ms", "inf"), "must be finite and not below 0"),
+        (("mock", "--ttft-ms", "-1"), "must be finite: give"),
+        (("mock", "--itl-ms", "inf"), "must be finite: give"),
         (("policies", "--policies", ""), "policies is empty"),
         (("sweep", "http://127.0.0.1:1", "--rates", "1,2", "--rate", "5"), "leave one of them out"),
         (("curve", "http://127.0.0.1:1", "--concurrency", "5"), "leave --concurrency out"),
         (("curve", "http://127.0.0.1:1", "--rate", "5"), "leave --rate out"),
         (("policies", "--url", "http://a"), "leave --url out"),
-        (("trace", "x", "--slo", "ttft=1s"), "--slo belongs to a run"),
+        (("trace", "x", "--slo", "ttft=1s"), "--slo applies to runs"),
     ],
 )
 def test_what_an_action_cannot_follow_is_refused(

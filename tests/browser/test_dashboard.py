@@ -170,7 +170,7 @@ def test_the_documentation_asks_for_the_key(page: Page) -> None:
         visit(page, server, "/docs#get_v1_models")
         route = page.locator("#get_v1_models")
         route.locator("button").click()
-        page.get_by_text("This server needs an API key").wait_for()
+        page.get_by_text("This server requires an API key").wait_for()
         page.fill("input[name=key]", "sesame")
         page.get_by_text("Save in this browser").click()
         route.locator("button").click()
@@ -182,5 +182,5 @@ def test_the_home_page_shows_the_address_that_the_browser_uses(page: Page, plain
     command = page.locator("#curl").inner_text()
     assert command.startswith(f"curl -N http://127.0.0.1:{plain.port}/v1/chat/completions")
     page.click("text=API documentation")
-    page.get_by_text("What OpenAI clients use").wait_for()
+    page.get_by_text("Routes of the OpenAI API").wait_for()
     assert errors == []

@@ -150,7 +150,7 @@ def test_why_says_how_a_request_was_cut_off(changes: dict[str, Any], words: str)
     explained = why(record, Slo(), Typical(0.05, 0.1, 0.1))
     assert explained["reasons"][0] == words
     assert explained["verdict"] == changes["cut"]
-    assert explained["summary"].startswith("9.05 s for 100 tokens in and ")
+    assert explained["summary"].startswith("9.05 s for 100 prompt and ")
 
 
 def test_readings_are_taken_while_nothing_runs_and_are_bounded() -> None:
@@ -264,7 +264,7 @@ def test_why_names_what_happened() -> None:
     assert "5.00 s" in decode and "preempted 2 times" in decode and "75%" in decode and "15.0 requests" in decode
     assert "usually 50 ms" in decode and "4 tokens of the output were hidden reasoning" in decode
     assert "7 requests waited and 16 ran" in queue and "97% full" in queue and "usually 10 ms" in queue
-    assert "40 prompt tokens computed, 60 taken" in prefill and "usually" not in prefill
+    assert "computed: 40, taken from the prefix cache: 60" in prefill and "usually" not in prefill
     assert told["numbers"]["arrival"]["running"] == 16
 
 
@@ -272,7 +272,7 @@ def test_why_names_what_start_up_should_have_done() -> None:
     late = (LateWork("compile", "split_kernel", 0.7), LateWork("capture", "mixed graph", 0.3))
     told = why(replace(GOOD, late=late), SLO, Typical(0.05, 0.1, 0.1))
     named = [reason for reason in told["reasons"] if "compile of split_kernel, capture of mixed graph" in reason]
-    assert len(named) == 1 and named[0].startswith("1.00 s without a step")
+    assert len(named) == 1 and named[0].startswith("No step ran for 1.00 s")
     assert told["numbers"]["late"][0] == {"kind": "compile", "name": "split_kernel", "seconds": 0.7}
 
 
