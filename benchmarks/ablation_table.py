@@ -100,14 +100,14 @@ def _serving(serves: Callable[[Callable[[Any], Any], Any], Any]) -> Callable[[An
     )
 
 
-def _norms_apart(own: Callable[[Shape], Any], shape: Shape) -> Any:
+def _norms_apart(kernel_of: Callable[[Shape], Any], shape: Shape) -> Any:
     """No product norms its input."""
-    return None if shape.norm else own(shape)
+    return None if shape.norm else kernel_of(shape)
 
 
-def _late(own: Callable[[AttentionShape], Any], shape: AttentionShape) -> Any:
+def _late(kernel_of: Callable[[AttentionShape], Any], shape: AttentionShape) -> Any:
     """Programs that share a processor ask for keys behind the wait."""
-    config = own(shape)
+    config = kernel_of(shape)
     return config if config is None or config.registers is None else config._replace(ahead=0, registers=None)
 
 

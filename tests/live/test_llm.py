@@ -178,8 +178,8 @@ def test_lists_are_as_good_as_tuples(llm: LLM):
     assert params == SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(end,), logit_bias=((end, 0.5),))
     assert end not in llm.generate(PROMPT, params)[0].choices[0].token_ids[:-1]
     more: tuple[dict[str, Any], ...] = ({"stop": [text]}, {"allowed_token_ids": [end]})
-    for one in (SamplingParams(temperature=0, **given) for given in more):
-        assert hash(one) == hash(one) and llm.generate(PROMPT, one)[0].text != whole.text
+    for sampling in (SamplingParams(temperature=0, **given) for given in more):
+        assert hash(sampling) == hash(sampling) and llm.generate(PROMPT, sampling)[0].text != whole.text
 
 
 @pytest.mark.parametrize(
@@ -207,14 +207,14 @@ def test_values_of_the_wrong_kind_name_their_field(name: str, value: Any):
 
 def test_logprobs(llm: LLM, server: Served):
     params = SamplingParams(temperature=0, max_tokens=10, logprobs=3, prompt_logprobs=0)
-    found = llm.generate(CODE, params)[0]
-    choice = found.choices[0]
-    assert choice.logprobs is not None and found.prompt_logprobs is not None
+    completion = llm.generate(CODE, params)[0]
+    choice = completion.choices[0]
+    assert choice.logprobs is not None and completion.prompt_logprobs is not None
     assert [entry.token for entry in choice.logprobs] == choice.token_ids
     assert all(entry.logprob == max(entry.top_logprobs) and len(entry.top_ids) == 3 for entry in choice.logprobs)
-    assert [entry.token for entry in found.prompt_logprobs] == found.prompt_ids[1:]
+    assert [entry.token for entry in completion.prompt_logprobs] == completion.prompt_ids[1:]
     online = server.complete(CODE, temperature=0, max_tokens=10, logprobs=3, echo=True).json["choices"][0]["logprobs"]
-    scores = [entry.logprob for entry in (*found.prompt_logprobs, *choice.logprobs)]
+    scores = [entry.logprob for entry in (*completion.prompt_logprobs, *choice.logprobs)]
     assert online["token_logprobs"][0] is None
     assert online["token_logprobs"][1:] == pytest.approx(scores, abs=1e-4)
 
@@ -294,14 +294,14 @@ def test_nothing_allowed_is_refused():
 def test_a_closed_engine_has_given_all_back() -> None:
     model = LLM(shipped_model(), max_model_len=64, max_num_seqs=2, kv_cache_memory=1_000_000, threads=1)
     runner = model._engine.engine.loop.runner
-    held = [weakref.ref(one) for one in (runner, runner._step.decoder.embedding, runner.rows.tokens)]  # type: ignore[attr-defined]
+    held = [weakref.ref(referent) for referent in (runner, runner._step.decoder.embedding, runner.rows.tokens)]  # type: ignore[attr-defined]
     assert model.generate(PROMPT, SamplingParams(max_tokens=2))[0].text
     del runner
     stream = model.stream(PROMPT)
     assert next(stream)
     model.close()
     assert list(stream) == []
-    assert [one() for one in held] == [None] * 3
+    assert [reference() for reference in held] == [None] * 3
     model.close()
     with pytest.raises(EngineFailed, match="closed: start a new one"):
         model.generate(PROMPT)

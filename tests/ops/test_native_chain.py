@@ -25,9 +25,9 @@ COUNT = 6
 
 @pytest.fixture(scope="module")
 def native(folder: Path) -> Ops:
-    found, what = native_cpu.load(folder)
-    assert found is not None, what
-    return found
+    library, what = native_cpu.load(folder)
+    assert library is not None, what
+    return library
 
 
 def load(family: str, folder: Path, dtype: str, ops: Ops) -> LoadedModel:
@@ -93,7 +93,7 @@ def test_a_chain_is_what_single_steps_draft(native: Ops, tmp_path: Path, dtype: 
     """Greedy and sampled, rows that reach their limit on the way."""
     save(family, tmp_path)
     for temperature in (0.0, 0.9):
-        found = []
+        outputs = []
         for ops in (native, replace(native, programs=Programs())):
             model = load(family, tmp_path, dtype, ops)
             vocabulary = range(1, model.spec.vocab_size, 3) if few else ()
@@ -102,8 +102,8 @@ def test_a_chain_is_what_single_steps_draft(native: Ops, tmp_path: Path, dtype: 
             drafter = DraftModel(model, vocabulary)
             assert isinstance(drafter._chain, NativeChain) == (ops is native)
             before = bench.state.tokens.clone()
-            found.append(bench.draft(drafter, temperature)[1:])
-            drafted = found[-1][1][17 : 17 + COUNT]
+            outputs.append(bench.draft(drafter, temperature)[1:])
+            drafted = outputs[-1][1][17 : 17 + COUNT]
             assert not torch.equal(drafted, before[2, 17 : 17 + COUNT])
-            assert not few or all(int(one) % 3 == 1 for one in drafted)
-        assert torch.equal(*found)
+            assert not few or all(int(token) % 3 == 1 for token in drafted)
+        assert torch.equal(*outputs)
