@@ -151,9 +151,9 @@ def test_the_documentation_lists_fields_and_tries_a_request(page: Page, plain: L
     route.get_by_text("Fields that are refused").wait_for()
     words = route.inner_text()
     assert (
-        "Nucleus; 0 keeps the most probable token." in words
+        "Nucleus sampling; 0 keeps only the most probable token." in words
         and "Not supported." in words
-        and "Not supported: prompts are never cut, send a shorter one." in words
+        and "Not supported: prompts are never truncated, so send a shorter one." in words
     )
     route.locator("button").click()
     route.get_by_text("200 OK · x-request-id req_").wait_for()

@@ -271,7 +271,7 @@ TABLE: tuple[Field, ...] = (
     Field("suffix", Refused(neutral=("",)), "", ("",), ("x",), _TEXT),
     Field("bad_words", Refused("use logit_bias with token ids", ([],)), "", ([],), (["x"],)),
     Field("thinking_token_budget", Refused(), "", (), (5,)),
-    Field("truncate_prompt_tokens", Refused("prompts are never truncated: send a shorter one"), "", (), (5,)),
+    Field("truncate_prompt_tokens", Refused("prompts are never truncated, so send a shorter one"), "", (), (5,)),
     Field("use_beam_search", Refused(neutral=(False,)), "", (False,), (True,)),
     Field("length_penalty", Refused("beam search is not supported", (1, 1.0)), "", (1.0,), (0.5,)),
     Field("logits_processors", Refused("requests cannot contain code", ([],)), "", ([],), (["x"],)),
