@@ -104,12 +104,12 @@ def _serving(serves: Callable[[Callable[[Any], Any], Any], Any]) -> Callable[[An
 
 def _norms_apart(own: Callable[[ProductShape], Any], shape: ProductShape) -> Any:
     """No product norms its input."""
-    return None if shape.norm else own(shape)
+    return None if shape.norm else kernel_of(shape)
 
 
-def _late(own: Callable[[AttentionShape], Any], shape: AttentionShape) -> Any:
+def _late(kernel_of: Callable[[AttentionShape], Any], shape: AttentionShape) -> Any:
     """Programs that share a processor ask for keys behind the wait."""
-    config = own(shape)
+    config = kernel_of(shape)
     return config if config is None or config.registers is None else config._replace(ahead=0, registers=None)
 
 

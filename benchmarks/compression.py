@@ -72,14 +72,14 @@ class Run:
         engine = EngineConfig(device="cpu", threads=torch.get_num_threads(), kv_cache_memory=32 << 20, max_num_seqs=1)
         kept = str(self.source.folder)
         made = ModelConfig(kept, quantization=recipe) if recipe in AT_RUN_TIME else ModelConfig(str(folder))
-        pair = [LocalEngine.start(one, engine) for one in (made, ModelConfig(kept))]
+        pair = [LocalEngine.start(config, engine) for config in (made, ModelConfig(kept))]
         best = [0.0, 0.0]
         for _ in range(TURNS):
-            for side, one in enumerate(pair):
-                run = timed(one, [REQUEST], self.source.spec.vocab_size, temperature=0.0)
+            for side, local in enumerate(pair):
+                run = timed(local, [REQUEST], self.source.spec.vocab_size, temperature=0.0)
                 best[side] = max(best[side], (run.output_tokens - 1) / (run.seconds - run.ttft_s[0]))
-        for one in pair:
-            one.close()
+        for local in pair:
+            local.close()
         return best[0], best[1]
 
     def _int8_bytes(self) -> int:
@@ -97,33 +97,33 @@ def row(
     run: Run, recipe: str, drift: Drift, megabytes: float, speeds: tuple[float, float] | None = None
 ) -> dict[str, Any]:
     """speeds: tokens per second of the model and of the original, where they were measured."""
-    told = None if recipe in AT_RUN_TIME else read_recipe(recipe)
-    found = {name: round(one.value, 6) for name, one in drift.figures.items()}
+    parsed = None if recipe in AT_RUN_TIME else read_recipe(recipe)
+    figures = {name: round(figure.value, 6) for name, figure in drift.figures.items()}
     intervals = {
-        f"{name}_interval": [round(one.low, 6), round(one.high, 6)]
-        for name, one in drift.figures.items()
-        if name in ("kl", "top1", "perplexity_change") and one.low is not None and one.high is not None
+        f"{name}_interval": [round(figure.low, 6), round(figure.high, 6)]
+        for name, figure in drift.figures.items()
+        if name in ("kl", "top1", "perplexity_change") and figure.low is not None and figure.high is not None
     }
     return {
         "row": f"compression-{run.name}-{recipe}",
         "model": run.name,
         "method": recipe,
-        "bits": 8 if told is None else told.bits or 16,
-        "group": None if told is None or told.bits is None else told.grid.group,
+        "bits": 8 if parsed is None else parsed.bits or 16,
+        "group": None if parsed is None or parsed.bits is None else parsed.grid.group,
         "size_mb": round(megabytes, 3),
         "size_mb_ref": round(run.source.bytes / 1e6, 3),
-        "perplexity": found["perplexity"],
-        "perplexity_ref": found["perplexity_reference"],
-        "perplexity_change": found["perplexity_change"],
-        "kl": found["kl"],
-        "top1": found["top1"],
+        "perplexity": figures["perplexity"],
+        "perplexity_ref": figures["perplexity_reference"],
+        "perplexity_change": figures["perplexity_change"],
+        "kl": figures["kl"],
+        "top1": figures["top1"],
         **intervals,
         "tok_s": round(speeds[0], 1) if speeds else None,
         "tok_s_ref": round(speeds[1], 1) if speeds else None,
         "device": "cpu",
         "tokens": drift.tokens,
         "documents": drift.documents,
-        "calibration_tokens": sum(map(len, run.texts)) if told is not None and told.needs_texts else 0,
+        "calibration_tokens": sum(map(len, run.texts)) if parsed is not None and parsed.needs_texts else 0,
     }
 
 
@@ -164,14 +164,14 @@ def main() -> None:
                 if options.only and recipe not in options.only:
                     continue
                 place = Path(folder) / f"{run.name}-{recipe.replace(':', '-')}"
-                found = row(run, recipe, *run.measure(recipe, place), run.speeds(recipe, place)) | about
+                measured = row(run, recipe, *run.measure(recipe, place), run.speeds(recipe, place)) | about
                 print(
-                    f"{run.name:24} {recipe:18} {found['size_mb']:7.2f} MB  perplexity {found['perplexity']:8.4f} "
-                    f"({found['perplexity_change']:+8.2%})  KL {found['kl']:.5f}  top-1 {found['top1']:.4f}",
+                    f"{run.name:24} {recipe:18} {measured['size_mb']:7.2f} MB  perplexity {measured['perplexity']:8.4f} "
+                    f"({measured['perplexity_change']:+8.2%})  KL {measured['kl']:.5f}  top-1 {measured['top1']:.4f}",
                     flush=True,
                 )
                 if options.out:
-                    write_rows(options.out, [found])
+                    write_rows(options.out, [measured])
 
 
 if __name__ == "__main__":

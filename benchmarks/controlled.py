@@ -143,12 +143,12 @@ class Engine:
 
     def decode(self, batch: int, prompt: int, repeats: int, output: int = OUTPUT) -> Decoded:
         """Medians of `repeats` runs, after one that is not looked at."""
-        found = []
+        results = []
         for _ in range(repeats + 1):
             _STEPS.clear()
             timed(self.local, [(prompt, output)] * batch, self.vocab)
-            found.append(Decoded.of(_STEPS, batch))
-        tok_s, to_end, gained = (statistics.median(part) for part in zip(*map(astuple, found[1:]), strict=True))
+            results.append(Decoded.of(_STEPS, batch))
+        tok_s, to_end, gained = (statistics.median(part) for part in zip(*map(astuple, results[1:]), strict=True))
         return Decoded(tok_s, to_end, gained)
 
 
@@ -164,13 +164,13 @@ class Decoded:
     @classmethod
     def of(cls, steps: Sequence[tuple[float, StepStats]], batch: int) -> Decoded:
         """steps: when each was committed, and its record."""
-        full = [at for at, (_, one) in enumerate(steps) if one.running == batch and not one.prompt_tokens]
+        full = [at for at, (_, step) in enumerate(steps) if step.running == batch and not step.prompt_tokens]
 
         def rate(last: int) -> float:
-            tokens = sum(one.output_tokens for _, one in steps[full[0] + 1 : last + 1])
+            tokens = sum(step.output_tokens for _, step in steps[full[0] + 1 : last + 1])
             return tokens / (steps[last][0] - steps[full[0]][0])
 
-        drafts, accepted = sum(one.drafts for _, one in steps), sum(one.accepted for _, one in steps)
+        drafts, accepted = sum(step.drafts for _, step in steps), sum(step.accepted for _, step in steps)
         return cls(rate(full[-1]), rate(len(steps) - 1), 1 + accepted / max(1, drafts))
 
 
@@ -219,7 +219,7 @@ def main() -> None:
     place = torch.cuda.get_device_name() if cuda else cpu_name()
     common = {"device": place, "model": f"{args.model.name} shape, random weights", **provenance(place, args.commit)}
     batches, drafted = (
-        [int(one) for one in given.split(",")] for given in (args.batches, args.draft_batches or args.batches)
+        [int(batch) for batch in given.split(",")] for given in (args.batches, args.draft_batches or args.batches)
     )
     config = EngineConfig(
         max_num_seqs=max(batches), enable_prefix_caching=False, kv_cache_memory=int(args.cache_gib * (1 << 30))
@@ -232,7 +232,7 @@ def main() -> None:
             engine = start(args.model, draft, config, script)
             for batch in drafted if draft else batches:
                 rows += measured(engine, name, batch, args)
-                write_rows(args.out, [one | common for one in rows])
+                write_rows(args.out, [row | common for row in rows])
         del engine
         gc.collect()
         if cuda:
@@ -248,22 +248,22 @@ def measured(engine: Engine, name: str, batch: int, args: argparse.Namespace) ->
     ]
     engine.use((0,), fixed=False, share=0.0)
     plain = engine.decode(batch, args.prompt, args.repeats)
-    found = []
+    rows = []
     for way, sizes, fixed, share in ways:
         engine.use(sizes, fixed=fixed, share=share)
-        one = engine.decode(batch, args.prompt, args.repeats)
+        decoded = engine.decode(batch, args.prompt, args.repeats)
         row = {
             "row": f"h200-{name}-{way}-{share}-b{batch}",
             "drafter": f"{name}, acceptance {share}, {way} K = {NODES}",
             "work": f"{args.prompt} + {OUTPUT} tokens",
             "temperature": 1.0,
             "batch": batch,
-            "tok_s": round(one.tok_s, 1),
+            "tok_s": round(decoded.tok_s, 1),
             "plain_tok_s": round(plain.tok_s, 1),
-            "ratio": round(one.tok_s / plain.tok_s, 3),
-            "ratio_to_end": round(one.to_end / plain.to_end, 3),
-            "accepted_len": round(one.gained, 3),
-            "step_ratio": round(one.gained * plain.tok_s / one.tok_s, 3) if fixed else None,
+            "ratio": round(decoded.tok_s / plain.tok_s, 3),
+            "ratio_to_end": round(decoded.to_end / plain.to_end, 3),
+            "accepted_len": round(decoded.gained, 3),
+            "step_ratio": round(decoded.gained * plain.tok_s / decoded.tok_s, 3) if fixed else None,
         }
         print(
             row["row"],
@@ -275,8 +275,8 @@ def measured(engine: Engine, name: str, batch: int, args: argparse.Namespace) ->
             row["step_ratio"],
             flush=True,
         )
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

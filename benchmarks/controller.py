@@ -232,9 +232,9 @@ class SimulatedDevice:
                 spread = scenario.spread
                 quality[node.parent] = chance.betavariate(mean / spread, (1 - mean) / spread) if spread else mean
                 taken[node.parent] = False
-            own, rank = quality[node.parent], ACCURACIES[0]
-            share = own if not node.rank else (1 - own) * rank[min(node.rank, 7)] / (1 - rank[0])
-            left = own if not node.rank else share / max(1e-6, 1 - own)
+            value, rank = quality[node.parent], ACCURACIES[0]
+            share = value if not node.rank else (1 - value) * rank[min(node.rank, 7)] / (1 - rank[0])
+            left = value if not node.rank else share / max(1e-6, 1 - value)
             hit = not taken[node.parent] and chance.random() < left
             taken[node.parent] |= hit
             right.append(hit)
@@ -243,8 +243,8 @@ class SimulatedDevice:
         if scenario.traits is not None and scenario.traits.cuts:
             promised = most = 0.0
             worth = 0
-            for at, one in enumerate(chances, 1):
-                promised += one - 0.08
+            for at, chance_of_level in enumerate(chances, 1):
+                promised += chance_of_level - 0.08
                 if at in (2, 3, 5, count) and promised > most:
                     most, worth = promised, at
             result.worth[place] = worth
@@ -326,14 +326,14 @@ def speculator(scenario: Scenario, fixed: int | None = None) -> Callable[[Simula
 def texts() -> list[list[int]]:
     tokenizer = Tokenizer.load(shipped_model())
     lines = HELD_OUT.read_text(encoding="utf-8").splitlines()
-    found = [tokenizer.encode(json.loads(line)["text"], add_special_tokens=False) for line in lines]
-    return [one for one in found if len(one) >= PROMPT + OUTPUT]
+    documents = [tokenizer.encode(json.loads(line)["text"], add_special_tokens=False) for line in lines]
+    return [document for document in documents if len(document) >= PROMPT + OUTPUT]
 
 
 def forced(documents: Sequence[list[int]], count: int) -> list[Work]:
     return [
-        Work(one[:PROMPT], one[PROMPT : PROMPT + OUTPUT], "forced")
-        for one in (documents[number % len(documents)] for number in range(count))
+        Work(document[:PROMPT], document[PROMPT : PROMPT + OUTPUT], "forced")
+        for document in (documents[number % len(documents)] for number in range(count))
     ]
 
 
@@ -343,25 +343,25 @@ def sampled(documents: Sequence[list[int]], count: int) -> list[Work]:
 
 def greedy(documents: Sequence[list[int]], count: int) -> list[Work]:
     """Half of them loop from somewhere in their first half on, as the shipped model's greedy answers do."""
-    chance, found = random.Random(1), []
+    chance, nodes = random.Random(1), []
     for number, (prompt, answer, _) in enumerate(forced(documents[7:], count)):
         kind = "loop" if number % 2 else "greedy"
         if kind == "loop":
             start, period = chance.randint(8, OUTPUT // 2), chance.randint(4, 24)
             loop = answer[start : start + period]
             answer = (answer[:start] + loop * OUTPUT)[:OUTPUT]
-        found.append(Work(prompt, answer, kind))
-    return found
+        nodes.append(Work(prompt, answer, kind))
+    return nodes
 
 
 def copies(documents: Sequence[list[int]], count: int) -> list[Work]:
     """Answers that say their prompt again, 0, 5 or 15 % of the tokens changed."""
-    chance, found = random.Random(2), []
+    chance, result = random.Random(2), []
     for number, (prompt, _, _) in enumerate(forced(documents[3:], count)):
         changed = (0.0, 0.05, 0.15)[number % 3]
         answer = [chance.randrange(8192) if chance.random() < changed else token for token in prompt]
-        found.append(Work(prompt, answer[:OUTPUT], "forced"))
-    return found
+        result.append(Work(prompt, answer[:OUTPUT], "forced"))
+    return result
 
 
 def mixed(documents: Sequence[list[int]], count: int) -> list[Work]:
@@ -400,7 +400,7 @@ def scenarios(count: int) -> Iterator[Scenario]:
             yield Scenario(f"cpu-{name}-{work}-b1", cpu(), made(documents, count), engine=known, **how)  # type: ignore[arg-type]
     never = {
         "nodes": WIDE,
-        "traits": DeviceTraits(12, tuple(one.parent for one in WIDE)),
+        "traits": DeviceTraits(12, tuple(node.parent for node in WIDE)),
         "sizes": (0, 1, 2, 3, 4, 6, 8, 12),
     }
     yield Scenario("cpu-recycling-mixed-b1", cpu(), mixed(documents, count), engine=0.984,
@@ -419,7 +419,7 @@ def scenarios(count: int) -> Iterator[Scenario]:
 
 def _h200(documents: list[list[int]]) -> Iterator[Scenario]:
     """Batches of equal requests, 257 tokens each, one batch after the other."""
-    long = [one for one in documents if len(one) >= 1 + 257] or documents
+    long = [document for document in documents if len(document) >= 1 + 257] or documents
     measured = {
         ("free", 0.8, 1): 3.083, ("free", 0.8, 8): 2.993, ("free", 0.8, 32): 2.3, ("free", 0.8, 128): 1.305,
         ("free", 0.05, 1): 0.996, ("free", 0.05, 8): 1.017, ("free", 0.05, 32): 0.986, ("free", 0.05, 128): 0.991,
@@ -467,11 +467,11 @@ def main() -> None:
     started = time.perf_counter()
     for scenario in scenarios(args.requests):
         if args.only in scenario.name:
-            found = measure(scenario, args.seeds)
-            print(*found.values(), sep="\t", flush=True)
+            measurement = measure(scenario, args.seeds)
+            print(*measurement.values(), sep="\t", flush=True)
             if args.out:
-                found["row"] += args.label
-                write_rows(Path(args.out), [found | provenance("virtual clock", args.commit)])
+                measurement["row"] += args.label
+                write_rows(Path(args.out), [measurement | provenance("virtual clock", args.commit)])
     print(f"{time.perf_counter() - started:.0f} s")
 
 

@@ -52,14 +52,14 @@ def answers(engine: LocalEngine, prompts: Sequence[list[int]], work: Work, toget
 
 
 def _run(engine: LocalEngine, given: Sequence[tuple[list[int], SamplingParams]], together: int) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in given]
+    answers: list[list[int]] = [[] for _ in given]
     for first in range(0, len(given), together):
         places = range(first, min(first + together, len(given)))
         for delta in engine.run(Submit(str(at), *given[at], time.time(), cache=False) for at in places):
             if delta.error:
                 raise RuntimeError(delta.error)
-            found[int(delta.id)].extend(delta.tokens)
-    return found
+            answers[int(delta.id)].extend(delta.tokens)
+    return answers
 
 
 def own_text(engine: LocalEngine, requests: int, trained: bool) -> list[list[int]]:
@@ -77,8 +77,8 @@ def own_text(engine: LocalEngine, requests: int, trained: bool) -> list[list[int
 
 def flips(alone: Sequence[list[int]], beside: Sequence[list[int]]) -> list[int]:
     """Where the answers that changed do so first."""
-    pairs = [(one, other) for one, other in zip(alone, beside, strict=True) if one != other]
-    return [next(at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b) for one, other in pairs]
+    pairs = [(answer, other) for answer, other in zip(alone, beside, strict=True) if answer != other]
+    return [next(at for at, (a, b) in enumerate(zip(answer, other, strict=True)) if a != b) for answer, other in pairs]
 
 
 def flip_rows(engine: LocalEngine, work: Work, trained: bool, name: str) -> list[dict[str, Any]]:

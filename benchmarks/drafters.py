@@ -131,7 +131,7 @@ class Model:
         if nodes:
             self._cache.crop(-nodes)
         self._computed += count
-        return [self._draw(one, place) for one, place in zip(logits, positions[count - 1 :], strict=True)]
+        return [self._draw(row, place) for row, place in zip(logits, positions[count - 1 :], strict=True)]
 
     def _draw(self, logits: torch.Tensor, position: int) -> int:
         if self._temperature:
@@ -143,12 +143,12 @@ class Model:
 
 def gained(draft: Draft, drawn: Sequence[int]) -> list[int]:
     """The words of the path that agrees, and the one behind it."""
-    at, found = -1, [drawn[0]]
+    at, tokens = -1, [drawn[0]]
     for node, (token, parent) in enumerate(zip(draft.tokens, parents_of(draft), strict=True)):
-        if parent == at and token == found[-1]:
+        if parent == at and token == tokens[-1]:
             at = node
-            found.append(drawn[node + 1])
-    return found
+            tokens.append(drawn[node + 1])
+    return tokens
 
 
 def answer(drafter: HostDrafter, target: Target, case: Case, size: tuple[int, int], tally: Tally) -> None:
@@ -174,13 +174,13 @@ def answer(drafter: HostDrafter, target: Target, case: Case, size: tuple[int, in
 
 def edited(words: Sequence[str], percent: int, chance: random.Random) -> list[str]:
     """Some words replaced by others of the passage, some put in, some left out."""
-    found: list[str] = []
+    names: list[str] = []
     for word in words:
         if chance.random() * 100 >= percent:
-            found.append(word)
+            names.append(word)
             continue
-        found.extend(chance.choice([[chance.choice(words)], [word, chance.choice(words)], []]))
-    return found
+        names.extend(chance.choice([[chance.choice(words)], [word, chance.choice(words)], []]))
+    return names
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -198,20 +198,20 @@ def cases(data: Path, tokenizer: Tokenizer) -> list[Case]:
         if half >= 32:
             yield Case(kind, tokens[:half], tokens[half : half + ANSWER])
 
-    found: list[Case] = []
+    collected: list[Case] = []
     chance = random.Random(1)
-    for one in lines(HELD_OUT):
-        found.extend(halves(one["kind"], one["text"]))
-        words = one["text"].split(" ")[:PASSAGE_WORDS]
+    for line in lines(HELD_OUT):
+        collected.extend(halves(line["kind"], line["text"]))
+        words = line["text"].split(" ")[:PASSAGE_WORDS]
         for percent in EDITED if len(words) >= PASSAGE_WORDS // 4 else ():
             prompt = ids("Text:\n" + " ".join(words) + "\n\nThe text, corrected:\n")
-            found.append(Case(f"copy, {percent} % edited", prompt, ids(" ".join(edited(words, percent, chance)))))
+            collected.append(Case(f"copy, {percent} % edited", prompt, ids(" ".join(edited(words, percent, chance)))))
     problems = lines(data / "humaneval.jsonl")
-    found += [Case("humaneval", ids(one["prompt"]), ids(one["canonical_solution"])) for one in problems]
-    for one in lines(data / "spec_bench.jsonl"):
-        if one["category"] in ("rag", "summarization"):
-            found.extend(halves(one["category"], one["turns"][0]))
-    return found
+    collected += [Case("humaneval", ids(problem["prompt"]), ids(problem["canonical_solution"])) for problem in problems]
+    for line in lines(data / "spec_bench.jsonl"):
+        if line["category"] in ("rag", "summarization"):
+            collected.extend(halves(line["category"], line["turns"][0]))
+    return collected
 
 
 def reference(work: Sequence[Case], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -260,11 +260,11 @@ def main() -> None:
     folder = Path(resolve_model(ModelConfig()))
     work = cases(arguments.data, Tokenizer.load(folder))
     rows: list[dict[str, Any]] = []
-    told = provenance(cpu_name(), arguments.commit)
+    about = provenance(cpu_name(), arguments.commit)
 
-    def show(found: Iterator[dict[str, Any]]) -> None:
-        for row in found:
-            rows.append(row | told)
+    def show(lines: Iterator[dict[str, Any]]) -> None:
+        for row in lines:
+            rows.append(row | about)
             figures = "  ".join(f"{name} {value:>7}" for name, value in row.items() if isinstance(value, float))
             print(f"{row['row']:<36}{figures}", flush=True)
 

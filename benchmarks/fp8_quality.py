@@ -56,7 +56,7 @@ class Scorer:
         layout = kv_layout(model.spec, PAGE)
         self.store = KvStore(layout, model.spec.layers, pages * len(layout.groups), device)
         count = torch.arange(1, pages * len(layout.groups) + 1, dtype=torch.int32, device=device)
-        self.tables = [torch.stack((torch.zeros_like(one), one)) for one in count.split(pages)]
+        self.tables = [torch.stack((torch.zeros_like(part), part)) for part in count.split(pages)]
 
     def __call__(self, ids: list[int]) -> torch.Tensor:
         """float32 [T, vocab]."""
@@ -99,31 +99,31 @@ def documents(path: Path, tokenizer: Tokenizer, longest: int, most: int) -> Iter
     """(kind, ids) of each document, cut to `longest` tokens, at most `most` of a kind."""
     seen: dict[str, int] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
-        one = json.loads(line)
-        seen[one["kind"]] = seen.get(one["kind"], 0) + 1
-        ids = tokenizer.encode(one["text"], add_special_tokens=True)[:longest]
-        if len(ids) > 1 and seen[one["kind"]] <= most:
-            yield one["kind"], ids
+        record = json.loads(line)
+        seen[record["kind"]] = seen.get(record["kind"], 0) + 1
+        ids = tokenizer.encode(record["text"], add_special_tokens=True)[:longest]
+        if len(ids) > 1 and seen[record["kind"]] <= most:
+            yield record["kind"], ids
 
 
 def rows_of(name: str, drifts: list[Drift], about: dict[str, Any]) -> list[dict[str, Any]]:
     """The figures of one kind as rows."""
-    tokens = sum(one.tokens for one in drifts)
+    tokens = sum(drift.tokens for drift in drifts)
 
     def row(metric: str, values: list[float], unit: str, **more: Any) -> dict[str, Any]:
         mean = sum(values) / tokens
         # Of a ratio of sums over documents (Cochran 1977, 6.4).
-        spread = sum((value - mean * one.tokens) ** 2 for value, one in zip(values, drifts, strict=True))
+        spread = sum((value - mean * drift.tokens) ** 2 for value, drift in zip(values, drifts, strict=True))
         interval = 1.96 * math.sqrt(spread * len(drifts) / max(1, len(drifts) - 1)) / tokens
-        found = {"row": f"fp8-{name}-{metric}", "value": round(mean, 6), "unit": unit, "interval": round(interval, 6)}
-        return found | more | {"tokens": tokens, "documents": len(drifts)} | about
+        figures = {"row": f"fp8-{name}-{metric}", "value": round(mean, 6), "unit": unit, "interval": round(interval, 6)}
+        return figures | more | {"tokens": tokens, "documents": len(drifts)} | about
 
-    plain = sum(one.plain_loss for one in drifts) / tokens
+    plain = sum(drift.plain_loss for drift in drifts) / tokens
     return [
-        row("kl", [one.kl for one in drifts], "nats/token"),
-        row("top1", [float(one.same) for one in drifts], "share"),
-        row("loss", [one.loss for one in drifts], "nats/token", reference=round(plain, 6)),
-        row("loss-change", [one.loss - one.plain_loss for one in drifts], "nats/token"),
+        row("kl", [drift.kl for drift in drifts], "nats/token"),
+        row("top1", [float(drift.same) for drift in drifts], "share"),
+        row("loss", [drift.loss for drift in drifts], "nats/token", reference=round(plain, 6)),
+        row("loss-change", [drift.loss - drift.plain_loss for drift in drifts], "nats/token"),
     ]
 
 
@@ -154,12 +154,14 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
     sizes = {"bytes": models[1].spec.weight_bytes, "bytes_reference": models[0].spec.weight_bytes}
     about = sizes | provenance(machine)
-    kinds = {"all": drifts} | {kind: [one for one in drifts if one.kind == kind] for kind in {d.kind for d in drifts}}
-    found = [row for kind, mine in sorted(kinds.items()) for row in rows_of(kind, mine, about)]
-    for row in found:
+    kinds = {"all": drifts} | {
+        kind: [drift for drift in drifts if drift.kind == kind] for kind in {d.kind for d in drifts}
+    }
+    rows = [row for kind, mine in sorted(kinds.items()) for row in rows_of(kind, mine, about)]
+    for row in rows:
         print(f"{row['row']:28} {row['value']:10.5f} ± {row['interval']:.5f} {row['unit']}")
     if options.out:
-        write_rows(options.out, found)
+        write_rows(options.out, rows)
 
 
 if __name__ == "__main__":

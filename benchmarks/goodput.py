@@ -78,12 +78,12 @@ def figures(run: Run) -> dict[str, Any]:
 
 
 def tell(run: Run) -> None:
-    rates, told = throughput(run), run_json(run)
+    rates, json_figures = throughput(run), run_json(run)
     print(
         f"{run.facts['rate']:.3g} requests/s: {run.attainment:.1%} of {len(run.rows)} good,"
         f" {rates['goodput_requests_per_s']:.3g} good requests/s, kept up {kept_up(run):.3f},"
-        f" TTFT p50 and p99 {told['p50_ttft_ms']:.0f} and {told['p99_ttft_ms']:.0f} ms,"
-        f" TPOT {told['p50_tpot_ms']:.1f} and {told['p99_tpot_ms']:.1f} ms {missed(run)} {invalid_reason(run)}",
+        f" TTFT p50 and p99 {json_figures['p50_ttft_ms']:.0f} and {json_figures['p99_ttft_ms']:.0f} ms,"
+        f" TPOT {json_figures['p50_tpot_ms']:.1f} and {json_figures['p99_tpot_ms']:.1f} ms {missed(run)} {invalid_reason(run)}",
         flush=True,
     )
 
@@ -92,9 +92,9 @@ def rate_of(run: Run) -> float:
     return float(run.facts["rate"])
 
 
-def shown(found: SearchResult) -> Run:
+def shown(search_result: SearchResult) -> Run:
     """The run that the first row tells of: the best one, or that of the lowest rate."""
-    return found.best or min(found.runs, key=lambda run: float(run.facts["rate"]))
+    return search_result.best or min(search_result.runs, key=lambda run: float(run.facts["rate"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Outcome:
     """What one server showed. alone: see `equivalence`, of requests one at a time; loaded: of the shown run. device: as
     the server names it. late: see `late_work`, by rate and "before" them."""
 
-    found: SearchResult
+    search_result: SearchResult
     whys: list[dict[str, Any]]
     alone: dict[str, float]
     loaded: dict[str, float]
@@ -140,13 +140,13 @@ def equivalence(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def late_work(metrics: str) -> dict[str, float]:
     """What the server has compiled and captured since Ready while requests waited, and the seconds that took, by its
     /metrics."""
-    found = {}
+    results = {}
     for name, what in LATE.items():
         values = [
             float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(f"ridgeline:{what}{{")
         ]
-        found[name] = round(sum(values), 3)
-    return found
+        results[name] = round(sum(values), 3)
+    return results
 
 
 def gained(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
@@ -162,14 +162,14 @@ async def ledger(session: Session, run: Run) -> list[dict[str, Any]]:
 
 def flags(arguments: argparse.Namespace, folder: str) -> list[str]:
     """What the server is started with; `folder` is where random weights get their shape, "" for the shipped model."""
-    found = ["--device", arguments.device, "--slo", arguments.slo]
+    options = ["--device", arguments.device, "--slo", arguments.slo]
     if arguments.device == "cpu":
-        found += ["--threads", "1"]
+        options += ["--threads", "1"]
     if arguments.context:
-        found += ["--max-model-len", str(arguments.context)]
+        options += ["--max-model-len", str(arguments.context)]
     if folder:
-        found = [folder, "--load-format", "dummy", "--served-model-name", Path(arguments.shape).name, *found]
-    return found
+        options = [folder, "--load-format", "dummy", "--served-model-name", Path(arguments.shape).name, *options]
+    return options
 
 
 def folder_of(shape: str, place: str) -> str:
@@ -232,18 +232,20 @@ async def seek(arguments: argparse.Namespace, url: str) -> Outcome:
 
         runs: list[Run] = []
 
-        def told(run: Run) -> None:
+        def after_run(run: Run) -> None:
             tell(run)
             print(f"  late in it: {late[f'{rate_of(run):.4g}']}", flush=True)
             runs.append(run)
 
         try:
             async with asyncio.timeout(arguments.patience):
-                found = await search(at, arguments.start, arguments.attain, arguments.precision, told, arguments.most)
+                result = await search(
+                    at, arguments.start, arguments.attain, arguments.precision, after_run, arguments.most
+                )
         except TimeoutError:
-            found = found_among(runs, arguments.attain, f"after {arguments.patience:g} s")
-        best = shown(found)
-        return Outcome(found, await session.whys(best), alone, ledgers[rate_of(best)], device, late)
+            result = found_among(runs, arguments.attain, f"after {arguments.patience:g} s")
+        best = shown(result)
+        return Outcome(result, await session.whys(best), alone, ledgers[rate_of(best)], device, late)
 
 
 def main() -> None:
@@ -284,8 +286,8 @@ def main() -> None:
 
 def rows(arguments: argparse.Namespace, outcome: Outcome, about: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The shown run, its whys, the equivalence, then every run."""
-    found = outcome.found
-    best, trace = shown(found), read_trace(Path(arguments.trace))
+    result = outcome.search_result
+    best, trace = shown(result), read_trace(Path(arguments.trace))
     model = Path(arguments.shape).name if arguments.shape else "shipped"
     name = f"{model}-{arguments.device}-context{best.facts['context']}"
     return [
@@ -293,9 +295,9 @@ def rows(arguments: argparse.Namespace, outcome: Outcome, about: Mapping[str, An
             "row": name,
             **figures(best),
             **outcome.late[f"{rate_of(best):.4g}"],
-            "met": found.best is not None,
-            "bounded": found.bounded,
-            "stopped": found.stopped,
+            "met": result.best is not None,
+            "bounded": result.bounded,
+            "stopped": result.stopped,
             "whole_trace_kept": len(trace.within(best.facts["context"]).requests),
             "whole_trace": len(trace.requests),
             **about,
@@ -310,7 +312,7 @@ def rows(arguments: argparse.Namespace, outcome: Outcome, about: Mapping[str, An
         {"row": f"{name}-equivalence", "alone": outcome.alone, "loaded": outcome.loaded, **about},
         *(
             {"row": f"{name}-rate-{rate_of(run):.4g}", **figures(run), **outcome.late[f"{rate_of(run):.4g}"], **about}
-            for run in found.runs
+            for run in result.runs
         ),
     ]
 

@@ -66,7 +66,7 @@ class Card:
         if self._startup is None:
             before = {name: os.environ.get(name) for name in CACHES}
             with tempfile.TemporaryDirectory() as folder:
-                os.environ |= {name: f"{folder}/{own}" for name, own in CACHES.items()}
+                os.environ |= {name: f"{folder}/{folder_name}" for name, folder_name in CACHES.items()}
                 try:
                     self._startup = (asyncio.run(self._ready()), asyncio.run(self._ready()))
                     print(f"of this host: importing torch takes {_import_s(folder):.2f} s", flush=True)
@@ -142,15 +142,15 @@ class Bench:
     def seconds(self, shapes: list[tuple[int, int]]) -> float:
         """Median seconds of the runs after one that warms up; short ones are repeated more often."""
         self.run(shapes)
-        found: list[float] = []
-        while len(found) < self.repeats or sum(found) < LEAST_S:
-            found.append(self.run(shapes).seconds)
-        return statistics.median(found)
+        samples: list[float] = []
+        while len(samples) < self.repeats or sum(samples) < LEAST_S:
+            samples.append(self.run(shapes).seconds)
+        return statistics.median(samples)
 
     def tpot_ms(self, batch: int, length: int) -> float:
         many = self.seconds([(length, 257)] * batch)
-        one = self.seconds([(length, 1)] * batch)
-        return (many - one) / 256 * 1e3
+        single = self.seconds([(length, 1)] * batch)
+        return (many - single) / 256 * 1e3
 
 
 def _conv(bench: Bench) -> float:
@@ -219,9 +219,9 @@ def main() -> None:
     wanted = tuple(arguments.rows.split(",")) if arguments.rows else ("",)
     about = provenance(machine, arguments.commit)
     card = Card(str(HERE / "models" / "llama-3.1-8b"), engine)
-    for one in EMPTY_CARD:
-        if one.name.startswith(wanted):
-            report(one, one.measure(card), about, arguments.out)
+    for pattern in EMPTY_CARD:
+        if pattern.name.startswith(wanted):
+            report(pattern, pattern.measure(card), about, arguments.out)
     for (model, quantization), rows in TABLE.items():
         chosen = [row for row in rows if row.name.startswith(wanted)]
         if not chosen:

@@ -167,9 +167,9 @@ class Bench:
 def _timed(function: Callable[..., Any], spent: dict[str, float], name: str) -> Callable[..., Any]:
     def run(*arguments: object) -> Any:
         started = time.thread_time()
-        found = function(*arguments)
+        result = function(*arguments)
         spent[name] = time.thread_time() - started
-        return found
+        return result
 
     return run
 
@@ -207,7 +207,7 @@ def _run(bench: Bench, times: Times, steps: int, answer: int) -> Times:
 
 def rows_of(scenario: str, count: int, times: Times) -> list[dict[str, Any]]:
     """One result row per part, in milliseconds."""
-    found = []
+    results = []
     for part, seconds in times.parts.items():
         at = sorted(seconds)
         row: dict[str, Any] = {
@@ -219,8 +219,8 @@ def rows_of(scenario: str, count: int, times: Times) -> list[dict[str, Any]]:
         }
         if (scenario, count, part) == ("decode", 512, "all"):
             row["target"] = TARGET_MS
-        found.append(row)
-    return found
+        results.append(row)
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time goes instead")
     given = parser.parse_args(arguments)
     facts = provenance(cpu_name())
-    found = []
+    results = []
     for scenario, run in (("decode", decode), ("mixed", mixed)):
         for count in given.rows:
             profile = cProfile.Profile()
@@ -243,10 +243,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 profile.disable()
                 pstats.Stats(profile).sort_stats("tottime").print_stats(18)
             for row in rows_of(scenario, count, times):
-                found.append(row | facts)
+                results.append(row | facts)
                 print(f"{row['row']:32s} p50 {row['value']:7.3f}  p99 {row['p99']:7.3f}  max {row['max']:7.3f}")
     if given.out:
-        write_rows(given.out, found)
+        write_rows(given.out, results)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
     options, rest = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "ladder.json"
-        if status := ridgeline(["ladder", *rest, "--out", str(told)]):
+        path = Path(folder) / "ladder.json"
+        if status := ridgeline(["ladder", *rest, "--out", str(path)]):
             return status
-        rows = json.loads(told.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8"))
     if options.out:
         device = rows[0]["device"]
         facts = provenance(cpu_name() if device == "cpu" else device, options.commit)

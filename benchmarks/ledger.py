@@ -86,16 +86,16 @@ class Case:
 def parse(text: str) -> Case:
     """One of --steps. SystemExit says what is wrong with it."""
     drafts = 0
-    if found := re.fullmatch(r"decode:(\d+)x(\d+)", text):
-        rows, cached = map(int, found.groups())
+    if match := re.fullmatch(r"decode:(\d+)x(\d+)", text):
+        rows, cached = map(int, match.groups())
         shares = ((cached, 1),) * rows
-    elif found := re.fullmatch(r"prefill:(\d+)(?:\+(\d+))?", text):
-        shares = ((int(found[2] or 0), int(found[1])),)
-    elif found := re.fullmatch(r"mixed:(\d+)x(\d+)\+(\d+)", text):
-        rows, cached, new = map(int, found.groups())
+    elif match := re.fullmatch(r"prefill:(\d+)(?:\+(\d+))?", text):
+        shares = ((int(match[2] or 0), int(match[1])),)
+    elif match := re.fullmatch(r"mixed:(\d+)x(\d+)\+(\d+)", text):
+        rows, cached, new = map(int, match.groups())
         shares = ((cached, 1),) * rows + ((0, new),)
-    elif found := re.fullmatch(r"verify:(\d+)x(\d+)\+(\d+)", text):
-        rows, cached, drafts = map(int, found.groups())
+    elif match := re.fullmatch(r"verify:(\d+)x(\d+)\+(\d+)", text):
+        rows, cached, drafts = map(int, match.groups())
         shares = ((cached, 1 + drafts),) * rows
     else:
         raise SystemExit(
@@ -120,19 +120,19 @@ class Ceilings:
     matrices_flops_s: float
     cache_bytes: int
 
-    def floor_s(self, one: Operation) -> float:
+    def floor_s(self, operation: Operation) -> float:
         """Seconds below which the operation alone cannot be."""
-        rate = self.matrices_flops_s if one.name in QUANTIZED else self.flops_s
-        return max(self.moved(one) / self.bytes_s, one.flops / rate)
+        rate = self.matrices_flops_s if operation.name in QUANTIZED else self.flops_s
+        return max(self.moved(operation) / self.bytes_s, operation.flops / rate)
 
-    def moved(self, one: Operation) -> int:
+    def moved(self, operation: Operation) -> int:
         """Bytes that memory must move: activations stay in a cache that holds those of one run."""
-        stays = one.activation_bytes <= one.count * self.cache_bytes
-        return one.bytes + (0 if stays else one.activation_bytes)
+        stays = operation.activation_bytes <= operation.count * self.cache_bytes
+        return operation.bytes + (0 if stays else operation.activation_bytes)
 
     def step_floor_s(self, work: StepWork, parts: Sequence[Operation]) -> float:
         """Seconds below which the whole step cannot be, however its operations are fused or overlapped."""
-        quantized = sum(one.flops for one in parts if one.name in MATRICES)
+        quantized = sum(part.flops for part in parts if part.name in MATRICES)
         arithmetic = quantized / self.matrices_flops_s + (work.flops - quantized) / self.flops_s
         return max(work.bytes / self.bytes_s, arithmetic)
 
@@ -246,20 +246,20 @@ class Whole:
             if not first:
                 self.seat(case)
             return self._run([self._step(case, number) for number in range(first, first + steps)])
-        found = []
+        readings = []
         for _ in range(steps):
             self.seat(case)
-            found += self._run([self._step(case)])
-        return found
+            readings += self._run([self._step(case)])
+        return readings
 
     def seconds(self, case: Case) -> tuple[float, float]:
         """(median seconds on the device, seconds from one step's end to the next, with the first one's upload shared by all); steps
         that are taken back have no next one."""
         self.run(case, 0, WARMING)
         started = time.perf_counter()
-        found = self.run(case, WARMING, self._repeats)
-        middle = statistics.median(found)
-        return middle, (time.perf_counter() - started) / len(found) if case.decode else middle
+        spans = self.run(case, WARMING, self._repeats)
+        middle = statistics.median(spans)
+        return middle, (time.perf_counter() - started) / len(spans) if case.decode else middle
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------
@@ -299,19 +299,19 @@ class Line:
 def covered(spec: ModelSpec, shares: Shares, parts: Sequence[Operation]) -> dict[str, Operation]:
     """Work of each of RUNS. Norms share theirs by their number; a post norm belongs to the sum behind it. What a run hands
     over within itself need not pass through memory: normed activations, and gate and up before their product."""
-    found = {one.name: one for one in parts}
+    by_name = {part.name: part for part in parts}
     width, rows = DTYPE_BYTES[spec.dtype], len(shares)
     # The last layer goes on with one token of each row.
     tokens = [sum(count for _, count in shares)] * (len(spec.layers) - 1) + [rows]
     work = {}
     for name, names in RUNS.items():
-        others = [found[one] for one in names if one != "norm"]
+        others = [by_name[name] for name in names if name != "norm"]
         count = others[0].count if others else 1
-        flops, held = sum(one.flops for one in others), sum(one.bytes for one in others)
-        moved = sum(one.activation_bytes for one in others) if others else 2 * rows * spec.d_model * width
+        flops, held = sum(other.flops for other in others), sum(other.bytes for other in others)
+        moved = sum(other.activation_bytes for other in others) if others else 2 * rows * spec.d_model * width
         joined = name.endswith("+sum") and spec.post_norms
         if "norm" in names or joined:
-            held += found["norm"].bytes // found["norm"].count * count
+            held += by_name["norm"].bytes // by_name["norm"].count * count
         if joined:
             moved += sum(tokens) * spec.d_model * width
         if "activation" in names:
@@ -329,31 +329,31 @@ def lines(model: LoadedModel, whole: Whole, case: Case, ceilings: Ceilings, watc
     floors = total = 0.0
     joules: float | None = 0.0
 
-    def line(one: Operation, floor: float, read: Reading) -> Line:
+    def line(operation: Operation, floor: float, read: Reading) -> Line:
         share = None if read.seconds is None else read.seconds / device_s
-        sizes = (one.count, one.flops, one.bytes, one.activation_bytes)
+        sizes = (operation.count, operation.flops, operation.bytes, operation.activation_bytes)
         taken = (read.seconds and read.seconds * 1e6, share, read.peak_bytes, read.joules)
-        return Line(case.name, one.name, *sizes, floor * 1e6, *taken)
+        return Line(case.name, operation.name, *sizes, floor * 1e6, *taken)
 
-    for name, one in covered(model.spec, case.shares, parts).items():
-        floor = ceilings.floor_s(one)
+    for name, run in covered(model.spec, case.shares, parts).items():
+        floor = ceilings.floor_s(run)
         read = watch.read(partial(pieces.run, name))
         if read.seconds is None:
             raise SystemExit(f"{case.name}: {name} does not fit beside the model; ask for a smaller step")
         floors, total = floors + floor, total + read.seconds
         joules = None if read.joules is None or joules is None else joules + read.joules
-        yield line(one, floor, read)
+        yield line(run, floor, read)
     work = step_work(model.spec, case.shares)
-    everything = (1, work.flops, work.bytes, sum(one.activation_bytes for one in parts))
+    everything = (1, work.flops, work.bytes, sum(part.activation_bytes for part in parts))
     bound = ceilings.step_floor_s(work, parts)
     yield line(Operation("sum", *everything), floors, Reading(total, joules=joules))
     yield line(Operation("step", *everything), bound, Reading(device_s))
     yield line(Operation("step to step", *everything), bound, Reading(wall_s))
     yield line(Operation("rest", 1, 0, 0, 0), 0.0, Reading(device_s - total))
-    by_name = {one.name: one for one in parts}
+    by_name = {part.name: part for part in parts}
     for name in ALONE:
-        one = replace(by_name["attention" if name == NAIVE else name], name=name)
-        yield line(one, ceilings.floor_s(one), watch.read(partial(pieces.alone, name)))
+        run = replace(by_name["attention" if name == NAIVE else name], name=name)
+        yield line(run, ceilings.floor_s(run), watch.read(partial(pieces.alone, name)))
 
 
 HEADER = (
@@ -362,15 +362,15 @@ HEADER = (
 )
 
 
-def text(one: Line) -> str:
+def text(line: Line) -> str:
     """One line of the table; "-" for what there is not."""
     dash = lambda value, form: "-" if value is None else format(value, form)  # noqa: E731
-    size = None if one.peak_bytes is None else one.peak_bytes / (1 << 20)
+    size = None if line.peak_bytes is None else line.peak_bytes / (1 << 20)
     cells = [
-        f"{one.operation:17}{one.count:5}",
-        f"{one.bytes / 1e6:10.2f}{one.flops / 1e9:10.2f}{dash(one.intensity, '.1f'):>8}",
-        f"{one.floor_us:11.1f}{dash(one.measured_us, '.1f'):>11}{dash(one.share, '.1%'):>8}",
-        f"{dash(one.lost_us, '.1f'):>11}{dash(size, '.1f'):>10}{dash(one.joules and one.joules * 1e3, '.1f'):>10}",
+        f"{line.operation:17}{line.count:5}",
+        f"{line.bytes / 1e6:10.2f}{line.flops / 1e9:10.2f}{dash(line.intensity, '.1f'):>8}",
+        f"{line.floor_us:11.1f}{dash(line.measured_us, '.1f'):>11}{dash(line.share, '.1%'):>8}",
+        f"{dash(line.lost_us, '.1f'):>11}{dash(size, '.1f'):>10}{dash(line.joules and line.joules * 1e3, '.1f'):>10}",
     ]
     return "".join(cells)
 
@@ -408,7 +408,7 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of memory says that it starts and stops
     device = torch.device(arguments.device)
-    cases = [parse(one) for one in arguments.steps.split(",")]
+    cases = [parse(step) for step in arguments.steps.split(",")]
     if any(case.drafts for case in cases):
         raise SystemExit(
             "--steps: a step that verifies has several draws a row, which the lines do not know: use timeline.py"
@@ -429,9 +429,9 @@ def main(words: Sequence[str] | None = None) -> None:
         for case in cases:
             print(f"\n{case.name}\n{HEADER}", flush=True)
             rows = []
-            for one in lines(model, whole, case, ceilings, watch):
-                print(text(one), flush=True)
-                rows.append({"row": f"{name}-{case.name}-{one.operation}", **one.row(), **about})
+            for line in lines(model, whole, case, ceilings, watch):
+                print(text(line), flush=True)
+                rows.append({"row": f"{name}-{case.name}-{line.operation}", **line.row(), **about})
             if arguments.out:
                 write_rows(arguments.out, rows)
 

@@ -40,20 +40,20 @@ def main() -> None:
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     given = parser.parse_args()
     real = not given.model or any(Path(given.model).glob("*.safetensors"))
-    batches = [int(one) for one in given.batches.split(",")]
+    batches = [int(batch) for batch in given.batches.split(",")]
     model = ModelConfig(given.model, load_format="auto" if real else "dummy", max_model_len=1024)
     engine = LocalEngine.start(model, EngineConfig(max_num_seqs=max(batches), enable_prefix_caching=False))
     vocab = engine.engine.setup.vocab_size
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     name, rows = Path(given.model).name or "ridgeline-14m", []
     for batch in batches:
-        found: dict[str, list[float]] = {case: [] for case in CASES}
+        times: dict[str, list[float]] = {case: [] for case in CASES}
         for repeat in range(-1, given.repeats):  # the first one warms up
             for case, limits in CASES.items():
                 run = timed(engine, [(PROMPT, given.tokens)] * batch, vocab, **limits)
                 if repeat >= 0:
-                    found[case].append((run.seconds - max(run.ttft_s)) / (given.tokens - 1) * 1e3)
-        each = {case: statistics.median(runs) for case, runs in found.items()}
+                    times[case].append((run.seconds - max(run.ttft_s)) / (given.tokens - 1) * 1e3)
+        each = {case: statistics.median(runs) for case, runs in times.items()}
         for case, tpot in each.items():
             row = {"row": f"{name}, {case}, b{batch}", "value": round(tpot, 4), "unit": "ms a token"}
             ratio = round(tpot / each["temperature"], 3)

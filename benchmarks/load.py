@@ -75,8 +75,8 @@ def mock(speed: Speed) -> Iterator[str]:
         process.join()
 
 
-def _serve(speed: Speed, told: Connection) -> None:
-    uvloop.run(serve_mock(speed, "127.0.0.1", 0, told.send))
+def _serve(speed: Speed, connection: Connection) -> None:
+    uvloop.run(serve_mock(speed, "127.0.0.1", 0, connection.send))
 
 
 def measure(speed: Speed, load: LoadConfig, work: WorkloadConfig, endpoint: str = "completions") -> Run:
@@ -94,12 +94,12 @@ def agreement(case: Case) -> Iterator[dict[str, Any]]:
     if why := invalid_reason(run):
         print(f"{case.name}: not valid, {why}")
     token_s = case.speed.itl_s / case.speed.per_chunk
-    found = {
+    results = {
         "ttft": (statistics.median(latency(run.rows, "ttft")), case.speed.ttft_s),
         "tpot": (statistics.median(latency(run.rows, "tpot")), token_s),
         "itl-chunk": (spread(run, "chunk").percentiles[50].value, case.speed.itl_s),
     }
-    for name, (measured, truth) in found.items():
+    for name, (measured, truth) in results.items():
         yield {
             "row": f"{case.name}-{name}-error",
             "value": round(abs(measured - truth) / truth, 5),
@@ -129,8 +129,13 @@ def streams(count: int, seconds: int, *, in_step: bool) -> Iterator[dict[str, An
     }
     kind = "in-step-" if in_step else ""
     for name, (value, unit, target) in rows.items():
-        found = {"row": f"{count}-streams-{kind}{name}", "value": value, "unit": unit, "valid": not invalid_reason(run)}
-        yield found if target is None else {**found, "target": target}
+        results = {
+            "row": f"{count}-streams-{kind}{name}",
+            "value": value,
+            "unit": unit,
+            "valid": not invalid_reason(run),
+        }
+        yield results if target is None else {**results, "target": target}
 
 
 def main() -> None:

@@ -129,10 +129,10 @@ def main() -> None:
     off: list[float] = []
     for pair in range(arguments.pairs):
         order = ((sides.on, on), (sides.off, off))
-        for side, found in order if pair % 2 else reversed(order):
-            found.append(side())
+        for side, seconds_of_side in order if pair % 2 else reversed(order):
+            seconds_of_side.append(side())
     direct = [sides.direct() for _ in range(5)]
-    parts = {name: statistics.median(one[name] for one in direct) for name in direct[0]}
+    parts = {name: statistics.median(row[name] for row in direct) for name in direct[0]}
     lost = [1 - mine / bare for mine, bare in zip(on, off, strict=True)]
     low, high = interval(lost)
     row = {

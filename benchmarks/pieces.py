@@ -134,8 +134,8 @@ class Pieces:
         shared, behind = Shared(self._at.step), self._behind()
         layers = list(zip(self._decoder.layers, self._spec.layers, self._at.views, strict=True))
         for index, (layer, spec, view) in enumerate(layers, 1):
-            own = behind if name in BEHIND and index == len(layers) else self
-            call = make(own, layer, spec, view, shared)
+            stage = behind if name in BEHIND and index == len(layers) else self
+            call = make(stage, layer, spec, view, shared)
             yield _after(shared.renew, call) if index == 1 else call
 
     def _behind(self) -> Pieces:
@@ -182,7 +182,7 @@ class Pieces:
     def _attention(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
         q = self._queries(spec)
         k, v = (self._random(name, spec.n_kv_heads * spec.head_dim) for name in ("keys", "values"))
-        k, v = (one.unflatten(1, (spec.n_kv_heads, spec.head_dim)) for one in (k, v))
+        k, v = (tensor.unflatten(1, (spec.n_kv_heads, spec.head_dim)) for tensor in (k, v))
         return lambda: self._ops.attention.attend(q, k, v, view, shared.step)
 
     def _out_sum(self, layer: DecoderLayer, spec: LayerSpec, view: KvView, shared: Shared) -> Call:
@@ -223,7 +223,7 @@ class Pieces:
 
     def _norms(self, layer: DecoderLayer, _: LayerSpec, view: KvView, shared: Shared) -> Call:
         weights = [layer.attention_norm, layer.feed_forward_norm]
-        weights += [one for one in (layer.attention_post_norm, layer.feed_forward_post_norm) if one is not None]
+        weights += [norm for norm in (layer.attention_post_norm, layer.feed_forward_post_norm) if norm is not None]
         calls = [self._norm(weight) for weight in weights]
         return lambda: [call() for call in calls]
 
@@ -291,11 +291,11 @@ def naive_attention(q: torch.Tensor, view: KvView, shares: Shares) -> torch.Tens
     for (start, count), group in groupby(shares):
         size = len(list(group))
         first = ends[row - 1] - count
-        own = slice(first, first + size * count)
+        positions = slice(first, first + size * count)
         pages = view.table[row : row + size, : -(-(start + count) // view.page_tokens)].long()
         kept = view.kv[pages].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : start + count]
-        part = q[own].view(size, count, *q.shape[1:]).transpose(1, 2)
-        out[own] = _dense(part, kept[0], kept[1], view).transpose(1, 2).flatten(0, 1)
+        part = q[positions].view(size, count, *q.shape[1:]).transpose(1, 2)
+        out[positions] = _dense(part, kept[0], kept[1], view).transpose(1, 2).flatten(0, 1)
         row += size
     return out
 

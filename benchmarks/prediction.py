@@ -41,7 +41,7 @@ SHOWN = 24
 
 def noted(path: Path) -> tuple[list[Measured], list[Measured]]:
     """Steps to fit on and steps to judge by, from a file of `gpu.py --steps`; the last row ran a warm-up, then its work."""
-    *others, work = [[_measured(one) for one in row] for row in json.loads(path.read_text()).values()]
+    *others, work = [[_measured(record) for record in row] for row in json.loads(path.read_text()).values()]
     begun = next(
         place
         for place in range(1, len(work))
@@ -72,21 +72,21 @@ def take(model: ModelConfig, arguments: argparse.Namespace) -> tuple[list[Measur
                 steps += measure(local, shapes(ladder, limits)[turn::TURNS], arguments.repeats)
     finally:
         local.close()
-    seen = {one.label for one in fit}
-    return fit, [one for one in judge if one.label not in seen]
+    seen = {case.label for case in fit}
+    return fit, [case for case in judge if case.label not in seen]
 
 
 def rows_of(
-    name: str, found: Calibration, blind: CostModel, judge: list[Measured], origin: dict[str, str]
+    name: str, calibration: Calibration, blind: CostModel, judge: list[Measured], origin: dict[str, str]
 ) -> list[dict[str, Any]]:
     """Result rows: each judged step, then the errors over all. blind: the model before its calibration."""
-    missed = errors(found.cost, judge)
+    missed = errors(calibration.cost, judge)
     rows = []
     shown = max(1, len(judge) // SHOWN) if len(judge) > 10 * SHOWN else 1
     for step, error in list(zip(judge, missed, strict=True))[::shown]:
         facts = {
             "row": f"{name} {step.label}",
-            "device": found.device,
+            "device": calibration.device,
             "model": name,
             "step": step.label,
             "predicted_ms": round(step.seconds * (1 + error) * 1e3, 4),
@@ -97,12 +97,12 @@ def rows_of(
     over_all, before = Errors.of(missed), Errors.of(errors(blind, judge))
     summary = {
         "row": f"{name} median error",
-        "device": found.device,
+        "device": calibration.device,
         "model": name,
         "steps": len(judge),
         "median_error": round(over_all.median, 4),
         "p90_error": round(over_all.p90, 4),
-        "leave_one_out_median": round(found.unseen.median, 4),
+        "leave_one_out_median": round(calibration.unseen.median, 4),
         "uncalibrated_median": round(before.median, 4),
         "target": 0.10,
     }
@@ -133,8 +133,8 @@ def main() -> None:
         if name == "shipped":
             model = ModelConfig()
         else:
-            found = str(folder if folder.is_dir() else name)
-            model = ModelConfig(model=found, load_format="dummy", max_model_len=MAX_LEN)
+            path = str(folder if folder.is_dir() else name)
+            model = ModelConfig(model=path, load_format="dummy", max_model_len=MAX_LEN)
         notes = Path(arguments.steps or "") / f"steps-{name}.json"
         fit, judge = noted(notes) if arguments.steps else take(model, arguments)
         gc.collect()

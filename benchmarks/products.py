@@ -172,7 +172,7 @@ def vectors(tokens: int, role: Role) -> Iterator[VectorTile]:
             yield tile
 
 
-def residents(tokens: int, role: Role) -> Iterator[ResidentTile]:
+def resident_tiles(tokens: int, role: Role) -> Iterator[ResidentTile]:
     block = 1 << (role.k - 1).bit_length()
     for rows, warps in RESIDENTS:
         held = block // (32 * warps)
@@ -203,7 +203,7 @@ def candidates(tokens: int, role: Role) -> Iterator[Choice]:
     gate = role.kind is not None
     if tokens <= 2:
         yield from (Choice(tile) for tile in vectors(tokens, role))
-        for tile in residents(tokens, role):
+        for tile in resident_tiles(tokens, role):
             if tile.rows > 1 or not gate:
                 yield Choice(tile, role.norm, gate)
     if tokens > 1 and (gate or tokens == 2):
@@ -225,9 +225,9 @@ def compile_one(work: tuple[Role, Choice, int]) -> None:
 def compile_all(models: list[Model], counts: list[int]) -> None:
     """Every kernel of a sweep, several at a time. Kernels differ by less than candidates do."""
     work: dict[object, tuple[Role, Choice, int]] = {}
-    for one in models:
+    for model in models:
         for tokens in counts:
-            for role in (*one.roles, one.head):
+            for role in (*model.roles, model.head):
                 for choice in candidates(tokens, role):
                     tile = choice.tile
                     few = tile
@@ -382,23 +382,23 @@ class Bench:
 
     def best(self, tokens: int, role: Role, sweep: bool, until: float) -> Choice:
         """The fastest way to run a linear; prints the shipped one, the best, the same unfused, and cuBLAS."""
-        own, apart = shipped(role, tokens), shipped(role, tokens, norm=False, gate=False)
-        tried = {choice: self.time(tokens, role, choice) for choice in dict.fromkeys((own, apart, Choice(None)))}
+        fused, apart = shipped(role, tokens), shipped(role, tokens, norm=False, gate=False)
+        tried = {choice: self.time(tokens, role, choice) for choice in dict.fromkeys((fused, apart, Choice(None)))}
         for choice in candidates(tokens, role) if sweep else ():
             if choice not in tried and time.monotonic() < until:
                 tried[choice] = self.time(tokens, role, choice)
         # A kernel that does not let the next one start early costs more than it takes itself.
-        found = min(tried, key=lambda choice: tried[choice] * (1.05 if choice.tile is None else 1.0))
+        fastest = min(tried, key=lambda choice: tried[choice] * (1.05 if choice.tile is None else 1.0))
         print(
-            f"{self.model.name:5} {role.name:7} {role.n:6}x{role.k:<6} M={tokens:<4} shipped {tried[own]:7.2f} "
-            f"apart {tried[apart]:7.2f} cublas {tried[Choice(None)]:7.2f} best {tried[found]:7.2f} us "
-            f"{len(tried):3} {found}",
+            f"{self.model.name:5} {role.name:7} {role.n:6}x{role.k:<6} M={tokens:<4} shipped {tried[fused]:7.2f} "
+            f"apart {tried[apart]:7.2f} cublas {tried[Choice(None)]:7.2f} best {tried[fastest]:7.2f} us "
+            f"{len(tried):3} {fastest}",
             flush=True,
         )
         if sweep:
             for choice in sorted(tried, key=lambda choice: tried[choice])[1:5]:
                 print(f"    {tried[choice]:7.2f} {choice}", flush=True)
-        return found
+        return fastest
 
     def step(self, tokens: int, what: str, choices: dict[str, Choice]) -> None:
         """Time a step and report it."""
@@ -431,9 +431,9 @@ def measure(chosen: Model, counts: list[int], sweep: bool, until: float) -> list
     for tokens in counts:
         bench.steps(tokens)
     for tokens in counts:
-        found = {role.name: bench.best(tokens, role, sweep, until) for role in (*chosen.roles, chosen.head)}
+        choices = {role.name: bench.best(tokens, role, sweep, until) for role in (*chosen.roles, chosen.head)}
         if sweep:
-            bench.step(tokens, "best", found)
+            bench.step(tokens, "best", choices)
     return bench.rows
 
 
@@ -442,18 +442,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file for the results, JSON")
     parser.add_argument("--sweep", action="store_true", help="try other configurations too")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--models", nargs="+", default=[one.name for one in MODELS])
+    parser.add_argument("--models", nargs="+", default=[model.name for model in MODELS])
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which a sweep tries nothing new")
     options = parser.parse_args()
     until = time.monotonic() + options.limit
-    models = [one for one in MODELS if one.name in options.models]
+    models = [model for model in MODELS if model.name in options.models]
     if options.sweep:
         compile_all(models, options.tokens)
     rows: list[dict[str, object]] = []
-    for place, one in enumerate(models):
+    for place, shape in enumerate(models):
         left = (until - time.monotonic()) / (len(models) - place)
-        found = measure(one, options.tokens, options.sweep, time.monotonic() + left)
-        rows += [{**row, **provenance(torch.cuda.get_device_name())} for row in found]
+        measurement = measure(shape, options.tokens, options.sweep, time.monotonic() + left)
+        rows += [{**row, **provenance(torch.cuda.get_device_name())} for row in measurement]
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]\n")
         torch.cuda.empty_cache()

@@ -211,7 +211,7 @@ class Step:
     def shipped_us(self, batch: Batch, repeats: int = 5) -> float:
         """The same of one token as a decoder runs its layers."""
         stream = torch.randn(1, self.head.shape[1], dtype=DTYPE, device="cuda")
-        matrices = ([Matrix(one, None) for one in self.weights[role.name]] for role in MODEL.roles)
+        matrices = ([Matrix(weight, None) for weight in self.weights[role.name]] for role in MODEL.roles)
         layers = [
             LayerParts(self.gain, qkv, self.shape, out, self.gain, gate_up, down, "silu")
             for qkv, out, gate_up, down in zip(*matrices, strict=True)
@@ -256,10 +256,10 @@ SWEPT = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def vector_tiles(form: str, role: Role, tokens: int) -> list[IntVectorTile]:
     if tokens * role.k > integer_shapes.WIDEST_VECTORS:
         return []
-    found = VECTORS[form, role.k] if tokens == 1 else VECTORS[form, role.k][:2]
+    variants = VECTORS[form, role.k] if tokens == 1 else VECTORS[form, role.k][:2]
     return [
         IntVectorTile(rows, warps, programs)
-        for rows, warps in found
+        for rows, warps in variants
         for programs in (PROGRAMS[warps] if tokens == 1 else PROGRAMS[warps][:3:2])
     ]
 
@@ -276,8 +276,8 @@ def ring_tiles(form: str, role: Role, tokens: int) -> Iterator[IntRingTile]:
         tiles = -(-role.n // (sides * rows)) * -(-tokens // batch)
         most = max(1, min(8, shared // tiles, role.k // 512)) if role.kind is None else 1
         split = 1 << most.bit_length() - 1
-        for one in sorted({split, max(1, split // 2)}) if stages > 1 else ():
-            yield IntRingTile(batch, block, warps, stages, registers, one, shared)
+        for parts in sorted({split, max(1, split // 2)}) if stages > 1 else ():
+            yield IntRingTile(batch, block, warps, stages, registers, parts, shared)
 
 
 def stream_tiles(form: str, role: Role, tokens: int) -> Iterator[IntStreamTile]:
@@ -287,8 +287,8 @@ def stream_tiles(form: str, role: Role, tokens: int) -> Iterator[IntStreamTile]:
         tile, places = IntStreamTile(batch or 0, groups, step, each), integer_shapes.PROCESSORS * each
         most = max(1, min(8, places // -(-role.n // tile.rows), role.k // 512)) if role.kind is None else 1
         split = 1 << most.bit_length() - 1
-        for one in sorted({split, max(1, split // 2)}):
-            yield replace(tile, split=one)
+        for parts in sorted({split, max(1, split // 2)}):
+            yield replace(tile, split=parts)
 
 
 def candidates(form: str, role: Role, tokens: int) -> list[Choice]:
@@ -325,8 +325,8 @@ def compiled(forms: list[str]) -> list[tuple[str, Role, Choice, int]]:
             tile = choice.tile
             if not isinstance(tile, IntStreamTile):
                 tile = replace(tile, programs=1 if isinstance(tile, IntVectorTile) else 132)
-            one = (form, role, Choice(tile, True), tokens)
-            work[form, role.name != "out" and role, one[2]] = one
+            case = (form, role, Choice(tile, True), tokens)
+            work[form, role.name != "out" and role, case[2]] = case
     return list(work.values())
 
 
@@ -396,10 +396,10 @@ def main() -> None:
         began = time.monotonic()
         with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
             steps_made = pool.map(compile_step, itertools.product(options.forms, STEPS))
-            found = pool.map(check_one, CHECKED)
+            outcomes = pool.map(check_one, CHECKED)
             if options.sweep:
                 list(pool.map(compile_one, compiled([form for form in options.forms if form in BITS])))
-            wrong = [what for each in found for what in each]
+            wrong = [what for each in outcomes for what in each]
             list(steps_made)
         print(f"checked and compiled in {time.monotonic() - began:.0f} s", flush=True)
         for what in wrong[:12]:

@@ -71,15 +71,15 @@ def formats() -> dict[str, WeightFormat]:
 
 
 def layer(form: WeightFormat) -> dict[str, Weight]:
-    found = {}
+    times = {}
     for role in MODEL.roles:
         rows = (Part(role.n // 2, 1),) * 2 if role.kind else (Part(role.n, 1),)
         weight = form.create(LinearShape(role.k, rows), Share())
         for part, name in list(weight.expects):
             tensor = torch.empty(rows[part].rows, role.k, dtype=DTYPE, device="cuda").normal_(0, 0.02)
             weight.load(part, name, tensor)
-        found[role.name] = weight
-    return found
+        times[role.name] = weight
+    return times
 
 
 def call(role: Role, weight: Weight, x: Activation, stream: torch.Tensor) -> Activation:
@@ -90,14 +90,14 @@ def call(role: Role, weight: Weight, x: Activation, stream: torch.Tensor) -> Act
 
 def run(layers: Sequence[dict[str, Weight]], x: dict[int, torch.Tensor], gain: torch.Tensor) -> None:
     """The products of all copies. What the activation gives is what the product behind it takes."""
-    for one in layers:
+    for layer in layers:
         each: Activation = x[0]
         for role in MODEL.roles:
             if role.norm:
                 each = Normed(x[0], gain, EPS, False)
             elif role.name == "out":
                 each = x[role.k]
-            each = call(role, one[role.name], each, x[0])
+            each = call(role, layer[role.name], each, x[0])
 
 
 def given(tokens: int) -> dict[int, torch.Tensor]:
@@ -118,8 +118,8 @@ def compiled(name: str) -> None:
                 4096,
             )
             out = torch.empty(256, 256, dtype=DTYPE, device="cuda")
-            for one in LARGER:
-                w8a8.large(w8a8.codes(torch.ones(256, 4096, dtype=DTYPE, device="cuda")), matrix, None, out, one)
+            for variant in LARGER:
+                w8a8.large(w8a8.codes(torch.ones(256, 4096, dtype=DTYPE, device="cuda")), matrix, None, out, variant)
         else:
             layers, gain = [layer(formats()[name])], torch.ones(MODEL.head.k, dtype=DTYPE, device="cuda")
             for tokens in TOKENS[:-1]:
@@ -132,15 +132,15 @@ def measured(until: float, chosen: Sequence[str]) -> Iterator[dict[str, Any]]:
     for name in chosen:
         form = formats()[name]
         layers = [layer(form) for _ in range(COPIES)]
-        told = []
+        rows = []
         for tokens in TOKENS:
             if time.monotonic() > until:
                 print("out of time", name, tokens, flush=True)
                 return
             us = replayed(partial(run, layers, given(tokens), gain), 5) / COPIES
-            told.append(f"{us:9.1f}")
+            rows.append(f"{us:9.1f}")
             yield {"row": f"w8a8-layer-{name}-m{tokens}-us", "value": round(us, 1), "unit": "us"}
-        print(f"{name:17}", *told, flush=True)
+        print(f"{name:17}", *rows, flush=True)
 
 
 def wrong() -> Iterator[str]:
@@ -168,8 +168,8 @@ VECTORS = tuple(
 
 
 def all_of(matrices: Sequence[IntMatrix], x: Scaled, out: torch.Tensor, launch: Vector) -> None:
-    for one in matrices:
-        w8a8.vector(x, one, None, out, launch)
+    for matrix in matrices:
+        w8a8.vector(x, matrix, None, out, launch)
 
 
 def swept_one(until: float) -> Iterator[dict[str, Any]]:
@@ -182,10 +182,10 @@ def swept_one(until: float) -> Iterator[dict[str, Any]]:
         x = w8a8.codes(torch.randn(1, role.k, dtype=DTYPE, device="cuda"))
         out = torch.empty(1, role.n, dtype=DTYPE, device="cuda")
         tried: dict[str, float] = {}
-        for one in VECTORS:
+        for variant in VECTORS:
             if time.monotonic() > until:
                 return
-            tried[str(one)] = round(replayed(partial(all_of, matrices, x, out, one), 3) / copies, 2)
+            tried[str(variant)] = round(replayed(partial(all_of, matrices, x, out, variant), 3) / copies, 2)
         print(f"{role.name} M=1", *sorted(tried.items(), key=lambda item: item[1])[:3], flush=True)
         yield {"row": f"w8a8-sweep-{role.name}-m1", "tried": tried}
 
@@ -199,7 +199,7 @@ def swept(until: float) -> Iterator[dict[str, Any]]:
             x = w8a8.codes(torch.randn(tokens, role.k, dtype=DTYPE, device="cuda"))
             out = torch.empty(tokens, role.n, dtype=DTYPE, device="cuda")
             ways: dict[str, Callable[[], object]] = {
-                str(one): partial(w8a8.large, x, matrix, None, out, one) for one in LARGER
+                str(variant): partial(w8a8.large, x, matrix, None, out, variant) for variant in LARGER
             }
             ways["_int_mm"] = partial(torch._int_mm, x.values, matrix.codes.view(torch.int8).t())
             tried: dict[str, float] = {}

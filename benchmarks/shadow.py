@@ -54,11 +54,11 @@ def served(*flags: str) -> Iterator[str]:
 def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
     until = time.monotonic() + READY_S
     while time.monotonic() < until and process.poll() is None:
-        if found := LISTENING.search(log.read_text()):
+        if match := LISTENING.search(log.read_text()):
             try:
-                with urllib.request.urlopen(f"{found[1]}/health") as answer:
+                with urllib.request.urlopen(f"{match[1]}/health") as answer:
                     if answer.status == 200:
-                        return found[1]
+                        return match[1]
             except OSError:
                 pass
         time.sleep(0.1)
@@ -67,12 +67,12 @@ def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 def metrics(url: str) -> dict[str, float]:
     """Our metrics of the shadow, summed over labels."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         for line in answer.read().decode().splitlines():
             if match := re.match(r"ridgeline:shadow_(\w+?)(?:\{.*\})? (\S+)$", line):
-                found[match[1]] = found.get(match[1], 0.0) + float(match[2])
-    return found
+                values[match[1]] = values.get(match[1], 0.0) + float(match[2])
+    return values
 
 
 def measured(url: str, load: LoadConfig, work: WorkloadConfig) -> Run:
@@ -107,15 +107,15 @@ def side(arguments: argparse.Namespace, shadow: bool) -> dict[str, Any]:
             measured(url, LoadConfig(concurrency=1), WorkloadConfig(input_len="128", output_len="64", max_requests=1))
             settled(url, READY_S)
         run = measured(url, load, work)
-        found: dict[str, Any] = {"valid": not invalid_reason(run), "requests": len(run.completed)}
+        row: dict[str, Any] = {"valid": not invalid_reason(run), "requests": len(run.completed)}
         for name in ("ttft", "tpot"):
             times = latency(run.rows, name) * 1e3
-            found |= {f"{name}_p{share}_ms": round(float(np.percentile(times, share)), 3) for share in PERCENTILES}
+            row |= {f"{name}_p{share}_ms": round(float(np.percentile(times, share)), 3) for share in PERCENTILES}
         if shadow:
             said = metrics(url)
-            found |= {name: said.get(name, 0.0) for name in ("answers_total", "failures_total", "kl")}
-            found["same"] = said.get("same_tokens_total", 0.0) / max(said.get("tokens_total", 0.0), 1.0)
-        return found
+            row |= {name: said.get(name, 0.0) for name in ("answers_total", "failures_total", "kl")}
+            row["same"] = said.get("same_tokens_total", 0.0) / max(said.get("tokens_total", 0.0), 1.0)
+        return row
 
 
 def main() -> None:

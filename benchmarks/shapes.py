@@ -154,23 +154,23 @@ def traced(whole: Whole, cases: Sequence[Case], device: torch.device, steps: int
         seen.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     parts: list[list[Span]] = [[]]
-    for span in sorted(spans(events), key=lambda one: one.begin):
+    for span in sorted(spans(events), key=lambda span: span.begin):
         if MARK in span.name:
             parts.append([])
         else:
             parts[-1].append(span)
-    found = {}
-    for case, own in zip(cases, parts[1::2], strict=False):
-        lines = shares(own, steps if case.decode else 1)
-        found[case.name] = [
-            [one.kernel, *(round(x, 2) for x in (one.runs, one.step_us, one.alone_us))] for one in lines
+    traces = {}
+    for case, part in zip(cases, parts[1::2], strict=False):
+        lines = shares(part, steps if case.decode else 1)
+        traces[case.name] = [
+            [line.kernel, *(round(x, 2) for x in (line.runs, line.step_us, line.alone_us))] for line in lines
         ]
-    return found
+    return traces
 
 
 def measure(name: str, model: LoadedModel, args: argparse.Namespace, about: dict[str, str]) -> None:
     """Every step of a model, into the result file one by one."""
-    cases = [case_of(one) for one in args.steps.split(",")]
+    cases = [case_of(step) for step in args.steps.split(",")]
     whole, line = Whole(model, cases, args.repeats), []
     rows: dict[str, dict[str, Any]] = {}
     for case in cases:

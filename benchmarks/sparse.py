@@ -53,8 +53,8 @@ class Case:
         """[tokens, outputs] in bfloat16."""
         if self.x.dtype == torch.bfloat16:
             return self.x @ self.dense.t()
-        one = torch.ones((), device=self.x.device)
-        return torch._scaled_mm(self.x, self.dense.t(), one, one, out_dtype=torch.bfloat16)
+        unit = torch.ones((), device=self.x.device)
+        return torch._scaled_mm(self.x, self.dense.t(), unit, unit, out_dtype=torch.bfloat16)
 
     def by_cusparselt(self, way: Way) -> torch.Tensor:
         """[tokens, outputs] in bfloat16."""
@@ -67,8 +67,8 @@ class Case:
     def search(self) -> Way:
         """The fastest of what cuSPARSELt offers, by its own measurement."""
         search = torch._C._cusparselt.mm_search  # type: ignore[attr-defined]
-        found = search(self.packed, self.x.t(), None, None, self._said(), True)
-        return int(found[0]), int(found[1]), int(found[2])
+        tuned = search(self.packed, self.x.t(), None, None, self._said(), True)
+        return int(tuned[0]), int(tuned[1]), int(tuned[2])
 
     def _said(self) -> torch.dtype | None:
         """The type of the result, which must not be said where it is that of the inputs."""
@@ -87,18 +87,18 @@ def cases(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> list[Case]
     copies = max(2, int(COLD_BYTES / (shape[0] * shape[1] * dtype.itemsize * 0.5)) + 1)
     x = torch.randn(max(tokens, LEAST_TOKENS), shape[1], device="cuda", dtype=torch.bfloat16).to(dtype)
     dense = [halved(shape).to(dtype) for _ in range(copies)]
-    return [Case(one, torch._cslt_compress(one), x) for one in dense]
+    return [Case(matrix, torch._cslt_compress(matrix), x) for matrix in dense]
 
 
 def microseconds(runs: Sequence[Callable[[], object]]) -> tuple[float, bool]:
     """Median time of one of the runs, and whether it is a graph's."""
-    for one in runs[:2]:
-        one()
+    for run in runs[:2]:
+        run()
     torch.cuda.synchronize()
 
     def all_of_them() -> None:
-        for one in runs:
-            one()
+        for run in runs:
+            run()
 
     go: Callable[[], object] = all_of_them
     captured = True
@@ -135,9 +135,9 @@ def measure(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> dict[str
     for way in {USUAL, best}:
         if not (off := error(first, first.by_cusparselt(way))) < ALLOWED:
             raise ValueError(f"algorithm {way}: relative error {off:.2g}")
-    dense_us, _ = microseconds([one.by_cublas for one in held])
-    usual_us, captured = microseconds([lambda one=one: one.by_cusparselt(USUAL) for one in held])  # type: ignore[misc]
-    searched_us, _ = microseconds([lambda one=one: one.by_cusparselt(best) for one in held])  # type: ignore[misc]
+    dense_us, _ = microseconds([case.by_cublas for case in held])
+    usual_us, captured = microseconds([lambda case=case: case.by_cusparselt(USUAL) for case in held])  # type: ignore[misc]
+    searched_us, _ = microseconds([lambda case=case: case.by_cusparselt(best) for case in held])  # type: ignore[misc]
     return {
         "dense_us": round(dense_us, 2),
         "sparse_us": round(usual_us, 2),
@@ -166,13 +166,15 @@ def main() -> None:
                 if time.monotonic() - begun > given.seconds:
                     break
                 try:
-                    found = measure(shape, tokens, dtype)
+                    measurement = measure(shape, tokens, dtype)
                 except (RuntimeError, ValueError) as problem:
                     said.append(f"{name}: {' '.join(str(problem).split())[:90]}")
                     continue
                 row = {"row": f"sparse-2:4-{kind}-{name}-{tokens}", "shape": shape, "tokens": tokens, "dtype": kind}
-                rows.append(row | found | facts)
-                said.append(f"{name} {found['dense_us']:.0f}/{found['sparse_us']:.0f}/{found['searched_us']:.0f}")
+                rows.append(row | measurement | facts)
+                said.append(
+                    f"{name} {measurement['dense_us']:.0f}/{measurement['sparse_us']:.0f}/{measurement['searched_us']:.0f}"
+                )
                 torch.cuda.empty_cache()
             print(f"{kind} {tokens:5} dense/sparse/searched us: {', '.join(said)}", flush=True)
     if given.out:

@@ -161,15 +161,15 @@ class Timed:
         text.said.clear()
 
         def submit() -> None:
-            number, one = waiting.pop()
+            number, request = waiting.pop()
             if forced:  # the row that it will sit in
-                text.say(scheduler._free_rows[-1 - len(scheduler.waiting)], one.tokens + one.answer)
-            length = min(OUTPUT, len(one.answer)) if forced else OUTPUT
+                text.say(scheduler._free_rows[-1 - len(scheduler.waiting)], request.tokens + request.answer)
+            length = min(OUTPUT, len(request.answer)) if forced else OUTPUT
             if batch > 1:
                 length = chance.randint(length // 4, length)
             sampling = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=7 + number)
             said[name := f"{time.monotonic_ns()}-{number}"] = []
-            self.engine.submit(Submit(name, list(one.tokens), sampling, time.time(), cache=False))
+            self.engine.submit(Submit(name, list(request.tokens), sampling, time.time(), cache=False))
 
         for _ in range(min(batch, len(waiting))):
             submit()
@@ -180,46 +180,48 @@ class Timed:
                 submit()
             elif delta.finish:
                 self.full = False
-        self.full, self.count.loops = False, [loops(one) for one in said.values()]
+        self.full, self.count.loops = False, [loops(tokens) for tokens in said.values()]
         return self.count
 
 
 def prompts(data: Path, each: int) -> list[Prompt]:
     """`each` prompts of each kind of work."""
     tokenizer = Tokenizer.load(shipped_model())
-    found = [
+    loaded = [
         Prompt(
-            "spec_bench " + one["category"], tokenizer.encode(one["turns"][0], add_special_tokens=False)[-PROMPT:], []
+            "spec_bench " + line["category"], tokenizer.encode(line["turns"][0], add_special_tokens=False)[-PROMPT:], []
         )
-        for one in lines(data / "spec_bench.jsonl")
+        for line in lines(data / "spec_bench.jsonl")
     ]
     for case in cases(data, tokenizer):
         if len(case.answer) >= OUTPUT // 2 and case.kind not in ("rag", "summarization"):
             answer = case.answer if case.kind != "humaneval" else []
-            found.append(Prompt(case.kind, case.prompt[-PROMPT:], answer[:OUTPUT]))
-    random.Random(3).shuffle(found)
-    kinds = dict.fromkeys(sorted(one.work for one in found))
-    return [one for kind in kinds for one in [one for one in found if one.work == kind][:each]]
+            loaded.append(Prompt(case.kind, case.prompt[-PROMPT:], answer[:OUTPUT]))
+    random.Random(3).shuffle(loaded)
+    kinds = dict.fromkeys(sorted(prompt.work for prompt in loaded))
+    return [prompt for kind in kinds for prompt in [prompt for prompt in loaded if prompt.work == kind][:each]]
 
 
-def writings(one: Prompt) -> list[tuple[str, float]]:
+def writings(prompt: Prompt) -> list[tuple[str, float]]:
     """(how, temperature) of the ways in which a prompt is answered."""
     # Drafts are the likeliest tokens then: noise that a drafter shares with the target says nothing of a text neither drew.
-    forced = [("forced", 0.0)] if one.answer else []
-    if one.work.startswith("copy"):
+    forced = [("forced", 0.0)] if prompt.answer else []
+    if prompt.work.startswith("copy"):
         return forced
     return [("greedy", 0.0), ("sampled", 0.8), *forced]
 
 
 def measure(args: argparse.Namespace, engines: dict[str, Timed], text: Text) -> dict[tuple[str, str, str], Sum]:
     """By (way of drafting, work, writing)."""
-    found: dict[tuple[str, str, str], Sum] = defaultdict(Sum)
+    sums: dict[tuple[str, str, str], Sum] = defaultdict(Sum)
     kinds: dict[tuple[str, str, float], list[Prompt]] = defaultdict(list)
-    for one in prompts(args.data, args.each):
-        for how, temperature in writings(one):
-            kinds[one.work, how, temperature].append(one)
+    for prompt in prompts(args.data, args.each):
+        for how, temperature in writings(prompt):
+            kinds[prompt.work, how, temperature].append(prompt)
     alone = args.batch == 1
-    groups = [(kind, part) for kind, work in kinds.items() for part in ([[one] for one in work] if alone else [work])]
+    groups = [
+        (kind, part) for kind, work in kinds.items() for part in ([[prompt] for prompt in work] if alone else [work])
+    ]
     for dictated in (False, True):
         for timed in engines.values():
             timed.engine.engine.loop.runner._forget()  # type: ignore[attr-defined]  # a recorded step draws, or is dictated to
@@ -231,8 +233,8 @@ def measure(args: argparse.Namespace, engines: dict[str, Timed], text: Text) -> 
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 # The faster of two runs counts, since whatever disturbs one makes it longer.
                 runs = [engines[name].run(part, dictated, temperature, args.batch, text) for _ in range(2)]
-                found[name, work, how].add(min(runs, key=lambda one: one.seconds / max(1, one.tokens)))
-    return found
+                sums[name, work, how].add(min(runs, key=lambda run: run.seconds / max(1, run.tokens)))
+    return sums
 
 
 def added(parts: Sequence[Sum]) -> Sum:
@@ -242,9 +244,9 @@ def added(parts: Sequence[Sum]) -> Sum:
     return total
 
 
-def rows(args: argparse.Namespace, found: dict[tuple[str, str, str], Sum]) -> Iterator[dict[str, Any]]:
+def rows(args: argparse.Namespace, sums: dict[tuple[str, str, str], Sum]) -> Iterator[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Sum]] = defaultdict(list)
-    for (name, work, how), total in found.items():
+    for (name, work, how), total in sums.items():
         groups[name, work, how].append(total)
         groups[name, "copy" if work.startswith("copy") else "all", how].append(total)
         if not work.startswith("copy"):
@@ -252,8 +254,8 @@ def rows(args: argparse.Namespace, found: dict[tuple[str, str, str], Sum]) -> It
     for (name, work, how), parts in groups.items():
         if name == "plain":
             continue
-        own, plain = added(parts), added(groups["plain", work, how])
-        tok_s, plain_tok_s = own.tokens / own.seconds, plain.tokens / plain.seconds
+        drafted, plain = added(parts), added(groups["plain", work, how])
+        tok_s, plain_tok_s = drafted.tokens / drafted.seconds, plain.tokens / plain.seconds
         yield {
             "row": f"cpu-{name}-{work}-{how}-b{args.batch}",
             "drafter": name,
@@ -263,9 +265,9 @@ def rows(args: argparse.Namespace, found: dict[tuple[str, str, str], Sum]) -> It
             "tok_s": round(tok_s, 1),
             "plain_tok_s": round(plain_tok_s, 1),
             "ratio": round(tok_s / plain_tok_s, 3),
-            "accepted_len": round(own.tokens / max(1, own.steps), 3) if args.batch == 1 else None,
-            "loop_rate": round(sum(own.loops) / len(own.loops), 3) if how == "greedy" else None,
-            "prompts": len(own.loops),
+            "accepted_len": round(drafted.tokens / max(1, drafted.steps), 3) if args.batch == 1 else None,
+            "loop_rate": round(sum(drafted.loops) / len(drafted.loops), 3) if how == "greedy" else None,
+            "prompts": len(drafted.loops),
         }
 
 
@@ -285,13 +287,13 @@ def main() -> None:
             name: Timed(option, args.threads)
             for name, option in {"plain": "", **{name: WAYS[name] for name in args.ways.split(",")}}.items()
         }
-        found = measure(args, engines, text)
+        measurement = measure(args, engines, text)
     common = {"device": cpu_name(), "model": "ridgeline-14m, bfloat16", **provenance(cpu_name(), args.commit)}
-    done = list(rows(args, found))
-    for one in done:
-        if one["work"].startswith(("all", "copy,")):
-            print(*(one[name] for name in ("drafter", "work", "batch", "tok_s", "ratio", "accepted_len", "loop_rate")))
-    write_rows(args.out, [one | common for one in done])
+    done = list(rows(args, measurement))
+    for row in done:
+        if row["work"].startswith(("all", "copy,")):
+            print(*(row[name] for name in ("drafter", "work", "batch", "tok_s", "ratio", "accepted_len", "loop_rate")))
+    write_rows(args.out, [row | common for row in done])
 
 
 if __name__ == "__main__":

@@ -46,27 +46,27 @@ class Share:
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
     """What ran on the device, from the events of a Chrome trace."""
-    found = []
+    result = []
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             grid = event.get("args", {}).get("grid", ())
             name = f"{event['name'].split('<')[0][-40:]} {'x'.join(map(str, grid))}".strip()
-            found.append(Span(name, event["ts"], event["ts"] + event["dur"]))
-    return found
+            result.append(Span(name, event["ts"], event["ts"] + event["dur"]))
+    return result
 
 
-def shares(found: Iterable[Span], steps: int) -> list[Share]:
+def shares(spans: Iterable[Span], steps: int) -> list[Share]:
     """Increments by kind of kernel, per step, the largest first."""
     gained: dict[str, list[float]] = {}
     end: float | None = None
-    for span in sorted(found, key=lambda one: (one.begin, one.end)):
+    for span in sorted(spans, key=lambda item: (item.begin, item.end)):
         entry = gained.setdefault(span.name, [0, 0.0, 0.0])
         entry[0] += 1
         entry[1] += max(0.0, span.end - (span.begin if end is None else end))
         entry[2] += span.end - span.begin
         end = span.end if end is None else max(end, span.end)
     kinds = [Share(name, *(number / steps for number in entry)) for name, entry in gained.items()]
-    return sorted(kinds, key=lambda one: -one.step_us)
+    return sorted(kinds, key=lambda kind: -kind.step_us)
 
 
 def trace(whole: Whole, case: Case, steps: int) -> list[Span]:
@@ -91,21 +91,21 @@ def main() -> None:
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what was measured, where there is no .git to ask")
     arguments = parser.parse_args()
-    cases = [parse(one) for one in arguments.steps.split(",")]
+    cases = [parse(step) for step in arguments.steps.split(",")]
     about = provenance(torch.cuda.get_device_name(), arguments.commit)
     with torch.inference_mode():
         model = load(arguments, torch.device("cuda"))
         whole = Whole(model, cases, arguments.repeats)
         for case in cases:
-            found = shares(trace(whole, case, arguments.repeats), arguments.repeats)
+            kernels = shares(trace(whole, case, arguments.repeats), arguments.repeats)
             name = "-".join(filter(None, (Path(arguments.model).name, model.spec.quantization, case.name)))
-            print(f"\n{name}: {sum(one.step_us for one in found):.1f} us a step")
+            print(f"\n{name}: {sum(kernel.step_us for kernel in kernels):.1f} us a step")
             print(f"{'kernel':50}{'runs':>7}{'us a step':>11}{'us a run':>10}{'alone':>8}")
-            for one in found[: arguments.lines]:
-                runs = f"{one.step_us / one.runs:10.2f}{one.alone_us / one.runs:8.2f}"
-                print(f"{one.kernel:50}{one.runs:7.1f}{one.step_us:11.1f}{runs}", flush=True)
+            for kernel in kernels[: arguments.lines]:
+                runs = f"{kernel.step_us / kernel.runs:10.2f}{kernel.alone_us / kernel.runs:8.2f}"
+                print(f"{kernel.kernel:50}{kernel.runs:7.1f}{kernel.step_us:11.1f}{runs}", flush=True)
             if arguments.out:
-                rows = [{"row": f"{name}-{one.kernel}", **asdict(one), **about} for one in found]
+                rows = [{"row": f"{name}-{kernel.kernel}", **asdict(kernel), **about} for kernel in kernels]
                 write_rows(arguments.out, rows)
 
 

@@ -102,8 +102,8 @@ class Bench:
         def loss(rows: Tensor) -> Tensor:
             with torch.no_grad():
                 wanted = self.teacher(rows)
-            found: Tensor = term(student(rows), wanted)
-            return found
+            value: Tensor = term(student(rows), wanted)
+            return value
 
         return loss
 
@@ -116,10 +116,10 @@ class Bench:
         print(f"  {tokens / 1e6:.1f}M tokens in {time.monotonic() - began:.1f} s, {last.get('loss')}", flush=True)
         return tokens
 
-    def tell(self, method: str, recipe: str, found: Checkpoint, tokens: int) -> None:
+    def tell(self, method: str, recipe: str, checkpoint: Checkpoint, tokens: int) -> None:
         """Judge a model and record it. recipe: one that stores weights in the same way."""
-        drift = self.run.judge.measure(found)
-        mine = row(self.run, recipe, drift, found.bytes / 1e6)
+        drift = self.run.judge.measure(checkpoint)
+        mine = row(self.run, recipe, drift, checkpoint.bytes / 1e6)
         mine |= {"row": f"compression-{self.run.name}-{method}", "method": method, "tuned_tokens": tokens}
         if "scratch" in method or "ticket" in method or method.startswith("dense"):
             mine["calibration_tokens"] = 0
@@ -171,8 +171,8 @@ def steps_in(seconds: float, bench: Bench, student: TrainableDecoder, loss: Loss
             _wait(bench.device)
             began = time.monotonic()
         with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.device.type == "cuda"):
-            found = loss(bench.batches(max(0, number)))
-        found.backward()
+            value = loss(bench.batches(max(0, number)))
+        value.backward()
     _wait(bench.device)
     student.zero_grad()
     return max(10, int(seconds / (COSTLY * (time.monotonic() - began) / counted)))
@@ -241,23 +241,23 @@ def lottery(bench: Bench, seconds: float) -> None:
     folder = Path(tempfile.mkdtemp(dir=bench.folder))
     config, span = bench.source.config, bench.batches.rows * bench.batches.tokens
     whole = {
-        name: torch.ones_like(one.weight, dtype=torch.bool, device=bench.device)
-        for name, one in linears(bench.teacher).items()
+        name: torch.ones_like(linear.weight, dtype=torch.bool, device=bench.device)
+        for name, linear in linears(bench.teacher).items()
     }
 
     def student(masks: Masks) -> TrainableDecoder:
         torch.manual_seed(0)
-        found = TrainableDecoder(bench.source.spec, bench.batches.tokens).to(bench.device)
-        keep_masks(found, masks or whole)
-        return faster(found)
+        decoder = TrainableDecoder(bench.source.spec, bench.batches.tokens).to(bench.device)
+        keep_masks(decoder, masks or whole)
+        return faster(decoder)
 
     probe = student({})
     steps = steps_in(seconds, bench, probe, text_loss(probe))
     training = scheduled(SCRATCH, steps)
 
     def start(masks: Masks, out: Path) -> tuple[TrainableDecoder, Trainer]:
-        found = student(masks)
-        return found, Trainer(found, text_loss(found), bench.batches, training, out)
+        trained = student(masks)
+        return trained, Trainer(trained, text_loss(trained), bench.batches, training, out)
 
     def tell(method: str, share: float, made: TrainableDecoder) -> None:
         kept = bench.kept(made, config)
@@ -266,7 +266,7 @@ def lottery(bench: Bench, seconds: float) -> None:
 
     rewind = max(1, round(EARLY * steps))
     masks: Masks = {}
-    for ticket in find_tickets(start, [one / 100 for one in SPARSITIES], rewind, folder):
+    for ticket in find_tickets(start, [percent / 100 for percent in SPARSITIES], rewind, folder):
         tell(f"ticket-{round(100 * ticket.share)}" if ticket.share else "dense+scratch", ticket.share, ticket.student)
         masks = ticket.masks
     drawn = train_rewound(start, random_like(masks, seed=1), folder, "random")

@@ -110,7 +110,7 @@ def is_kernel(function: Function) -> bool:
 def parameters(function: Function) -> int:
     """Parameters a caller can give, `self` and `cls` left out."""
     given = function.args
-    names = [one.arg for one in (*given.posonlyargs, *given.args)]
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
     if names and names[0] in ("self", "cls"):
         names = names[1:]
     return len(names) + len(given.kwonlyargs) + (given.vararg is not None) + (given.kwarg is not None)
@@ -166,7 +166,7 @@ def unclassified(paths: Iterable[str]) -> list[Breach]:
     """Files of ops and core that neither table names, and entries of the tables that name no file."""
     files = [path.removeprefix(PACKAGES) for path in paths if path.startswith(PACKAGES)]
     entries = (*HEART, *BESIDE_HEART)
-    found = [
+    breaches = [
         Breach(
             PACKAGES + file,
             1,
@@ -175,7 +175,7 @@ def unclassified(paths: Iterable[str]) -> list[Breach]:
         for file in files
         if file.startswith(SPLIT_PACKAGES) and not file.startswith(entries)
     ]
-    return found + [
+    return breaches + [
         Breach("tools/budgets.py", 1, f"{entry} names no file: take it out.")
         for entry in entries
         if not any(file.startswith(entry) for file in files)
@@ -235,15 +235,17 @@ def report(now: Counter[str], before: Counter[str] | None) -> str:
 
 def main(root: Path = ROOT) -> int:
     files = sources(root)
-    found = [breach for path, source in files.items() for breach in breaches(path, source)] + unclassified(files)
+    problems = [breach for path, source in files.items() for breach in breaches(path, source)] + unclassified(files)
     now = sizes(files)
     print(report(now, parent_sizes(root)))
     if now[HEART_ROW] > HEART_STATEMENTS:
         text = f"the heart has {now[HEART_ROW]} statements (at most {HEART_STATEMENTS})"
-        found.append(Breach(PACKAGES, 1, f"{text}: delete, or move what not every request needs to another package."))
-    for breach in found:
+        problems.append(
+            Breach(PACKAGES, 1, f"{text}: delete, or move what not every request needs to another package.")
+        )
+    for breach in problems:
         print(breach, file=sys.stderr)
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

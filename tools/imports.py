@@ -101,13 +101,13 @@ class Import:
 def modules(root: Path) -> Mapping[str, ast.Module]:
     """Dotted name (without the package's) -> tree, of every module in src; the package itself is ""."""
     source = root / "src" / PACKAGE
-    found = {}
+    modules_by_name = {}
     for file in sorted(source.rglob("*.py")):
         parts = list(file.relative_to(source).with_suffix("").parts)
         if parts[-1] == "__init__":
             parts.pop()
-        found[".".join(parts)] = ast.parse(file.read_text(encoding="utf-8"), str(file))
-    return found
+        modules_by_name[".".join(parts)] = ast.parse(file.read_text(encoding="utf-8"), str(file))
+    return modules_by_name
 
 
 def imports(tree: ast.AST, inside: bool = False) -> Iterator[Import]:
@@ -174,10 +174,10 @@ def allowed_for(module: str) -> tuple[str, ...] | None:
 def violations(root: Path = ROOT) -> list[str]:
     """Every breach of the table, as "path: what; remedy"."""
     trees = modules(root)
-    found: list[str] = []
+    problems: list[str] = []
     for module, tree in trees.items():
-        found += [f"{module or PACKAGE}:{line}: {text}" for line, text in _in_module(module, tree, trees)]
-    return found + _torch_paths(trees) + [_cycle_text(cycle) for cycle in cycles(dependencies(trees))]
+        problems += [f"{module or PACKAGE}:{line}: {text}" for line, text in _in_module(module, tree, trees)]
+    return problems + _torch_paths(trees) + [_cycle_text(cycle) for cycle in cycles(dependencies(trees))]
 
 
 def dependencies(trees: Mapping[str, ast.Module]) -> dict[str, dict[str, int]]:
@@ -185,10 +185,10 @@ def dependencies(trees: Mapping[str, ast.Module]) -> dict[str, dict[str, int]]:
     edges: dict[str, dict[str, int]] = {}
     for module, tree in trees.items():
         edges[module] = {}
-        for one in all_imports(module, tree):
-            for target in _targets(one, trees):
+        for import_ in all_imports(module, tree):
+            for target in _targets(import_, trees):
                 if target != module:
-                    edges[module].setdefault(target, one.line)
+                    edges[module].setdefault(target, import_.line)
     return edges
 
 
@@ -198,27 +198,27 @@ def all_imports(module: str, tree: ast.AST) -> list[Import]:
     return [*imports(tree), *(() if module in LOADERS else deferred_imports(tree))]
 
 
-def _targets(one: Import, trees: Mapping[str, ast.Module]) -> list[str]:
+def _targets(import_: Import, trees: Mapping[str, ast.Module]) -> list[str]:
     """Modules of Ridgeline that an import loads. A call of import_module counts only if it names a module in full."""
-    if not one.deferred:
-        target = ours(one.target, trees)
+    if not import_.deferred:
+        target = ours(import_.target, trees)
         return [] if target is None else [target]
     names = {f"{PACKAGE}.{module}" if module else PACKAGE: module for module in trees}
-    if one.target.endswith("."):
-        return [module for name, module in names.items() if name.startswith(one.target)]
-    return [names[one.target]] if one.target in names else []
+    if import_.target.endswith("."):
+        return [module for name, module in names.items() if name.startswith(import_.target)]
+    return [names[import_.target]] if import_.target in names else []
 
 
 def cycles(edges: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
     """For each group of modules that import each other, one shortest cycle: its modules with their lines, in order."""
-    found: list[list[str]] = []
+    components: list[list[str]] = []
     covered: set[str] = set()
     for module in edges:
         path = None if module in covered else _path_back(module, edges)
         if path is not None:
-            found.append([f"{name}:{edges[name][target]}" for name, target in pairwise([*path, module])])
+            components.append([f"{name}:{edges[name][target]}" for name, target in pairwise([*path, module])])
             covered.update(path)
-    return found
+    return components
 
 
 def _path_back(start: str, edges: Mapping[str, Mapping[str, int]]) -> list[str] | None:
@@ -246,19 +246,21 @@ def _in_module(module: str, tree: ast.Module, trees: Mapping[str, ast.Module]) -
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "TYPE_CHECKING":
             yield node.lineno, "TYPE_CHECKING hides an import cycle: move what both sides need inwards."
-    for one in all_imports(module, tree):
-        if one.deferred:
-            yield from ((one.line, text) for target in _targets(one, trees) for text in _against_table(module, target))
+    for import_ in all_imports(module, tree):
+        if import_.deferred:
+            yield from (
+                (import_.line, text) for target in _targets(import_, trees) for text in _against_table(module, target)
+            )
             continue
-        top = one.target.split(".")[0]
-        if one.target.startswith("."):
-            yield one.line, "relative import: write the full name."
-        elif one.inside and not any(covers(allowed, one.target) for allowed in OPTIONAL):
-            yield one.line, f"{one.target} is imported inside a function or try: import it at the top."
-        elif (target := ours(one.target, trees)) is not None:
-            yield from ((one.line, text) for text in _against_table(module, target))
-        elif room == "core" and top not in sys.stdlib_module_names and not one.inside:
-            yield one.line, f"core uses the standard library alone, not {top}."
+        top = import_.target.split(".")[0]
+        if import_.target.startswith("."):
+            yield import_.line, "relative import: write the full name."
+        elif import_.inside and not any(covers(allowed, import_.target) for allowed in OPTIONAL):
+            yield import_.line, f"{import_.target} is imported inside a function or try: import it at the top."
+        elif (target := ours(import_.target, trees)) is not None:
+            yield from ((import_.line, text) for text in _against_table(module, target))
+        elif room == "core" and top not in sys.stdlib_module_names and not import_.inside:
+            yield import_.line, f"core uses the standard library alone, not {top}."
 
 
 def _against_table(module: str, target: str) -> Iterator[str]:
@@ -266,7 +268,7 @@ def _against_table(module: str, target: str) -> Iterator[str]:
     room = module.split(".")[0]
     if target.split(".")[0] == "cli" and room not in ("cli", "__main__"):
         yield "nobody imports cli: move what is needed inwards."
-    elif allowed is not None and target and not any(covers(one, target) for one in allowed):
+    elif allowed is not None and target and not any(covers(entry, target) for entry in allowed):
         yield f"{module} may not import {target}; it may import {', '.join(allowed)}."
 
 
@@ -274,12 +276,12 @@ def _torch_paths(trees: Mapping[str, ast.Module]) -> list[str]:
     """Ways on which a module that must not need torch reaches it, packages' __init__ included."""
     edges: dict[str, list[str]] = {}
     for module, tree in trees.items():
-        reached = [ours(one.target, trees) for one in imports(tree)]
-        known = [one for one in reached if one is not None]
-        torch = ["torch"] if any(one.target.split(".")[0] == "torch" for one in imports(tree)) else []
+        reached = [ours(import_.target, trees) for import_ in imports(tree)]
+        known = [target for target in reached if target is not None]
+        torch = ["torch"] if any(import_.target.split(".")[0] == "torch" for import_ in imports(tree)) else []
         parents = [name.rsplit(".", 1)[0] for name in (*known, module) if "." in name]
         edges[module] = [*torch, *known, *parents, ""]
-    free = [module for module in trees if any(covers(one, module) for one in NO_TORCH)]
+    free = [module for module in trees if any(covers(entry, module) for entry in NO_TORCH)]
     paths = {module: _path_to_torch(module, edges) for module in free}
     return [f"{module}: reaches torch by {' -> '.join(path)}." for module, path in paths.items() if path]
 
@@ -317,10 +319,10 @@ def main(arguments: Sequence[str] = ()) -> int:
     if list(arguments) == ["--table"]:
         print(table())
         return 0
-    found = violations()
-    for line in found:
+    problems = violations()
+    for line in problems:
         print(line, file=sys.stderr)
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 def installed(name: str, least: str) -> bool:
     try:
-        found = version(name)
+        installed_version = version(name)
     except PackageNotFoundError:
         return False
-    have, want = (tuple(int(part) for part in re.findall(r"\d+", text)[:2]) for text in (found, least))
+    have, want = (tuple(int(part) for part in re.findall(r"\d+", text)[:2]) for text in (installed_version, least))
     return have >= want
 
 

@@ -1,6 +1,7 @@
 """Retired names: words that said nothing to a reader, or that meant something else than in the field.
 
-    words.py        prints each use in src and the name to take instead; exit status 1 if there is one
+    words.py        prints each use in src, tests, benchmarks, tools and training, and the name to write instead;
+                    exit status 1 if there is a use
 
 Names are those of the syntax tree: variables, parameters, attributes, functions, classes and modules. Docstrings and comments are
 not checked. docs/glossary.md has the project's terms.
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("src", "tests", "benchmarks", "tools", "training")
+"""Folders whose Python files are checked."""
 RETIRED: Mapping[str, str] = {
     "one": "the noun that it holds: a layer, a row, a request",
     "found": "the noun that it holds: a result, a match, candidates",
@@ -58,7 +61,7 @@ def retired(text: str) -> list[tuple[str, int]]:
 
 def main() -> int:
     uses = 0
-    for path in sorted((ROOT / "src").rglob("*.py")):
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         if path.stem in RETIRED:
             print(f"{path.relative_to(ROOT)}: the module's name is retired: {RETIRED[path.stem]}")
             uses += 1

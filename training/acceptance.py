@@ -72,8 +72,8 @@ class Reader:
         Random(0).shuffle(self.documents)
 
     def stream(self, kind: str) -> list[int]:
-        encoded = self.tokenizer.encode_batch([one.text for one in self.documents if one.kind == kind])
-        return [token for one in encoded for token in (*one.ids, 0)]
+        encoded = self.tokenizer.encode_batch([document.text for document in self.documents if document.kind == kind])
+        return [token for encoding in encoded for token in (*encoding.ids, 0)]
 
     def rows(self, kind: str) -> Tensor:
         """[count or fewer, PROMPT + LENGTH] int64: pieces at even distances of the documents in random order."""
@@ -94,9 +94,9 @@ def texts(target: TrainableDecoder, rows: dict[str, Tensor]) -> Iterator[Text]:
     """Of the rows of each kind: the text itself, and what the target says instead after its beginning, at HEAT and greedily."""
     every = torch.cat(list(rows.values()))
     keys = noise_keys(7, len(every), every.device)
-    heat = torch.tensor([HEAT, 0.0], device=every.device).repeat_interleave(len(every))
-    said = generate(target, every[:, :PROMPT].repeat(2, 1), LENGTH, heat, keys.repeat(2, 1))
-    sizes = [len(one) for one in rows.values()]
+    temperature = torch.tensor([HEAT, 0.0], device=every.device).repeat_interleave(len(every))
+    said = generate(target, every[:, :PROMPT].repeat(2, 1), LENGTH, temperature, keys.repeat(2, 1))
+    sizes = [len(row) for row in rows.values()]
     parts = zip(rows, keys.split(sizes), *(half.split(sizes) for half in (every, *said.chunk(2))), strict=True)
     for kind, noise, read, sampled, greedy in parts:
         yield Text(kind, "read", read, None, noise)
@@ -104,11 +104,11 @@ def texts(target: TrainableDecoder, rows: dict[str, Tensor]) -> Iterator[Text]:
         yield Text(kind, "greedy", greedy, 0.0, noise)
 
 
-def draw(logits: Tensor, heat: float, keys: Tensor) -> Tensor:
+def draw(logits: Tensor, temperature_value: float, keys: Tensor) -> Tensor:
     """Draws at the places after the prompt, int32 [rows, LENGTH], of logits float32 [rows, LENGTH, vocab]."""
     rows = len(logits)
     position = torch.arange(PROMPT, PROMPT + LENGTH, dtype=torch.int32, device=keys.device).repeat(rows)
-    temperature = torch.full((rows * LENGTH,), heat, device=keys.device)
+    temperature = torch.full((rows * LENGTH,), temperature_value, device=keys.device)
     return sample(logits.flatten(0, 1), temperature, keys.repeat_interleave(LENGTH, 0), position).view(rows, LENGTH)
 
 
@@ -133,19 +133,19 @@ def chain(kept: Tensor) -> list[float]:
 def draft_figures(target: TrainableDecoder, draft: TrainableDecoder, text: Text, frequent: Tensor) -> dict[str, Any]:
     """One text's figures; see the README of the draft for their names."""
     kept, cut, sums = [], {size: [] for size in CUTS}, torch.zeros(3, dtype=torch.float64)
-    heat = text.temperature or 0.0
+    temperature = text.temperature or 0.0
     for rows, keys in text.parts():
         p, q, said = scored(target, rows), scored(draft, rows), rows[:, PROMPT:]
-        kept.append(draw(q, heat, keys) == said)
+        kept.append(draw(q, temperature, keys) == said)
         for size in CUTS:
             rare = torch.ones(q.shape[-1], dtype=torch.bool, device=q.device)
             rare[frequent[:size]] = False
-            cut[size].append(draw(q.masked_fill(rare, float("-inf")), heat, keys) == said)
+            cut[size].append(draw(q.masked_fill(rare, float("-inf")), temperature, keys) == said)
         pick = q.argmax(-1, keepdim=True)
         coupled = draw(p, HEAT, keys) == draw(q, HEAT, keys)
         p, q = (p / HEAT).softmax(-1), (q / HEAT).softmax(-1)
         measured = (coupled.double(), torch.minimum(p, q).sum(-1), p.gather(-1, pick))
-        sums += torch.tensor([float(one.double().sum()) for one in measured], dtype=torch.float64)
+        sums += torch.tensor([float(tensor.double().sum()) for tensor in measured], dtype=torch.float64)
     right = torch.cat(kept)
     rates = chain(right)
     whole = torch.tensor(rates).cumprod(0)
@@ -177,20 +177,24 @@ def head_hits(target: TrainableDecoder, heads: MedusaModule, text: Text) -> Tens
 @torch.no_grad()
 def recurrent_figures(target: TrainableDecoder, draft: RecurrentModule, text: Text) -> dict[str, Any]:
     """Of chains behind every token of a text: how often each place is kept where all before it were, and the tokens kept of CHAIN."""
-    found = torch.cat([draw_ranks(target, draft, rows, keys, text.temperature or 0.0) for rows, keys in text.parts()])
-    kept, ranks = torch.ones(len(found), dtype=torch.bool, device=found.device), []
+    drawn_ranks = torch.cat(
+        [draw_ranks(target, draft, rows, keys, text.temperature or 0.0) for rows, keys in text.parts()]
+    )
+    kept, ranks = torch.ones(len(drawn_ranks), dtype=torch.bool, device=drawn_ranks.device), []
     whole = 0.0
     for place in range(CHAIN):
-        here = found[kept, place]
+        here = drawn_ranks[kept, place]
         ranks.append([float((here == rank).double().mean()) for rank in range(DRAWS)])
-        kept &= found[:, place] == 0
+        kept &= drawn_ranks[:, place] == 0
         whole += float(kept.double().mean())
     return {"kept": [row[0] for row in ranks], f"kept_of_{CHAIN}": whole, "ranks": ranks}
 
 
-def draw_ranks(target: TrainableDecoder, draft: RecurrentModule, rows: Tensor, keys: Tensor, heat: float) -> Tensor:
+def draw_ranks(
+    target: TrainableDecoder, draft: RecurrentModule, rows: Tensor, keys: Tensor, temperature: float
+) -> Tensor:
     """int64 [chains, CHAIN]: how many of its tokens a draft would say rather than the text's; all of them where it cannot say that."""
-    given, state, found = teacher_targets(target, draft, rows, HEAT), None, []
+    given, state, ranks = teacher_targets(target, draft, rows, HEAT), None, []
     last = torch.arange(PROMPT - 1, rows.shape[1] - CHAIN, device=rows.device)  # known tokens
     for depth in range(1, CHAIN + 1):
         here = given.at(depth)
@@ -200,14 +204,14 @@ def draw_ranks(target: TrainableDecoder, draft: RecurrentModule, rows: Tensor, k
         wanted = here.next_index[:, last - 1]
         for row, key in enumerate(keys):
             logits = draft.lm_head(state[row, last - 1]).float()
-            if heat:
+            if temperature:
                 noise = draw_key(key.expand(len(last), 2), (last + depth).int(), Purpose.TOKEN)
-                logits -= heat * exponential(noise, draft.ids.int()).log()
+                logits -= temperature * exponential(noise, draft.ids.int()).log()
             score = logits.gather(1, wanted[row].clamp(min=0).unsqueeze(1)).masked_fill(
                 (wanted[row] < 0).unsqueeze(1), -torch.inf
             )
-            found.append((logits > score).sum(1))
-    return torch.stack(found).view(CHAIN, -1).T
+            ranks.append((logits > score).sum(1))
+    return torch.stack(ranks).view(CHAIN, -1).T
 
 
 def load_draft(folder: Path, spec: ModelSpec) -> RecurrentModule:
@@ -225,16 +229,16 @@ def load_heads(folder: Path) -> MedusaModule:
 
 
 def rounded(value: Any) -> Any:
-    return [rounded(one) for one in value] if isinstance(value, list) else round(value, 4)
+    return [rounded(number) for number in value] if isinstance(value, list) else round(value, 4)
 
 
 def mean_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The mean over kinds of every figure."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, value in rows[0].items():
         every = torch.tensor([row[name] for row in rows], dtype=torch.float64).mean(0)
-        found[name] = every.tolist() if isinstance(value, list) else float(every)
-    return found
+        figures[name] = every.tolist() if isinstance(value, list) else float(every)
+    return figures
 
 
 def measure(given: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
@@ -245,20 +249,20 @@ def measure(given: argparse.Namespace, device: torch.device) -> dict[str, dict[s
     again = load_draft(given.recurrent, target.spec).to(device) if given.recurrent else None
     reader = Reader(given.corpus, given.model / "tokenizer.json", "test", given.rows, device)
     frequent = Reader(given.corpus, given.model / "tokenizer.json", "valid", 1, device).frequent()
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for text in texts(target, {kind: reader.rows(kind) for kind in KINDS}):
         if draft is not None:
-            found[f"draft-{text.way}-{text.kind}"] = draft_figures(target, draft, text, frequent)
+            figures[f"draft-{text.way}-{text.kind}"] = draft_figures(target, draft, text, frequent)
         if again is not None:
-            found[f"recurrent-{text.way}-{text.kind}"] = recurrent_figures(target, again, text)
+            figures[f"recurrent-{text.way}-{text.kind}"] = recurrent_figures(target, again, text)
         if heads is not None:
             hits = head_hits(target, heads, text).cumsum(1)
             top = {f"head_{index + 1}_top": row[:3].tolist() for index, row in enumerate(hits)}
-            found[f"medusa-{text.way}-{text.kind}"] = top
-    for name in list(found):
+            figures[f"medusa-{text.way}-{text.kind}"] = top
+    for name in list(figures):
         group = name.rsplit("-", 1)[0]
-        found[f"{group}-all"] = mean_of([found[f"{group}-{kind}"] for kind in KINDS])
-    return {name: {key: rounded(value) for key, value in row.items()} for name, row in found.items()}
+        figures[f"{group}-all"] = mean_of([figures[f"{group}-{kind}"] for kind in KINDS])
+    return {name: {key: rounded(value) for key, value in row.items()} for name, row in figures.items()}
 
 
 def write_rows(path: Path, figures: dict[str, dict[str, Any]], origin: dict[str, str]) -> None:

@@ -79,7 +79,7 @@ def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows
     temperature = torch.linspace(*HEATS, rows, device=device)
     temperature[::4] = 0
     starts = (stream == 0).nonzero().flatten() + 1
-    found = []
+    results = []
     for index in range(seed * 1000, seed * 1000 + batches):
         length = PROMPTS[index % len(PROMPTS)]
         generator = torch.Generator().manual_seed(index)
@@ -88,10 +88,10 @@ def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows
         at = torch.where(torch.arange(rows, device=device) % 2 == 0, begins.clamp(max=len(stream) - length), at)
         prompts = stream[at[:, None] + torch.arange(length, device=device)].long()
         shuffled = temperature[torch.randperm(rows, generator=generator).to(device)]
-        found.append(
+        results.append(
             generate(teacher, prompts, PIECE - length, shuffled, noise_keys(1000 + index, rows, device)).short()
         )
-    return torch.cat(found)
+    return torch.cat(results)
 
 
 def frequent(text: Tensor, count: int, vocab: int) -> Tensor:
@@ -133,7 +133,9 @@ class Students(nn.Module):
 
 def save_heads(heads: MedusaModule, folder: Path, spec: ModelSpec, accuracies: list[list[float]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: one.detach().to("cpu", torch.bfloat16).contiguous() for name, one in heads.state_dict().items()}
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in heads.state_dict().items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "medusa_num_heads": len(heads),
@@ -150,7 +152,7 @@ def save_heads(heads: MedusaModule, folder: Path, spec: ModelSpec, accuracies: l
 def calibrate(teacher: TrainableDecoder, heads: MedusaModule, reader: Reader) -> list[list[float]]:
     """accuracies[head][rank]: the chance that the target says the head's candidate of that rank, the mean over kinds of text of
     the valid split: read as it is, continued greedily and at temperature 0.8."""
-    hits = [head_hits(teacher, heads, one) for one in texts(teacher, {kind: reader.rows(kind) for kind in KINDS})]
+    hits = [head_hits(teacher, heads, rows) for rows in texts(teacher, {kind: reader.rows(kind) for kind in KINDS})]
     return [[round(float(value), 5) for value in row[:RANKS]] for row in torch.stack(hits).mean(0)]
 
 

@@ -49,7 +49,7 @@ def probed() -> Iterator[Row]:
             continue
         row: Row = {"task": probe["group"], "messages": messages(probe)}
         if "call" in probe:
-            row |= {"task": "tool call", "tools": [schema(*one) for one in probe["tools"]], "call": probe["call"]}
+            row |= {"task": "tool call", "tools": [schema(*tool) for tool in probe["tools"]], "call": probe["call"]}
         elif "python" in probe:
             row["pattern"] = FENCED
         elif "last" in probe:
@@ -60,13 +60,13 @@ def probed() -> Iterator[Row]:
 
 
 def calls(rng: Random) -> Iterator[Row]:
-    found = 0
-    while found < CALLS:
+    count = 0
+    while count < CALLS:
         made = tool_conversation(rng)
-        at = next((place for place, one in enumerate(made["messages"]) if "tool_calls" in one), None)
+        at = next((place for place, message in enumerate(made["messages"]) if "tool_calls" in message), None)
         if at is None:
             continue
-        found += 1
+        count += 1
         call = made["messages"][at]["tool_calls"][0]["function"]
         yield {"task": "tool call", "messages": made["messages"][:at], "tools": made["tools"], "call": call}
 
@@ -78,9 +78,9 @@ def endings(rng: Random) -> Iterator[Row]:
     long = [(row, text) for row, text in words if len(text) >= BEGINNING + ENDING]
     rng.shuffle(long)
     for row, text in long[:ENDINGS]:
-        others = [other for one, other in long if one["kind"] == row["kind"] and other is not text]
+        others = [other for source, other in long if source["kind"] == row["kind"] and other is not text]
         wrong = [other[BEGINNING : BEGINNING + ENDING] for other in rng.sample(others, 2)]
-        choices = [" " + " ".join(one) for one in (text[BEGINNING : BEGINNING + ENDING], *wrong)]
+        choices = [" " + " ".join(words) for words in (text[BEGINNING : BEGINNING + ENDING], *wrong)]
         right = choices[0]
         rng.shuffle(choices)
         asked = {"prompt": " ".join(text[:BEGINNING]), "choices": choices, "answer": choices.index(right)}

@@ -29,6 +29,6 @@ def failed(index: int = 0, *, at: float = 0.0, error: str = "HTTP 500: no") -> R
 
 
 def make_run(rows: Sequence[Row], slo: str = "", seconds: float | None = None, **facts: Any) -> Run:
-    told = {"model": "m", "rate": 1.0, "concurrency": None, "fingerprint": "same", **facts}
-    ended = max((one.ended_s for one in rows), default=0.0)
-    return Run(told, tuple(rows), ended if seconds is None else seconds, slo=Slo.parse(slo))
+    settings = {"model": "m", "rate": 1.0, "concurrency": None, "fingerprint": "same", **facts}
+    ended = max((row.ended_s for row in rows), default=0.0)
+    return Run(settings, tuple(rows), ended if seconds is None else seconds, slo=Slo.parse(slo))

@@ -40,10 +40,10 @@ VLLM_KEYS = (
 def test_percentiles_not_the_mean_alone() -> None:
     values = (100, 102, 100, 100, 99, 104, 110, 90, 3000, 95)
     run = make_run([row(at, ttft=value / 1e3) for at, value in enumerate(values)])
-    found = spread(run, "ttft")
-    assert found.mean.value == pytest.approx(0.390)
-    assert found.percentiles[50].value == pytest.approx(0.100)
-    assert found.percentiles[99].value == pytest.approx(np.percentile(values, 99) / 1e3)
+    ttft = spread(run, "ttft")
+    assert ttft.mean.value == pytest.approx(0.390)
+    assert ttft.percentiles[50].value == pytest.approx(0.100)
+    assert ttft.percentiles[99].value == pytest.approx(np.percentile(values, 99) / 1e3)
 
 
 def test_goodput_has_errors_and_late_ones_in_the_denominator() -> None:
@@ -72,10 +72,10 @@ def test_input_and_output_apart() -> None:
 
 
 def test_several_tokens_in_an_arrival() -> None:
-    one = row(0, tokens=11, gaps_s=(0.04, 0.04), counts=(3, 4, 4), first_s=0.1, last_s=0.18)
+    single = row(0, tokens=11, gaps_s=(0.04, 0.04), counts=(3, 4, 4), first_s=0.1, last_s=0.18)
     # 8 tokens came in the 80 ms after the first arrival, which had brought 3 of the 11.
-    assert one.tpot_s == pytest.approx(0.01)
-    run = make_run([one])
+    assert single.tpot_s == pytest.approx(0.01)
+    run = make_run([single])
     assert spread(run, "chunk").percentiles[50].value == pytest.approx(0.04)
     assert spread(run, "itl").percentiles[50].value == pytest.approx(0.01)
     assert row(0, tokens=1, gaps_s=(), counts=(1,)).tpot_s is None
@@ -85,17 +85,22 @@ def test_itl_weighs_by_token() -> None:
     # 99 tokens one by one after 10 ms each, and 1 chunk of 1 after 1 s: p50 of tokens is 10 ms; so is p90, p99 is not.
     gaps = (*(0.01,) * 98, 1.0)
     run = make_run([row(0, tokens=100, gaps_s=gaps, counts=(1,) * 100)])
-    found = spread(run, "itl")
-    assert found.percentiles[95].value == pytest.approx(0.01)
-    assert found.mean.value == pytest.approx((98 * 0.01 + 1.0) / 99)
+    itl = spread(run, "itl")
+    assert itl.percentiles[95].value == pytest.approx(0.01)
+    assert itl.mean.value == pytest.approx((98 * 0.01 + 1.0) / 99)
 
 
 def test_a_late_client_makes_a_run_invalid_and_says_why() -> None:
     on_time = [row(at, at=float(at)) for at in range(50)]
     assert invalid_reason(make_run(on_time)) == ""
-    late = make_run([replace(one, issued_s=one.scheduled_s + 0.05) for one in on_time])
+    late = make_run([replace(on_time_row, issued_s=on_time_row.scheduled_s + 0.05) for on_time_row in on_time])
     assert "requests were sent 50.0 ms late" in invalid_reason(late) and "10.0 ms" in invalid_reason(late)
-    slow = make_run([replace(one, issued_s=one.issued_s + 0.05, first_s=one.scheduled_s + 2.0) for one in on_time])
+    slow = make_run(
+        [
+            replace(on_time_row, issued_s=on_time_row.issued_s + 0.05, first_s=on_time_row.scheduled_s + 2.0)
+            for on_time_row in on_time
+        ]
+    )
     assert invalid_reason(slow) == ""  # 50 ms are nothing beside a TTFT of 2 s
     assert "event loop" in invalid_reason(replace(make_run(on_time), loop_lag_s=(0.0, 0.2)))
     busy = replace(make_run(on_time), cpu_s=49.0)
@@ -120,14 +125,14 @@ def test_kept_up() -> None:
 
 
 def test_run_json_has_the_keys_that_readers_of_vllm_bench_know() -> None:
-    found = run_json(make_run([row(at) for at in range(20)], "ttft=200ms"))
-    assert set(VLLM_KEYS) <= set(found)
+    figures = run_json(make_run([row(at) for at in range(20)], "ttft=200ms"))
+    assert set(VLLM_KEYS) <= set(figures)
     for name in ("ttft", "tpot", "itl", "e2el"):
         for kind in ("mean", "median", "std", "p99"):
-            assert found[f"{kind}_{name}_ms"] >= 0.0
-    assert found["mean_ttft_ms"] == pytest.approx(100.0)
-    assert found["median_itl_ms"] == pytest.approx(10.0)
-    assert found["request_goodput"] == found["request_throughput"]
+            assert figures[f"{kind}_{name}_ms"] >= 0.0
+    assert figures["mean_ttft_ms"] == pytest.approx(100.0)
+    assert figures["median_itl_ms"] == pytest.approx(10.0)
+    assert figures["request_goodput"] == figures["request_throughput"]
 
 
 def test_a_run_survives_its_files(tmp_path: Path) -> None:
@@ -143,8 +148,8 @@ def test_a_run_survives_its_files(tmp_path: Path) -> None:
 
 def test_a_run_in_which_all_failed_has_no_latencies_but_is_told() -> None:
     run = make_run([failed(at) for at in range(5)], "ttft=200ms")
-    found = msgspec.json.decode(msgspec.json.encode(run_json(run)))
-    assert found["completed"] == 0 and found["mean_ttft_ms"] is None and found["request_goodput"] == 0
+    decoded = msgspec.json.decode(msgspec.json.encode(run_json(run)))
+    assert decoded["completed"] == 0 and decoded["mean_ttft_ms"] is None and decoded["request_goodput"] == 0
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
@@ -153,8 +158,8 @@ def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     for draw in range(100):
         values = source.exponential(1.0, 120)
         for name, statistic, truth in (("mean", mean, 1.0), ("median", percentile(50), math.log(2))):
-            found = figure(values, statistic, seed=draw)
-            covered[name] += found.low <= truth <= found.high
+            estimate = figure(values, statistic, seed=draw)
+            covered[name] += estimate.low <= truth <= estimate.high
     assert all(85 <= count <= 100 for count in covered.values())
 
 
@@ -162,10 +167,10 @@ def test_token_percentiles_agree_with_weighted_ones_and_widen_with_requests_that
     source = np.random.Generator(np.random.PCG64(2))
     values = [source.exponential(scale, 50) for scale in (1.0, 1.0, 1.0, 5.0, 5.0, 5.0)]
     weights = [np.ones(50) for _ in values]
-    (found,) = token_percentiles(values, weights, (50,))
-    assert found.value == pytest.approx(float(np.percentile(np.concatenate(values), 50)), rel=0.05)
+    (result,) = token_percentiles(values, weights, (50,))
+    assert result.value == pytest.approx(float(np.percentile(np.concatenate(values), 50)), rel=0.05)
     pooled = figure(np.concatenate(values), percentile(50))
-    assert found.high - found.low > 1.5 * (pooled.high - pooled.low)
+    assert result.high - result.low > 1.5 * (pooled.high - pooled.low)
 
 
 def test_pairs_find_what_strangers_hide() -> None:

@@ -60,8 +60,8 @@ def test_closed_loop_keeps_so_many_under_way() -> None:
 
 
 def turns(times: list[float], sessions: list[int], *, timed: bool) -> Workload:
-    found = [RequestSpec(at, 5, 5, session=session) for at, session in zip(times, sessions, strict=True)]
-    return Workload("w", tuple(found), timed=timed)
+    specs = [RequestSpec(at, 5, 5, session=session) for at, session in zip(times, sessions, strict=True)]
+    return Workload("w", tuple(specs), timed=timed)
 
 
 def test_a_turn_waits_for_the_answer_before_it_and_counts_from_there() -> None:

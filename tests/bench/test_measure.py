@@ -215,14 +215,14 @@ def test_options_that_nobody_would_read_are_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("mock", "--ttft-ms", "-1"), "must be finite and not below 0"),
-        (("mock", "--itl-ms", "inf"), "must be finite and not below 0"),
+        (("mock", "--ttft-ms", "-1"), "must be finite: give"),
+        (("mock", "--itl-ms", "inf"), "must be finite: give"),
         (("policies", "--policies", ""), "policies is empty"),
         (("sweep", "http://127.0.0.1:1", "--rates", "1,2", "--rate", "5"), "leave one of them out"),
         (("curve", "http://127.0.0.1:1", "--concurrency", "5"), "leave --concurrency out"),
         (("curve", "http://127.0.0.1:1", "--rate", "5"), "leave --rate out"),
         (("policies", "--url", "http://a"), "leave --url out"),
-        (("trace", "x", "--slo", "ttft=1s"), "--slo belongs to a run"),
+        (("trace", "x", "--slo", "ttft=1s"), "--slo applies to runs"),
     ],
 )
 def test_what_an_action_cannot_follow_is_refused(
@@ -281,7 +281,7 @@ def test_sweep_search_and_curve(tmp_path: Path, capsys: pytest.CaptureFixture[st
         curve = msgspec.json.decode(capsys.readouterr().out)
         assert main(["bench", "search", url, "--num-prompts", "3"]) == 2
     assert "--slo" in capsys.readouterr().err
-    assert [one["request_rate"] for one in swept["runs"]][:1] == [100.0]
+    assert [run["request_rate"] for run in swept["runs"]][:1] == [100.0]
     assert (tmp_path / "sweep" / "01" / "requests.jsonl").is_file()
     # On a busy machine the client may be late, which ends a sweep after its first run.
     report = (tmp_path / "sweep" / "report.html").read_text()
@@ -294,8 +294,8 @@ def test_compare_two_servers_and_two_runs(tmp_path: Path, capsys: pytest.Capture
     load = ["--concurrency", "2", "--num-prompts", "8", "--output-len", "8", "--json"]
     with mock() as url, mock(replace(FAST, ttft_s=0.2)) as slow:
         main(["bench", "compare", url, slow, *load, "--out", str(tmp_path / "both")])
-    found = msgspec.json.decode(capsys.readouterr().out)
-    changes = {one["measure"]: one for one in found["differences"]}
+    comparison = msgspec.json.decode(capsys.readouterr().out)
+    changes = {difference["measure"]: difference for difference in comparison["differences"]}
     assert changes["TTFT median"]["second_is"] == "worse"
     assert changes["output tokens per request"]["second_is"] == "same"
     folders = [str(tmp_path / "both" / number) for number in ("01", "02")]
@@ -330,10 +330,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_policies_start_a_server_for_each(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--rate", "50", "--num-prompts", "4", "--input-len", "20", "--output-len", "5", "--json"]
-    own = ["--policies", "dynamic:2,20 continuous", "--serve", "--load-format dummy --device cpu --threads 1"]
-    main(["bench", "policies", str(tiny), *own, *load, "--out", str(tmp_path / "policies")])
-    found = msgspec.json.decode(capsys.readouterr().out)
-    assert [(one["name"], one["completed"]) for one in found["runs"]] == [("dynamic:2,20", 4), ("continuous", 4)]
+    options = ["--policies", "dynamic:2,20 continuous", "--serve", "--load-format dummy --device cpu --threads 1"]
+    main(["bench", "policies", str(tiny), *options, *load, "--out", str(tmp_path / "policies")])
+    summary = msgspec.json.decode(capsys.readouterr().out)
+    assert [(run["name"], run["completed"]) for run in summary["runs"]] == [("dynamic:2,20", 4), ("continuous", 4)]
 
 
 def test_a_server_that_does_not_come_up_says_why() -> None:

@@ -30,8 +30,8 @@ async def measure(rate: float) -> Run:
 
 def test_sweep_ends_with_the_rate_that_saturates() -> None:
     runs = run(sweep(measure, doubling(5.0)))
-    assert [one.facts["rate"] for one in runs] == [5.0, 10.0, 20.0, 40.0]
-    assert [saturated(one) for one in runs] == [False, False, False, True]
+    assert [run.facts["rate"] for run in runs] == [5.0, 10.0, 20.0, 40.0]
+    assert [saturated(run) for run in runs] == [False, False, False, True]
 
 
 def test_sweep_ends_where_more_requests_bring_no_more() -> None:
@@ -41,15 +41,15 @@ def test_sweep_ends_where_more_requests_bring_no_more() -> None:
         took = 20 / min(rate, 50.0)
         return make_run([row(at, at=at / rate, ttft=took - at / rate) for at in range(20)], "", rate=rate)
 
-    rates = [one.facts["rate"] for one in run(sweep(burst, doubling(20.0)))]
+    rates = [measured.facts["rate"] for measured in run(sweep(burst, doubling(20.0)))]
     assert rates == [20.0, 40.0, 80.0, 160.0]
 
 
 def test_search_finds_the_capacity() -> None:
-    found = run(search(measure, 3.0, 0.9, precision=0.05))
-    assert found.bounded and found.best is not None
-    assert found.rate == pytest.approx(20.0, rel=0.08)
-    assert found.best.attainment >= 0.9
+    result = run(search(measure, 3.0, 0.9, precision=0.05))
+    assert result.bounded and result.best is not None
+    assert result.rate == pytest.approx(20.0, rel=0.08)
+    assert result.best.attainment >= 0.9
     # From above it comes down to the same.
     assert run(search(measure, 60.0, 0.9, precision=0.05)).rate == pytest.approx(20.0, rel=0.08)
 
@@ -87,10 +87,10 @@ def test_search_says_when_nothing_or_everything_meets_it() -> None:
     async def never(rate: float) -> Run:
         return make_run([failed(at, at=at / rate) for at in range(50)], "ttft=200ms", rate=rate)
 
-    found = run(search(always, 1.0, 0.9, max_runs=5))
-    assert (found.rate, found.bounded, len(found.runs)) == (16.0, False, 5)
-    found = run(search(never, 1.0, 0.9, max_runs=5))
-    assert (found.rate, found.best, found.bounded) == (0.0, None, True)
+    result = run(search(always, 1.0, 0.9, max_runs=5))
+    assert (result.rate, result.bounded, len(result.runs)) == (16.0, False, 5)
+    result = run(search(never, 1.0, 0.9, max_runs=5))
+    assert (result.rate, result.best, result.bounded) == (0.0, None, True)
 
 
 def test_search_stops_at_a_client_that_is_too_slow_twice() -> None:
@@ -101,34 +101,34 @@ def test_search_stops_at_a_client_that_is_too_slow_twice() -> None:
         calls += 1
         rows = [row(at, at=at / rate) for at in range(50)]
         if calls in (2, 4, 5):
-            rows = [replace(one, issued_s=one.scheduled_s + 1.0) for one in rows]
+            rows = [replace(on_time, issued_s=on_time.scheduled_s + 1.0) for on_time in rows]
         return make_run(rows, "ttft=200ms", rate=rate)
 
-    found = run(search(late, 1.0, 0.9))
-    assert calls == 5 and found.rate == 2.0
-    assert "at 4 requests/s requests were sent 1000.0 ms late" in found.stopped
+    result = run(search(late, 1.0, 0.9))
+    assert calls == 5 and result.rate == 2.0
+    assert "at 4 requests/s requests were sent 1000.0 ms late" in result.stopped
 
 
 def test_compare_finds_what_differs_and_only_that() -> None:
     first = make_run([row(at, tpot=0.01 + 0.0001 * (at % 7)) for at in range(60)], "ttft=200ms")
     second = make_run([row(at, tpot=0.02 + 0.0001 * (at % 7), characters=88) for at in range(60)], "ttft=200ms")
     assert paired(first, second)
-    found = {one.measure.name: one for one in compare(first, second)}
-    assert found["TPOT median"].verdict == "worse"
-    assert found["TPOT median"].change.value == pytest.approx(10.0)
-    assert found["TTFT median"].verdict == "same"
-    assert found["tokens/s per user"].verdict == "worse"
+    by_name = {difference.measure.name: difference for difference in compare(first, second)}
+    assert by_name["TPOT median"].verdict == "worse"
+    assert by_name["TPOT median"].change.value == pytest.approx(10.0)
+    assert by_name["TTFT median"].verdict == "same"
+    assert by_name["tokens/s per user"].verdict == "worse"
     # Half as many tokens per second, but twice as many characters in each: as fast for a reader.
-    assert found["characters/s per user"].change.value == pytest.approx(0.0, abs=15.0)
-    assert found["characters per request"].verdict == "other"
-    assert found["good requests"].verdict == "same"
+    assert by_name["characters/s per user"].change.value == pytest.approx(0.0, abs=15.0)
+    assert by_name["characters per request"].verdict == "other"
+    assert by_name["good requests"].verdict == "same"
 
 
 def test_compare_leaves_errors_out_of_latencies_but_not_of_good_ones() -> None:
     first = make_run([row(at) for at in range(40)], "ttft=200ms")
     second = make_run([row(at) if at % 2 else failed(at) for at in range(40)], "ttft=200ms", fingerprint="other")
     assert not paired(first, second)
-    found = {one.measure.name: one for one in compare(first, second)}
-    assert found["TTFT median"].verdict == "same"
-    assert (found["good requests"].second, found["good requests"].verdict) == (50.0, "worse")
+    by_name = {difference.measure.name: difference for difference in compare(first, second)}
+    assert by_name["TTFT median"].verdict == "same"
+    assert (by_name["good requests"].second, by_name["good requests"].verdict) == (50.0, "worse")
     assert math.isnan(compare(first, make_run([failed(0)]))[0].second)

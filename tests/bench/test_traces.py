@@ -14,10 +14,10 @@ DATA = Path(__file__).parents[1] / "data" / "traces"
 
 
 def test_azure() -> None:
-    found = read_trace(DATA / "azure.csv")
-    assert found.timed
-    assert [(ask.input, ask.output) for ask in found.requests] == [(374, 44), (396, 109), (879, 55), (91, 16), (91, 16)]
-    assert found.requests[1].at_s == pytest.approx(4.314579, abs=1e-6)  # seven fractional digits
+    trace = read_trace(DATA / "azure.csv")
+    assert trace.timed
+    assert [(ask.input, ask.output) for ask in trace.requests] == [(374, 44), (396, 109), (879, 55), (91, 16), (91, 16)]
+    assert trace.requests[1].at_s == pytest.approx(4.314579, abs=1e-6)  # seven fractional digits
 
 
 def test_azure_of_2024_has_zones(tmp_path: Path) -> None:
@@ -28,31 +28,31 @@ def test_azure_of_2024_has_zones(tmp_path: Path) -> None:
 
 
 def test_mooncake(tmp_path: Path) -> None:
-    found = read_trace(DATA / "mooncake.jsonl")
-    assert found.timed and found.requests[0].input == 6758 and found.requests[0].blocks[:3] == (0, 1, 2)
-    assert all(len(ask.blocks) == -(-ask.input // ask.block) for ask in found.requests)
+    trace = read_trace(DATA / "mooncake.jsonl")
+    assert trace.timed and trace.requests[0].input == 6758 and trace.requests[0].blocks[:3] == (0, 1, 2)
+    assert all(len(ask.blocks) == -(-ask.input // ask.block) for ask in trace.requests)
     packed = tmp_path / "packed.jsonl.gz"
     packed.write_bytes(gzip.compress((DATA / "mooncake.jsonl").read_bytes()))
-    assert read_trace(packed).requests == found.requests
+    assert read_trace(packed).requests == trace.requests
 
 
 def test_burstgpt_leaves_failures_out() -> None:
-    found = read_trace(DATA / "burstgpt.csv")
-    assert [(ask.at_s, ask.input, ask.output) for ask in found.requests] == [
+    trace = read_trace(DATA / "burstgpt.csv")
+    assert [(ask.at_s, ask.input, ask.output) for ask in trace.requests] == [
         (0, 472, 18),
         (40, 1087, 230),
         (113, 417, 276),
     ]
-    assert found.skipped == 1
+    assert trace.skipped == 1
 
 
 def test_sharegpt_replays_growing_conversations() -> None:
-    found = read_trace(DATA / "sharegpt.json")
+    trace = read_trace(DATA / "sharegpt.json")
     texts = ["How deep is the sea?", "Name a tree.", "And the Baltic?", "Is that much?"]
-    assert [ask.text for ask in found.requests] == [texts[0], texts[1], "Name a sea.", *texts[2:]]
-    assert found.requests[0].output == 7
-    assert found.skipped == 1 and not found.timed
-    alone, other, *turns = found.requests
+    assert [ask.text for ask in trace.requests] == [texts[0], texts[1], "Name a sea.", *texts[2:]]
+    assert trace.requests[0].output == 7
+    assert trace.skipped == 1 and not trace.timed
+    alone, other, *turns = trace.requests
     assert alone.session == other.session == -1 and alone.history == ()
     assert len({ask.session for ask in turns}) == 1 and turns[0].session >= 0
     assert turns[2].history == ("Name a sea.", "The North Sea.", "And the Baltic?", "Fifty metres.")
@@ -69,25 +69,25 @@ WEKA = (
 def test_weka_keeps_blocks_of_conversations_apart(tmp_path: Path) -> None:
     file = tmp_path / "agents.jsonl"
     file.write_text(WEKA + "\n" + WEKA.replace('"t": 0.0', '"t": 0.5') + "\n")
-    found = read_trace(file)
-    assert found.timed and found.skipped == 2, "answers without a token are no requests"
-    assert [(ask.at_s, ask.input, ask.session) for ask in found.requests] == [
+    trace = read_trace(file)
+    assert trace.timed and trace.skipped == 2, "answers without a token are no requests"
+    assert [(ask.at_s, ask.input, ask.session) for ask in trace.requests] == [
         (0, 130, 0),
         (0.5, 130, 1),
         (6.5, 70, 0),
         (6.5, 70, 1),
     ]
-    assert all(ask.block == 64 and len(ask.blocks) == -(-ask.input // 64) for ask in found.requests)
-    assert not set(found.requests[0].blocks) & set(found.requests[1].blocks)
+    assert all(ask.block == 64 and len(ask.blocks) == -(-ask.input // 64) for ask in trace.requests)
+    assert not set(trace.requests[0].blocks) & set(trace.requests[1].blocks)
     single = tmp_path / "one.json"
     single.write_text(WEKA.replace("[{", "[\n{", 1))
     assert [ask.input for ask in read_trace(single).requests] == [130, 70]
 
 
 def test_prompts() -> None:
-    found = read_trace(DATA / "prompts.jsonl")
-    assert [ask.text for ask in found.requests] == ["Tell me of the sea.", "Tell me of the wind."]
-    assert found.requests[0].output == 12
+    trace = read_trace(DATA / "prompts.jsonl")
+    assert [ask.text for ask in trace.requests] == ["Tell me of the sea.", "Tell me of the wind."]
+    assert trace.requests[0].output == 12
 
 
 def test_a_prompt_may_hold_other_separators_of_lines(tmp_path: Path) -> None:

@@ -42,11 +42,11 @@ def test_lengths_that_cannot_be_meant(lengths: str) -> None:
 
 def test_what_exceeds_the_context_is_dropped_and_counted() -> None:
     asks = tuple(RequestSpec(float(at), size, 10) for at, size in enumerate([50, 95, 90, 200, 20]))
-    found, dropped = schedule(
+    scheduled, dropped = schedule(
         Workload("w", asks, True), 100, WorkloadConfig(max_requests=2), LoadConfig(time_scale=0.5)
     )
-    assert [ask.input for ask in found.requests] == [50, 90]
-    assert [ask.at_s for ask in found.requests] == [0.0, 1.0]
+    assert [ask.input for ask in scheduled.requests] == [50, 90]
+    assert [ask.at_s for ask in scheduled.requests] == [0.0, 1.0]
     assert dropped == 1
     with pytest.raises(ConfigError, match="No request fits into the context of 20 tokens .5 requests dropped."):
         schedule(Workload("w", asks, True), 20, WorkloadConfig(), LoadConfig())
@@ -55,17 +55,17 @@ def test_what_exceeds_the_context_is_dropped_and_counted() -> None:
 def test_a_conversation_ends_before_the_turn_that_does_not_fit() -> None:
     sizes, sessions = (50, 60, 95, 70, 40), (1, -1, 1, 1, 2)
     asks = tuple(RequestSpec(0.0, size, 10, session=session) for size, session in zip(sizes, sessions, strict=True))
-    found, dropped = schedule(Workload("w", asks), 100, WorkloadConfig(), LoadConfig(concurrency=2))
-    assert [ask.input for ask in found.requests] == [50, 60, 40] and dropped == 2
-    assert Workload("w", asks).within(100).requests == found.requests
-    assert describe(found)["conversations"] == 2
+    scheduled, dropped = schedule(Workload("w", asks), 100, WorkloadConfig(), LoadConfig(concurrency=2))
+    assert [ask.input for ask in scheduled.requests] == [50, 60, 40] and dropped == 2
+    assert Workload("w", asks).within(100).requests == scheduled.requests
+    assert describe(scheduled)["conversations"] == 2
 
 
 def test_a_conversation_is_asked_with_its_roles_or_as_one_text() -> None:
     prompt = Prompts(Vocabulary(), 1).make(RequestSpec(0.0, 5, 5, text="Why?", history=("Hi.", "Hello.")), 0)
     assert prompt == ("Hi.", "Hello.", "Why?")
     chat = json.loads(Dialect("m", chat=True).body(prompt, 5))
-    assert [(one["role"], one["content"]) for one in chat["messages"]] == [
+    assert [(message["role"], message["content"]) for message in chat["messages"]] == [
         ("user", "Hi."), ("assistant", "Hello."), ("user", "Why?"),
     ]  # fmt: skip
     assert json.loads(Dialect("m").body(prompt, 5))["prompt"] == "Hi.\n\nHello.\n\nWhy?"
@@ -74,9 +74,9 @@ def test_a_conversation_is_asked_with_its_roles_or_as_one_text() -> None:
 
 def test_a_rate_scales_a_trace_and_keeps_its_burstiness() -> None:
     asks = tuple(RequestSpec(at, 5, 5) for at in (0.0, 0.0, 3.0, 3.0, 8.0))
-    found, _ = schedule(Workload("w", asks, True), None, WorkloadConfig(), LoadConfig(rate=4.0))
-    assert [ask.at_s for ask in found.requests] == pytest.approx([0.0, 0.0, 0.375, 0.375, 1.0])
-    assert found.rate == pytest.approx(4.0)
+    scheduled, _ = schedule(Workload("w", asks, True), None, WorkloadConfig(), LoadConfig(rate=4.0))
+    assert [ask.at_s for ask in scheduled.requests] == pytest.approx([0.0, 0.0, 0.375, 0.375, 1.0])
+    assert scheduled.rate == pytest.approx(4.0)
     poisson, _ = schedule(Workload("w", asks, True), None, WorkloadConfig(), LoadConfig(rate=4.0, burstiness=1.0))
     assert [ask.at_s for ask in poisson.requests] == arrivals(5, 4.0, 1.0, 0)
     closed, _ = schedule(Workload("w", asks, True), None, WorkloadConfig(), LoadConfig(concurrency=2))
@@ -85,9 +85,9 @@ def test_a_rate_scales_a_trace_and_keeps_its_burstiness() -> None:
 
 def test_a_duration_draws_enough_requests() -> None:
     config, load = WorkloadConfig(), LoadConfig(rate=50.0, duration=10.0)
-    found, _ = schedule(source(config, load), None, config, load)
-    assert 400 < len(found.requests) < 600
-    assert found.requests[-1].at_s <= 10.0
+    scheduled, _ = schedule(source(config, load), None, config, load)
+    assert 400 < len(scheduled.requests) < 600
+    assert scheduled.requests[-1].at_s <= 10.0
 
 
 def test_equal_blocks_are_equal_tokens_and_the_rest_is_its_own() -> None:
@@ -102,8 +102,8 @@ def test_equal_blocks_are_equal_tokens_and_the_rest_is_its_own() -> None:
     assert first[:8] == third[:8] and first[8:] != third[8:]
     assert set(first) <= set(words.ids)
     assert json.loads(msgspec.json.encode(Prompts(words, 1).make(RequestSpec(0, 20, 5, (1, 2, 3), 8), 0))) == first
-    own = [msgspec.json.encode(prompts.make(RequestSpec(0, 20, 5), index)) for index in (0, 1)]
-    assert own[0] != own[1]
+    bodies = [msgspec.json.encode(prompts.make(RequestSpec(0, 20, 5), index)) for index in (0, 1)]
+    assert bodies[0] != bodies[1]
 
 
 def test_text_has_the_words_that_the_server_counts_as_the_wanted_tokens() -> None:
@@ -115,8 +115,8 @@ def test_text_has_the_words_that_the_server_counts_as_the_wanted_tokens() -> Non
 
 def test_describe_finds_what_an_endless_cache_would_hit() -> None:
     asks = (RequestSpec(0, 1000, 5, (0, 1)), RequestSpec(1, 1100, 5, (0, 1, 2)), RequestSpec(3, 600, 5, (0, 9)))
-    found = describe(Workload("w", asks, True))
-    assert found["endless_cache_blocks"] == pytest.approx(3 / 7)
-    assert found["endless_cache_tokens"] == pytest.approx((1024 + 512) / 2700)
-    assert found["rate"] == pytest.approx(2 / 3)
-    assert found["input_p50"] == 1000
+    description = describe(Workload("w", asks, True))
+    assert description["endless_cache_blocks"] == pytest.approx(3 / 7)
+    assert description["endless_cache_tokens"] == pytest.approx((1024 + 512) / 2700)
+    assert description["rate"] == pytest.approx(2 / 3)
+    assert description["input_p50"] == 1000

@@ -80,8 +80,8 @@ def test_the_next_best_path_is_taken(hopper: None) -> None:
     of = {variant.name: variant for variant in VARIANTS}
 
     def chosen(*given: int, **more: Any) -> str | None:
-        found = kernels.PLAIN.kernel_for(shape(*given, **more))
-        return None if found is None else found[0]
+        entry = kernels.PLAIN.kernel_for(shape(*given, **more))
+        return None if entry is None else entry[0]
 
     eight = shape(16, 6144, 4096, torch.float8_e4m3fn)
     assert (chosen(96, 28_672, 4096, kind="silu"), chosen(16, 6144, 4096)) == ("wide (gates)", "ring")
@@ -104,8 +104,8 @@ def test_integer_products_without_the_ring(hopper: None) -> None:
 
     def chosen() -> list[str | None]:
         shapes = (shape(tokens, 6144, 4096, bits=4, group=128) for tokens in (1, 16, 64, 200, 512))
-        found = (kernels.INTEGER.kernel_for(one) for one in shapes)
-        return [None if one is None else one[0].removeprefix("integer_") for one in found]
+        entries = (kernels.INTEGER.kernel_for(shape) for shape in shapes)
+        return [None if entry is None else entry[0].removeprefix("integer_") for entry in entries]
 
     assert chosen() == ["stream", "stream", "ring", "ring", "ring"]
     with of["integer_ring"].off():
@@ -122,9 +122,9 @@ def test_the_next_best_form_of_attention_is_taken() -> None:
 
     def split(rows: int, dim: int, long: bool = False) -> tuple[str, Any]:
         given = AttentionShape(rows, 1, long, 16, 8, dim, 64, BF16, BF16, device, 132)
-        found = attention.SPLIT.kernel_for(given)
-        assert found is not None
-        return found
+        entry = attention.SPLIT.kernel_for(given)
+        assert entry is not None
+        return entry
 
     assert [split(8, 256)[0], split(2, 128, True)[0], split(64, 128)[0]] == ["wide", "lone", "snug"]
     assert split(64, 128)[1].ahead and split(64, 128)[1].registers

@@ -54,8 +54,8 @@ def test_the_kernels_dictate_the_same() -> None:
     right = 0
     for row in rows.tolist():
         known = int(ints[row, Int.KNOWN])
-        own = state.tokens[row, known : known + 3] == said[row, known : known + 3]
-        assert torch.equal(own, luck[row, known : known + 3] < 500)
+        accepted = state.tokens[row, known : known + 3] == said[row, known : known + 3]
+        assert torch.equal(accepted, luck[row, known : known + 3] < 500)
         assert int(state.tokens[row].count_nonzero()) <= 3
-        right += int(own.sum())
+        right += int(accepted.sum())
     assert 0 < right < 9

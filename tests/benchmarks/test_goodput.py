@@ -25,8 +25,8 @@ def ended(tpot_s: float | None, prompt: int, cached: int, prefill_s: float) -> d
 def test_an_output_token_is_weighed_against_prompt_tokens_that_were_computed() -> None:
     rows = [ended(0.004, 1000, 200, 0.04), ended(0.006, 100, 0, 0.004), ended(0.005, 400, 0, 0.024)]
     unfit = [ended(None, 100, 0, 9.0), ended(9.0, 64, 64, 0.001)]
-    found = equivalence([*rows, *unfit])
-    assert found == {
+    figures = equivalence([*rows, *unfit])
+    assert figures == {
         "requests": 3, "ms_per_output_token": 5.0, "ms_per_input_token": 0.05, "input_tokens_per_output_token": 100.0,
     }  # fmt: skip
 
@@ -55,8 +55,8 @@ def test_every_token_of_a_shape_has_text(tmp_path: Path) -> None:
 def test_a_search_that_was_stopped_shows_what_it_has() -> None:
     good = [make_run([row(at) for at in range(20)], "ttft=200ms", rate=rate) for rate in (2.0, 4.0)]
     bad = make_run([row(at, ttft=1.0) for at in range(20)], "ttft=200ms", rate=8.0)
-    found = found_among([*good, bad], 0.9, "after 5 s")
-    assert (found.rate, found.bounded, found.stopped) == (4.0, True, "after 5 s") and found.best is good[1]
+    result = found_among([*good, bad], 0.9, "after 5 s")
+    assert (result.rate, result.bounded, result.stopped) == (4.0, True, "after 5 s") and result.best is good[1]
     assert found_among([bad], 0.9, "after 5 s").best is None
     with pytest.raises(RidgelineError, match="--patience"):
         found_among([], 0.9, "after 5 s")

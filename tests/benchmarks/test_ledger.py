@@ -30,7 +30,7 @@ GEMMA = LLAMA | {
     "query_pre_attn_scalar": 8, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0,
     "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
-CASES = [parse(one) for one in ("decode:3x20", "prefill:24+8", "mixed:2x20+9")]
+CASES = [parse(name) for name in ("decode:3x20", "prefill:24+8", "mixed:2x20+9")]
 SLOW = Ceilings(bytes_s=1e9, flops_s=1e9, matrices_flops_s=1e9, cache_bytes=0)
 
 
@@ -46,15 +46,17 @@ def test_every_call_of_a_step_is_in_the_ledger(tmp_path: Path, config: dict[str,
     model = load(tmp_path, config, quantization)
     whole = Whole(model, CASES, repeats=2)
     for case in CASES:
-        found = {line.operation: line for line in lines(model, whole, case, SLOW, Stopwatch(torch.device("cpu"), 1))}
-        assert list(found) == [*pieces.RUNS, "sum", "step", "step to step", "rest", *pieces.ALONE]
-        assert all(line.measured_us is not None for line in found.values())
-        assert all(len(text(line)) == len(ledger.HEADER) for line in found.values())
+        by_operation = {
+            line.operation: line for line in lines(model, whole, case, SLOW, Stopwatch(torch.device("cpu"), 1))
+        }
+        assert list(by_operation) == [*pieces.RUNS, "sum", "step", "step to step", "rest", *pieces.ALONE]
+        assert all(line.measured_us is not None for line in by_operation.values())
+        assert all(len(text(line)) == len(ledger.HEADER) for line in by_operation.values())
         work = step_work(model.spec, case.shares)
-        runs = [found[name] for name in pieces.RUNS]
-        assert sum(one.bytes for one in runs) == work.bytes == found["step"].bytes
-        assert sum(one.flops for one in runs) == work.flops == found["step"].flops
-        assert found["step"].floor_us <= found["sum"].floor_us
+        runs = [by_operation[name] for name in pieces.RUNS]
+        assert sum(run.bytes for run in runs) == work.bytes == by_operation["step"].bytes
+        assert sum(run.flops for run in runs) == work.flops == by_operation["step"].flops
+        assert by_operation["step"].floor_us <= by_operation["sum"].floor_us
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA])
@@ -91,9 +93,9 @@ def test_calls_of_a_run_are_as_many_as_it_says(tmp_path: Path) -> None:
     case = CASES[0]
     whole = Whole(model, CASES, repeats=1)
     whole.seat(case)
-    found = pieces.Pieces(model, pieces.place(model, whole.runner, case.shares), case.shares)
-    for name, one in covered(model.spec, case.shares, operations(model.spec, case.shares)).items():
-        assert len(found.run(name)) == one.count
+    measured = pieces.Pieces(model, pieces.place(model, whole.runner, case.shares), case.shares)
+    for name, run in covered(model.spec, case.shares, operations(model.spec, case.shares)).items():
+        assert len(measured.run(name)) == run.count
 
 
 def test_steps_are_read() -> None:
@@ -107,12 +109,12 @@ def test_steps_are_read() -> None:
 
 
 def test_a_cache_holds_activations_and_arithmetic_bounds_prefill() -> None:
-    one = ledger.Operation("qkv", count=2, flops=10, bytes=100, activation_bytes=50)
+    operation = ledger.Operation("qkv", count=2, flops=10, bytes=100, activation_bytes=50)
     roof = Ceilings(bytes_s=100.0, flops_s=1e9, matrices_flops_s=10.0, cache_bytes=24)
-    assert roof.moved(one) == 150 and roof.floor_s(one) == 1.5
-    assert Ceilings(100.0, 1e9, 10.0, 25).floor_s(one) == 1.0
-    assert Ceilings(1e9, 1e9, 10.0, 25).floor_s(one) == 1.0
-    assert Ceilings(1e9, 10.0, 1e9, 25).floor_s(one) < 1e-6
+    assert roof.moved(operation) == 150 and roof.floor_s(operation) == 1.5
+    assert Ceilings(100.0, 1e9, 10.0, 25).floor_s(operation) == 1.0
+    assert Ceilings(1e9, 1e9, 10.0, 25).floor_s(operation) == 1.0
+    assert Ceilings(1e9, 10.0, 1e9, 25).floor_s(operation) < 1e-6
 
 
 @torch.inference_mode()

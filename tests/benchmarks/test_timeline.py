@@ -9,15 +9,15 @@ from timeline import Share, Span, shares, spans
 
 
 def test_increments_count_what_ends_later_than_all_before() -> None:
-    found = [Span("a", 0.0, 4.0), Span("b", 1.0, 3.0), Span("c", 2.0, 7.0), Span("a", 9.0, 10.0)]
-    assert shares(found, 1) == [Share("a", 2, 7.0, 5.0), Share("c", 1, 3.0, 5.0), Share("b", 1, 0.0, 2.0)]
+    spans = [Span("a", 0.0, 4.0), Span("b", 1.0, 3.0), Span("c", 2.0, 7.0), Span("a", 9.0, 10.0)]
+    assert shares(spans, 1) == [Share("a", 2, 7.0, 5.0), Share("c", 1, 3.0, 5.0), Share("b", 1, 0.0, 2.0)]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_increments_add_up_to_the_time_from_begin_to_end(steps: int) -> None:
-    found = [Span(f"k{index % 3}", index * 1.5, index * 1.5 + index % 5) for index in range(1, 30)]
-    total = sum(one.step_us for one in shares(reversed(found), steps))
-    assert total * steps == pytest.approx(max(one.end for one in found) - 1.5)
+    spans = [Span(f"k{index % 3}", index * 1.5, index * 1.5 + index % 5) for index in range(1, 30)]
+    total = sum(share.step_us for share in shares(reversed(spans), steps))
+    assert total * steps == pytest.approx(max(span.end for span in spans) - 1.5)
 
 
 def test_only_what_runs_on_the_device_counts() -> None:

@@ -151,9 +151,9 @@ def test_the_documentation_lists_fields_and_tries_a_request(page: Page, plain: L
     route.get_by_text("Fields that are refused").wait_for()
     words = route.inner_text()
     assert (
-        "Nucleus; 0 keeps the most probable token." in words
+        "Nucleus sampling; 0 keeps only the most probable token." in words
         and "Not supported." in words
-        and "Not supported: prompts are never cut, send a shorter one." in words
+        and "Not supported: prompts are never truncated, so send a shorter one." in words
     )
     route.locator("button").click()
     route.get_by_text("200 OK · x-request-id req_").wait_for()
@@ -170,7 +170,7 @@ def test_the_documentation_asks_for_the_key(page: Page) -> None:
         visit(page, server, "/docs#get_v1_models")
         route = page.locator("#get_v1_models")
         route.locator("button").click()
-        page.get_by_text("This server needs an API key").wait_for()
+        page.get_by_text("This server requires an API key").wait_for()
         page.fill("input[name=key]", "sesame")
         page.get_by_text("Save in this browser").click()
         route.locator("button").click()
@@ -182,5 +182,5 @@ def test_the_home_page_shows_the_address_that_the_browser_uses(page: Page, plain
     command = page.locator("#curl").inner_text()
     assert command.startswith(f"curl -N http://127.0.0.1:{plain.port}/v1/chat/completions")
     page.click("text=API documentation")
-    page.get_by_text("What OpenAI clients use").wait_for()
+    page.get_by_text("Routes of the OpenAI API").wait_for()
     assert errors == []

@@ -21,9 +21,9 @@ LLAMA_8B = ModelSpec("LlamaForCausalLM", 128_256, 4096, (LAYER,) * 32, 131_072)
 
 def advised(message: str) -> tuple[ModelConfig, EngineConfig] | None:
     """The configuration of the command in a message, read by the command line itself."""
-    _, found, command = message.partition("This works: ")
-    if not found:
-        assert "No option helps" in message
+    _, separator, command = message.partition("This command works: ")
+    if not separator:
+        assert "No option makes it fit" in message
         return None
     words = shlex.split(command)
     assert words[:2] == ["ridgeline", "serve"]

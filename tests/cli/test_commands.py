@@ -39,9 +39,9 @@ def server(*words: str, **environ: str) -> Iterator[tuple[str, list[str]]]:
             lines.append(line.rstrip())
             if line.startswith("curl "):
                 break
-        found = re.search(r"ready in [\d.]+ s: (http://\S+)/v1", "\n".join(lines))
-        assert found, lines
-        yield found[1], lines
+        match = re.search(r"ready in [\d.]+ s: (http://\S+)/v1", "\n".join(lines))
+        assert match, lines
+        yield match[1], lines
     finally:
         process.send_signal(signal.SIGTERM)
         process.stderr.read()

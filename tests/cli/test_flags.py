@@ -31,9 +31,9 @@ def read(*words: str) -> Arguments:
 
 def test_every_option_has_its_flag() -> None:
     text = parser_for("serve", "", CONFIGS).format_help()
-    for name, one in option_fields().items():
+    for name, field in option_fields().items():
         assert f"--{name.replace('_', '-')}" in text
-        assert all(flag in text for flag in one.metadata["flags"])
+        assert all(flag in text for flag in field.metadata["flags"])
 
 
 def test_only_what_was_typed_is_given() -> None:
@@ -88,8 +88,10 @@ def test_no_command_has_an_option_that_is_taken_for_a_configuration(name: str) -
     """As `compress --calibration TEXTS` once was, which then nobody read."""
     parser = import_module(f"ridgeline.cli.{name.replace('-', '_')}").parser()
     titles = {f"{config.__name__.removesuffix('Config').lower()} options" for config in CONFIGS}
-    derived = {one.dest for group in parser._action_groups if group.title in titles for one in group._group_actions}
-    assert {one.dest for one in _actions(parser)} & set(option_types()) - derived <= set(OWN.get(name, ()))
+    derived = {
+        action.dest for group in parser._action_groups if group.title in titles for action in group._group_actions
+    }
+    assert {action.dest for action in _actions(parser)} & set(option_types()) - derived <= set(OWN.get(name, ()))
 
 
 def test_file_and_rest() -> None:
@@ -116,13 +118,13 @@ def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 7 and all(line.startswith("ridgeline: -") for line in said)
     assert "ridgeline: --trust-remote-code is not needed: code in a model folder is never executed" in said[1]
-    for name, one in FOREIGN.items():
-        asks = [name] if one.values == () else [name, "8" if one.values is None else one.values[0]]
-        if one.accepted:
+    for name, option in FOREIGN.items():
+        asks = [name] if option.values == () else [name, "8" if option.values is None else option.values[0]]
+        if option.accepted:
             assert not read_flags(parser_for("serve", "", CONFIGS), asks).flags
-        others = [[name, "17"]] if one.values else [] if one.accepted else [asks]
+        others = [[name, "17"]] if option.values else [] if option.accepted else [asks]
         for words in others:
-            with pytest.raises(ConfigError, match=f"^{name}.* is not supported: {one.reason}"):
+            with pytest.raises(ConfigError, match=f"^{name}.* is not supported: {option.reason}"):
                 read_flags(parser_for("serve", "", CONFIGS), words)
     parser = parser_for("bench", "", ())
     parser.add_argument("--dp")
@@ -134,7 +136,7 @@ def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_option_here_is_foreign() -> None:
     for name in COMMANDS:
         parser = import_module(f"ridgeline.cli.{name.replace('-', '_')}").parser()
-        assert not set(FOREIGN) & {word for one in _actions(parser) for word in one.option_strings}
+        assert not set(FOREIGN) & {word for action in _actions(parser) for word in action.option_strings}
 
 
 def test_the_shipped_model_has_a_name() -> None:
@@ -156,8 +158,8 @@ def test_sampling_flags() -> None:
 
 def test_help_search() -> None:
     parser = parser_for("serve", "", CONFIGS)
-    found = search_help(parser, "prefix")
-    assert "--enable-prefix-caching" in found and "--port" not in found
+    shown = search_help(parser, "prefix")
+    assert "--enable-prefix-caching" in shown and "--port" not in shown
     assert "Similar options: port" in search_help(parser, "prot")
 
 

@@ -39,7 +39,7 @@ def test_roofline_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["load"] == {"batch": 1, "context": 8192, "prompt": 512} and facts["calibrated"] is False
     decode = facts["phases"]["decode"]
     assert decode["floor_s"] <= decode["serial_floor_s"] < decode["predicted_s"]
-    assert sum(one["flops"] for one in decode["operations"]) == decode["flops"]
+    assert sum(operation["flops"] for operation in decode["operations"]) == decode["flops"]
 
 
 def test_roofline_of_what_lies_in_a_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +82,8 @@ def test_roofline_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_calculators(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: dict[str, float]) -> None:
     kind, *rest = words
-    found = json.loads(run(capsys, "calc", kind, *rest, "--json"))
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0.005)
+    actual = json.loads(run(capsys, "calc", kind, *rest, "--json"))
+    assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=0.005)
     assert run(capsys, "calc", kind, *rest)
 
 
@@ -154,8 +154,8 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: tuple[str
 
 
 def test_a_roofline_of_a_short_context_is_of_no_longer_one(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run(capsys, "roofline", LLAMA, "--on", "h200", "--max-model-len", "300", "--json"))
-    assert found["load"] == {"batch": 1, "context": 300, "prompt": 300}
+    facts = json.loads(run(capsys, "roofline", LLAMA, "--on", "h200", "--max-model-len", "300", "--json"))
+    assert facts["load"] == {"batch": 1, "context": 300, "prompt": 300}
 
 
 def test_what_fits_counts_the_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,8 +173,8 @@ def test_a_calibration_is_measured_and_used(capsys: pytest.CaptureFixture[str], 
     assert "decode 1 x " in out and "prefill 0+8" in out and "on steps left out of the fit" in out
     facts = json.loads(path.read_text())
     assert facts["steps"] >= 10 and facts["leave_one_out_error"]["median"] > 0
-    found = json.loads(run(capsys, "roofline", str(tiny), "--on", "cpu", "--calibration", str(path), "--json"))
-    assert found["calibrated"] is True
+    report = json.loads(run(capsys, "roofline", str(tiny), "--on", "cpu", "--calibration", str(path), "--json"))
+    assert report["calibrated"] is True
     assert "(calibrated)" in run(capsys, "fit", str(tiny), "--device", "cpu", "--calibration", str(path))
     assert main(["roofline", LLAMA, "--on", "h200", "--calibration", str(path)]) == 2
     assert "belongs to another model or device" in capsys.readouterr().err
@@ -183,9 +183,9 @@ def test_a_calibration_is_measured_and_used(capsys: pytest.CaptureFixture[str], 
 @pytest.fixture(scope="module")
 def local(tiny: Path) -> Iterator[LocalEngine]:
     model = ModelConfig(model=str(tiny), load_format="dummy")
-    found = LocalEngine.start(model, EngineConfig(device="cpu", max_num_seqs=8, max_num_batched_tokens=64))
-    yield found
-    found.close()
+    engine = LocalEngine.start(model, EngineConfig(device="cpu", max_num_seqs=8, max_num_batched_tokens=64))
+    yield engine
+    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -201,21 +201,21 @@ def test_steps_hold_what_was_asked_for(
     local: LocalEngine, shape: Shape, decode: int, chunks: set[tuple[tuple[int, int], ...]]
 ) -> None:
     plain = local.engine.loop.runner
-    found = measure(local, [shape], repeats=2)
+    measured = measure(local, [shape], repeats=2)
     assert local.engine.loop.runner is plain and not isinstance(plain, Recorder)
-    assert {one.chunks for one in found} == chunks
-    for one in found:
-        assert len(one.decode) == decode and one.seconds > 0
-        assert all(held >= shape.context for held in one.decode)
-        last = one.chunks and sum(one.chunks[-1]) == shape.prompt
-        assert one.logits == decode + bool(last)
+    assert {step.chunks for step in measured} == chunks
+    for step in measured:
+        assert len(step.decode) == decode and step.seconds > 0
+        assert all(held >= shape.context for held in step.decode)
+        last = step.chunks and sum(step.chunks[-1]) == shape.prompt
+        assert step.logits == decode + bool(last)
 
 
 def test_ladders_keep_within_bounds_and_apart() -> None:
     bounds = Bounds(rows=16, max_len=4096, tokens=20_000)
     fit, judge = shapes(FIT_SHAPES, bounds), shapes(VALIDATION_SHAPES, bounds)
-    for one in fit + judge:
-        assert one.rows + bool(one.prompt) <= 16 and one.tokens <= 20_000
-        assert max(one.context, one.prompt) + OUTPUTS < 4096
-    assert not {one for one in judge if one in fit}
-    assert {bool(one.rows) + 2 * bool(one.prompt) for one in fit} == {1, 2, 3}
+    for step in fit + judge:
+        assert step.rows + bool(step.prompt) <= 16 and step.tokens <= 20_000
+        assert max(step.context, step.prompt) + OUTPUTS < 4096
+    assert not {step for step in judge if step in fit}
+    assert {bool(step.rows) + 2 * bool(step.prompt) for step in fit} == {1, 2, 3}

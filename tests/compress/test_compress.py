@@ -114,8 +114,8 @@ def test_folding_keeps_the_function(family: str, recipe: str, tmp_path: Path) ->
     folded = fold(read_recipe(recipe), source.spec, source.spec.layers[0], weights, seen)
     assert all(float((factor - 1).abs().max()) > 0.01 for factor in folded.divided.values())
     after = walk.run(0, walk.module(0, folded.weights), streams)
-    for one, other in zip(before, after, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
+    for earlier, other in zip(before, after, strict=True):
+        torch.testing.assert_close(other, earlier, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_folding_keeps_the_function(family: str, recipe: str, tmp_path: Path) ->
 )
 def test_what_is_written_is_served(model: Path, name: str, tmp_path: Path) -> None:
     """The engine's decoder reads the folder and says what the walk says of it."""
-    found = made(model, name, tmp_path / "out")
-    assert found.bytes < 0.75 * Checkpoint(model).bytes
+    folder = made(model, name, tmp_path / "out")
+    assert folder.bytes < 0.75 * Checkpoint(model).bytes
     ids = texts(1)[0]
-    states = LayerwiseRunner(found.spec, len(ids)).states(found, batches([ids]), lambda _: None)[0][0]
-    torch.testing.assert_close(logits(tmp_path / "out", ids), states @ found.head().T, rtol=1e-2, atol=2e-2)
+    states = LayerwiseRunner(folder.spec, len(ids)).states(folder, batches([ids]), lambda _: None)[0][0]
+    torch.testing.assert_close(logits(tmp_path / "out", ids), states @ folder.head().T, rtol=1e-2, atol=2e-2)
 
 
 def test_calibrated_methods_drift_less(model: Path, judge: Evaluator, tmp_path: Path) -> None:
@@ -146,22 +146,22 @@ def test_the_judge_is_exact(model: Path, judge: Evaluator) -> None:
     """Against the definition on the whole model at once."""
     decoder = load_decoder(model, 64)
     with torch.no_grad():
-        told = decoder(torch.tensor([one.ids for one in sequences()])).log_softmax(-1)
+        logprobs = decoder(torch.tensor([sequence.ids for sequence in sequences()])).log_softmax(-1)
         for layer in decoder.layers:
-            for linear in (one for one in layer.modules() if isinstance(one, torch.nn.Linear)):
+            for linear in (module for module in layer.modules() if isinstance(module, torch.nn.Linear)):
                 linear.weight.copy_(in_8_bits(linear.weight))
-        changed = decoder(torch.tensor([one.ids for one in sequences()])).log_softmax(-1)
+        changed = decoder(torch.tensor([sequence.ids for sequence in sequences()])).log_softmax(-1)
 
     def weights_alone(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return inputs.float_product(x, in_8_bits(weight), bias)
 
     drift = judge.measure(WithProduct(Checkpoint(model), weights_alone))
-    ids = torch.tensor([one.ids for one in sequences()])[:, 1:].unsqueeze(2)
-    kl = (told.exp() * (told - changed)).sum(-1)[:, :-1].mean()
+    ids = torch.tensor([sequence.ids for sequence in sequences()])[:, 1:].unsqueeze(2)
+    kl = (logprobs.exp() * (logprobs - changed)).sum(-1)[:, :-1].mean()
     assert drift.figures["kl"].value == pytest.approx(float(kl), rel=1e-3)
     perplexity = torch.exp(-changed[:, :-1].gather(2, ids).mean())
     assert drift.figures["perplexity"].value == pytest.approx(float(perplexity), rel=1e-4)
-    same = (told.argmax(-1) == changed.argmax(-1))[:, :-1].double().mean()
+    same = (logprobs.argmax(-1) == changed.argmax(-1))[:, :-1].double().mean()
     assert drift.figures["top1"].value == pytest.approx(float(same))
 
 
@@ -179,10 +179,10 @@ def test_the_judge_is_exact(model: Path, judge: Evaluator) -> None:
 def test_structured_pruning_leaves_a_smaller_dense_model(
     model: Path, name: str, shape: dict[str, int], tmp_path: Path
 ) -> None:
-    found = made(model, name, tmp_path / "out")
-    assert {key: found.config[key] for key in shape} == shape
+    folder = made(model, name, tmp_path / "out")
+    assert {key: folder.config[key] for key in shape} == shape
     source = Checkpoint(model)
-    assert found.spec.params < source.spec.params and found.bytes < source.bytes
+    assert folder.spec.params < source.spec.params and folder.bytes < source.bytes
     assert torch.isfinite(logits(tmp_path / "out", texts(1)[0])).all()
 
 
@@ -200,21 +200,21 @@ def test_neurons_that_do_nothing_go_first(model: Path, judge: Evaluator, tmp_pat
     save_file(tensors, wide / "model.safetensors")
     config = json.loads((model / "config.json").read_text())
     (wide / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
-    found = made(wide, "neurons-25", tmp_path / "out")
-    assert found.spec.layers[0].d_ff == 96
-    assert judge.measure(found).figures["kl"].value < 1e-4
+    folder = made(wide, "neurons-25", tmp_path / "out")
+    assert folder.spec.layers[0].d_ff == 96
+    assert judge.measure(folder).figures["kl"].value < 1e-4
 
 
 def test_windows_and_layer_kinds_survive_the_loss_of_layers(tmp_path: Path) -> None:
     save("gemma3", tmp_path / "source")
     source = Checkpoint(tmp_path / "source")
-    found = made(tmp_path / "source", "layers-2", tmp_path / "out")
+    folder = made(tmp_path / "source", "layers-2", tmp_path / "out")
 
     def kinds(spec: ModelSpec) -> list[int | None]:
-        return [one.window for one in spec.layers]
+        return [layer.window for layer in spec.layers]
 
-    assert len(kinds(found.spec)) == len(kinds(source.spec)) - 2
-    assert set(kinds(found.spec)) <= set(kinds(source.spec))
+    assert len(kinds(folder.spec)) == len(kinds(source.spec)) - 2
+    assert set(kinds(folder.spec)) <= set(kinds(source.spec))
     assert torch.isfinite(logits(tmp_path / "out", texts(1)[0])).all()
 
 
@@ -252,9 +252,9 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, name: str, tm
     assert {name: again[name] for name in before} == before
     assert not part.exists()
     for index in range(3):
-        found, wanted = Checkpoint(out).stored_layer(index), whole.stored_layer(index)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        stored, wanted = Checkpoint(out).stored_layer(index), whole.stored_layer(index)
+        assert stored.keys() == wanted.keys()
+        assert all(torch.equal(stored[key], wanted[key]) for key in wanted)
 
 
 def test_a_run_interrupted_while_it_is_judged_need_not_begin_again(model: Path, tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ def test_another_run_does_not_go_on_with_old_layers(model: Path, tmp_path: Path)
     out = tmp_path / "out"
     with pytest.raises(Stopped):
         Job(Checkpoint(model), read_recipe("rtn-int4-g32"), [], out).run(stop_after(2))
-    found = made(model, "rtn-int8-g32", out)
-    assert {found.stored_layer(index)["mlp.up_proj.weight_packed"].shape for index in range(3)} == {(96, 16)}
+    folder = made(model, "rtn-int8-g32", out)
+    assert {folder.stored_layer(index)["mlp.up_proj.weight_packed"].shape for index in range(3)} == {(96, 16)}
 
 
 def spoilt(model: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -341,7 +341,7 @@ def test_outliers_break_naive_w8a8_and_neither_smoothquant_nor_llm_int8(
 
 
 def test_judging_texts_are_others() -> None:
-    given, judging = split([f"text {one}" for one in range(9)])
+    given, judging = split([f"text {number}" for number in range(9)])
     assert len(given) == 7 and len(judging) == 2 and not set(given) & set(judging)
     given, judging = split(["abcdefgh"])
     assert given + judging == ["abcdef", "gh"]
@@ -352,11 +352,11 @@ def test_rows_and_windows_stay_within_their_tokens() -> None:
         return list(range(int(text)))
 
     rows = calibration_rows(["100", "40", "500", "20"], encode, 64, 256)
-    assert all(32 <= len(one) <= 64 for one in rows)
+    assert all(32 <= len(row) <= 64 for row in rows)
     assert 256 <= sum(map(len, rows)) < 256 + 64
-    assert [len(one) for one in rows] == sorted(map(len, rows), reverse=True)
+    assert [len(row) for row in rows] == sorted(map(len, rows), reverse=True)
     windows = evaluation_windows(["100", "40", "500"], encode, 64, 200)
-    assert 200 <= sum(one.tokens for one in windows) < 264
+    assert 200 <= sum(window.tokens for window in windows) < 264
 
 
 def test_compress_writes_a_card(

@@ -57,7 +57,7 @@ def test_terms_add_up() -> None:
         LossWeights(logits=0, text=1),
         LossWeights(logits=0, states=1, pairs=((0, 0), (2, 2))),
     ]
-    alone = [Distillation(student, teacher, one)(rows()) for one in parts]
+    alone = [Distillation(student, teacher, part)(rows()) for part in parts]
     recipe = LossWeights(logits=0.5, overlap=2, text=3, states=4, pairs=((0, 0), (2, 2)))
     together = Distillation(student, teacher, recipe)(rows())
     torch.testing.assert_close(together, 0.5 * alone[0] + 2 * alone[1] + 3 * alone[2] + 4 * alone[3])
@@ -66,7 +66,7 @@ def test_terms_add_up() -> None:
     a, b = student.streams(rows()), teacher.streams(rows())
     torch.testing.assert_close(alone[3], (F.mse_loss(a[0], b[0]) + F.mse_loss(a[2], b[2])) / 2)
     together.backward()
-    assert all(one.grad is None for one in teacher.parameters())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
@@ -89,15 +89,15 @@ def test_head_k_learns_what_the_model_says_k_places_later() -> None:
     heads, width, vocab = MedusaModule(6, heads=2), 6, 9
     hidden, wanted, unembed = torch.randn(2, 8, width), torch.randn(2, 8, vocab), torch.randn(vocab, width)
     with torch.no_grad():
-        for one in heads.parameters():
-            one.normal_()
+        for parameter in heads.parameters():
+            parameter.normal_()
     terms = []
     for k, head in enumerate(heads, 1):
         places = [(row, place) for row in range(2) for place in range(0, 6, 2)]
         said = [F.linear(head(hidden[row, place]), unembed) for row, place in places]
         terms.append(
             torch.stack(
-                [kl(one, wanted[row, place + k]) for one, (row, place) in zip(said, places, strict=True)]
+                [kl(logits, wanted[row, place + k]) for logits, (row, place) in zip(said, places, strict=True)]
             ).mean()
         )
     mean = (0.8 * terms[0] + 0.64 * terms[1]) / (0.8 + 0.64)
@@ -127,9 +127,9 @@ def test_written_text_is_what_the_model_says() -> None:
 
 @torch.no_grad()
 def test_written_text_depends_on_its_key_alone() -> None:
-    model, heat = decoder(2), torch.full((3,), 0.9)
+    model, temperature = decoder(2), torch.full((3,), 0.9)
     prompts, keys = rows()[:, :5], noise_keys(1, 3, torch.device("cpu"))
-    together = generate(model, prompts, 12, heat, keys)
-    alone = generate(model, prompts[1:2], 12, heat[:1], keys[1:2])
+    together = generate(model, prompts, 12, temperature, keys)
+    alone = generate(model, prompts[1:2], 12, temperature[:1], keys[1:2])
     assert torch.equal(alone[0], together[1])
-    assert not torch.equal(together, generate(model, prompts, 12, heat, noise_keys(2, 3, keys.device)))
+    assert not torch.equal(together, generate(model, prompts, 12, temperature, noise_keys(2, 3, keys.device)))

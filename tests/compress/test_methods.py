@@ -32,14 +32,14 @@ def weight() -> torch.Tensor:
 
 @pytest.fixture
 def seen(inputs: torch.Tensor) -> Statistics:
-    found = Statistics(INPUTS)
+    statistics = Statistics(INPUTS)
     for part in inputs.split(150):
-        found.update(part)
-    return found
+        statistics.update(part)
+    return statistics
 
 
-def error(found: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor) -> float:
-    return float(((found - weight) @ inputs.T).square().sum())
+def error(values: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor) -> float:
+    return float(((values - weight) @ inputs.T).square().sum())
 
 
 def test_statistics_are_sums_over_tokens(inputs: torch.Tensor, seen: Statistics, weight: torch.Tensor) -> None:
@@ -61,19 +61,19 @@ def test_rounding_is_the_nearest_point_of_the_grid(
     weight: torch.Tensor, bits: int, group: int, symmetric: bool
 ) -> None:
     grid = Grid(bits, group, symmetric)
-    found = round_to_nearest(weight, grid)
+    codes = round_to_nearest(weight, grid)
     place = torch.arange(INPUTS) // (group or INPUTS)
-    zeros = torch.full_like(found.scales, 2 ** (bits - 1)) if found.zeros is None else found.zeros.float()
-    points = (torch.arange(2**bits).view(1, 1, -1) - zeros[:, place].unsqueeze(2)) * found.scales[:, place].unsqueeze(2)
+    zeros = torch.full_like(codes.scales, 2 ** (bits - 1)) if codes.zeros is None else codes.zeros.float()
+    points = (torch.arange(2**bits).view(1, 1, -1) - zeros[:, place].unsqueeze(2)) * codes.scales[:, place].unsqueeze(2)
     nearest = (points - weight.unsqueeze(2)).abs().amin(2)
-    torch.testing.assert_close((found.dequantize() - weight).abs(), nearest)
+    torch.testing.assert_close((codes.dequantize() - weight).abs(), nearest)
     # Stored scales are exact. The range is covered but for what rounding a scale to 11 bits takes away at the end of 2^bits
     # steps, and for values as large as a symmetric grid's end, on its other side.
-    assert torch.equal(found.scales, found.scales.half().float())
-    assert float((nearest / found.scales[:, place].abs()).max()) <= 0.5 + 0.5 * symmetric + 2 ** (bits - 11)
+    assert torch.equal(codes.scales, codes.scales.half().float())
+    assert float((nearest / codes.scales[:, place].abs()).max()) <= 0.5 + 0.5 * symmetric + 2 ** (bits - 11)
     if symmetric and bits == 4:
         largest = weight.abs() == weight.abs().amax(1, keepdim=True)
-        assert (found.codes[largest] == 0).all()
+        assert (codes.codes[largest] == 0).all()
 
 
 def test_a_group_of_zeros_stays_zero() -> None:
@@ -114,7 +114,7 @@ def by_least_squares(weight: torch.Tensor, moment: torch.Tensor, grid: Grid, dam
             left[:, place:] = torch.linalg.lstsq(root[:, place:], rest.T).solution.T
         if place % grid.width(weight.shape[1]) == 0:
             part = left[:, place : place + grid.width(weight.shape[1])].float()
-            scale, zero = (one[:, 0] for one in fit_groups(part, Grid(grid.bits, 0, grid.symmetric)))
+            scale, zero = (factors[:, 0] for factors in fit_groups(part, Grid(grid.bits, 0, grid.symmetric)))
             group = place // grid.width(weight.shape[1])
             scales[:, group], zeros[:, group] = scale, zero
         codes[:, place] = nearest_codes(left[:, place], scale.double(), zero.double(), grid).float()
@@ -127,8 +127,8 @@ def test_gptq_is_the_sequence_of_least_squares(
     weight: torch.Tensor, seen: Statistics, bits: int, group: int, symmetric: bool
 ) -> None:
     grid = Grid(bits, group, symmetric)
-    found = gptq(weight, seen.moment, grid)
-    torch.testing.assert_close(found.codes.float(), by_least_squares(weight, seen.moment, grid, 0.01))
+    codes = gptq(weight, seen.moment, grid)
+    torch.testing.assert_close(codes.codes.float(), by_least_squares(weight, seen.moment, grid, 0.01))
 
 
 def test_gptq_of_more_inputs_than_a_block_has() -> None:
@@ -145,10 +145,10 @@ def test_gptq_errs_less_than_rounding(order: Order) -> None:
     tokens += 0.3 * torch.randn(600, 96, generator=chance)
     weight = torch.randn(40, 96, generator=chance)
     grid = Grid(4, 32)
-    found = gptq(weight, tokens.T @ tokens, grid, order)
-    assert (found.g_idx is not None) == (order == "groups")
+    codes = gptq(weight, tokens.T @ tokens, grid, order)
+    assert (codes.g_idx is not None) == (order == "groups")
     plain = round_to_nearest(weight, grid).dequantize()
-    assert error(found.dequantize(), weight, tokens) < 0.5 * error(plain, weight, tokens)
+    assert error(codes.dequantize(), weight, tokens) < 0.5 * error(plain, weight, tokens)
 
 
 def test_static_order_keeps_the_groups_and_the_order_of_groups_says_them(
@@ -157,18 +157,18 @@ def test_static_order_keeps_the_groups_and_the_order_of_groups_says_them(
     grid = Grid(4, 8)
     static = gptq(weight, seen.moment, grid, "static")
     torch.testing.assert_close(static.scales, fit_groups(weight, grid)[0])
-    found = gptq(weight, seen.moment, grid, "groups")
-    assert found.g_idx is not None
-    assert found.g_idx.bincount().tolist() == [8, 8, 8]
+    codes = gptq(weight, seen.moment, grid, "groups")
+    assert codes.g_idx is not None
+    assert codes.g_idx.bincount().tolist() == [8, 8, 8]
     largest = seen.moment.diagonal().argsort(descending=True)
-    assert (found.g_idx[largest[:8]] == 0).all()
+    assert (codes.g_idx[largest[:8]] == 0).all()
 
 
 def test_inputs_that_never_came_are_rounded_alone(weight: torch.Tensor, seen: Statistics) -> None:
     seen.moment[3], seen.moment[:, 3] = 0.0, 0.0
-    found = gptq(weight, seen.moment, Grid(8))
-    assert torch.isfinite(found.dequantize()).all()
-    torch.testing.assert_close(found.dequantize()[:, 3], weight[:, 3], atol=0.03, rtol=0)
+    codes = gptq(weight, seen.moment, Grid(8))
+    assert torch.isfinite(codes.dequantize()).all()
+    torch.testing.assert_close(codes.dequantize()[:, 3], weight[:, 3], atol=0.03, rtol=0)
 
 
 def test_moments_that_are_none_are_refused() -> None:
@@ -197,8 +197,8 @@ def test_cutting_a_range_never_costs_in_its_own_group(weight: torch.Tensor, seen
     for start in range(0, INPUTS, 8):
         inside = slice(start, start + 8)
 
-        def cost(found: Codes, inside: slice = inside) -> torch.Tensor:
-            return output_error((found.dequantize() - weight)[:, inside], seen.moment[inside, inside])
+        def cost(codes: Codes, inside: slice = inside) -> torch.Tensor:
+            return output_error((codes.dequantize() - weight)[:, inside], seen.moment[inside, inside])
 
         assert (cost(cut) <= cost(plain) * 1.0001).all()
 
@@ -218,20 +218,20 @@ def test_magnitude_and_wanda_by_hand() -> None:
     half = Pattern(0.5)
     assert by_magnitude(weight, half).tolist() == [[1.0, -3.0, 2.0, 4.0], [0.0, 0.0, 0.0, 0.0]]
     norm = torch.tensor([10.0, 1.0, 1.0, 1.0])
-    found = wanda(weight, norm, half)
-    torch.testing.assert_close(found, torch.tensor([[1.0, 0, 0, 4.0], [-0.1, 0, 0, -0.4]]))
+    mask = wanda(weight, norm, half)
+    torch.testing.assert_close(mask, torch.tensor([[1.0, 0, 0, 4.0], [-0.1, 0, 0, -0.4]]))
 
 
 @pytest.mark.parametrize("pattern", [Pattern(0.5), Pattern(0.25), Pattern(0.5, 4), Pattern(0.25, 8)])
 def test_every_method_leaves_the_share_it_should(weight: torch.Tensor, seen: Statistics, pattern: Pattern) -> None:
-    for found in (
+    for mask in (
         by_magnitude(weight, pattern),
         wanda(weight, seen.norm, pattern),
         sparsegpt(weight, seen.moment, pattern),
     ):
-        assert int((found == 0).sum()) == round(weight.numel() * pattern.share)
+        assert int((mask == 0).sum()) == round(weight.numel() * pattern.share)
         if pattern.run_length:
-            runs = (found == 0).unflatten(1, (-1, pattern.run_length)).sum(-1)
+            runs = (mask == 0).unflatten(1, (-1, pattern.run_length)).sum(-1)
             assert (runs == pattern.zeros).all()
 
 
@@ -250,12 +250,12 @@ def test_a_width_that_a_pattern_does_not_fit_is_named(weight: torch.Tensor) -> N
 
 def test_costs_and_refits_are_least_squares(weight: torch.Tensor, inputs: torch.Tensor, seen: Statistics) -> None:
     """What the surgeon says of a block equals the error after a direct solution without it."""
-    found = removal_costs(weight, seen.moment, 4)
+    costs = removal_costs(weight, seen.moment, 4)
     damping = float(0.01 * seen.moment.diagonal().mean()) ** 0.5
     rows = torch.cat((inputs, damping * torch.eye(INPUTS))).double()
     for block in range(INPUTS // 4):
-        kept = torch.tensor([one for one in range(INPUTS) if one // 4 != block])
+        kept = torch.tensor([index for index in range(INPUTS) if index // 4 != block])
         best = torch.linalg.lstsq(rows[:, kept], rows @ weight.double().T).solution.T
         torch.testing.assert_close(refit(weight, seen.moment, kept).double(), best, rtol=1e-3, atol=1e-3)
         left = (rows[:, kept] @ best.T - rows @ weight.double().T).square().sum()
-        assert float(found[block]) == pytest.approx(float(left), rel=1e-2)
+        assert float(costs[block]) == pytest.approx(float(left), rel=1e-2)

@@ -61,7 +61,7 @@ def test_a_bitmask_holds_one_bit_a_weight_and_the_rest(columns: int) -> None:
     assert torch.equal(storage.weight(packed), pruned.float())
     assert packed["bitmask"].shape == (64, -(-columns // 8))
     # By hand: the first row's mask, lowest bit first, and where the second row's values begin.
-    bits = [(int(packed["bitmask"][0, one // 8]) >> one % 8) & 1 for one in range(columns)]
+    bits = [(int(packed["bitmask"][0, column // 8]) >> column % 8) & 1 for column in range(columns)]
     assert bits == (pruned[0] != 0).int().tolist()
     assert int(packed["row_offsets"][1]) == sum(bits)
     weights = sum(packed[name].nbytes for name in ("compressed", "bitmask"))
@@ -77,9 +77,9 @@ def test_a_bitmask_that_contradicts_its_values_is_refused() -> None:
     ):
         bitmask.unpack({**packed, "shape": torch.tensor([64, 200])})
     names = ["a.weight", "b.shape", "b.bitmask", "b.compressed", "b.row_offsets"]
-    found = dict(bitmask.dense_tensors(names, lambda name: packed.get(name.removeprefix("b."), torch.ones(1))))
-    assert list(found) == ["a.weight", "b.weight"]
-    assert torch.equal(found["b.weight"](), by_magnitude(WEIGHT, Pattern(0.5)))
+    dense_tensors = dict(bitmask.dense_tensors(names, lambda name: packed.get(name.removeprefix("b."), torch.ones(1))))
+    assert list(dense_tensors) == ["a.weight", "b.weight"]
+    assert torch.equal(dense_tensors["b.weight"](), by_magnitude(WEIGHT, Pattern(0.5)))
 
 
 def test_int8_holds_one_kind_alone() -> None:
@@ -111,7 +111,7 @@ def test_llm_int8_keeps_outliers_whole() -> None:
     x = torch.randn(2, 20, 96, generator=chance)
     x[..., 7] *= 300
     exact = x @ WEIGHT.T
-    naive, mixed = (float((one(x, WEIGHT, None) - exact).square().mean()) for one in (w8a8, llm_int8))
+    naive, mixed = (float((multiply(x, WEIGHT, None) - exact).square().mean()) for multiply in (w8a8, llm_int8))
     assert mixed < 0.01 * naive
     x[..., 7] = 0
     torch.testing.assert_close(w8a8(x.clamp(-5, 5), WEIGHT, None), llm_int8(x.clamp(-5, 5), WEIGHT, None))

@@ -91,11 +91,11 @@ def test_rounds_go_back_to_the_early_step(source: Checkpoint, tmp_path: Path) ->
     assert all(share == 0 for share in zeros(dense.student).values())
     for ticket in (half, most):
         assert all(share == pytest.approx(ticket.share, abs=0.01) for share in zeros(ticket.student).values())
-    early = [one.detach() for one in torch.load(tmp_path / EARLY, weights_only=True)["parameters"]]
+    early = [tensor.detach() for tensor in torch.load(tmp_path / EARLY, weights_only=True)["parameters"]]
     assert [step for step, _ in start.begun] == [0, REWIND, REWIND]
     for (_, begun), masks in zip(start.begun[1:], (half.masks, most.masks), strict=True):
         for name, weight in begun.items():
-            assert any(torch.equal(one * masks[name], weight) for one in early if one.shape == weight.shape)
+            assert any(torch.equal(item * masks[name], weight) for item in early if item.shape == weight.shape)
 
 
 def test_a_ticket_of_all_weights_is_the_dense_run_again(source: Checkpoint, tmp_path: Path) -> None:

@@ -50,10 +50,10 @@ def weights(decoder: TrainableDecoder) -> list[torch.Tensor]:
 
 
 def check_packed(
-    student: TrainableDecoder, found: Checkpoint, near: Callable[[torch.Tensor, torch.Tensor], None]
+    student: TrainableDecoder, checkpoint: Checkpoint, near: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
     for index, layer in enumerate(student.layers):
-        dense = found.layer(index)
+        dense = checkpoint.layer(index)
         for name in LINEAR_NAMES:
             near(dense[f"{name}.weight"], layer.get_submodule(name).weight.detach())
 
@@ -67,13 +67,13 @@ def test_what_was_pruned_stays_pruned_and_is_packed_as_it_is(model: Path, recipe
     before, after = trained(student, trainable_decoder(Checkpoint(model), 64), tmp_path / "run")
     assert after < 0.9 * before
     pattern = recipe.partition("-")[2]
-    found = packed(student, f"magnitude-{pattern}", tmp_path)
+    checkpoint = packed(student, f"magnitude-{pattern}", tmp_path)
     assert all(torch.equal(weight == 0, zero) for weight, zero in zip(weights(student), zeros, strict=True))
 
     def same(stored: torch.Tensor, trained_to: torch.Tensor) -> None:
         assert torch.equal(stored, trained_to.bfloat16().float())
 
-    check_packed(student, found, same)
+    check_packed(student, checkpoint, same)
 
 
 def test_training_on_a_grid_ends_on_it(model: Path, tmp_path: Path) -> None:
@@ -84,14 +84,14 @@ def test_training_on_a_grid_ends_on_it(model: Path, tmp_path: Path) -> None:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights(student), plain, strict=True))
     before, after = trained(student, trainable_decoder(Checkpoint(model), 64), tmp_path / "run")
     assert after < 0.9 * before
-    found = packed(student, "rtn-int3-g32", tmp_path)
+    checkpoint = packed(student, "rtn-int3-g32", tmp_path)
 
     def near(stored: torch.Tensor, trained_to: torch.Tensor) -> None:
         # Floats in 16 bits lie between: a weight at the edge of two steps may fall on the other side.
         steps = (stored - trained_to).abs() / trained_to.abs().amax()
         assert float((steps > 0.02).float().mean()) < 0.01
 
-    check_packed(student, found, near)
+    check_packed(student, checkpoint, near)
 
 
 def test_nothing_to_keep_is_refused(model: Path) -> None:

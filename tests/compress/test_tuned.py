@@ -44,14 +44,14 @@ def test_training_brings_the_answers_back(model: Path, judge: Evaluator, recipe:
     tuned.build(quiet)
     assert not (tmp_path / "tuned").exists()
     tuned.publish()
-    plain, found = Checkpoint(tmp_path / "plain"), Checkpoint(tmp_path / "tuned")
-    assert found.spec.params == plain.spec.params and found.bytes <= plain.bytes
-    assert type(found.storage) is type(plain.storage)
-    assert judge.measure(found).figures["kl"].value < 0.95 * judge.measure(plain).figures["kl"].value
+    plain, after = Checkpoint(tmp_path / "plain"), Checkpoint(tmp_path / "tuned")
+    assert after.spec.params == plain.spec.params and after.bytes <= plain.bytes
+    assert type(after.storage) is type(plain.storage)
+    assert judge.measure(after).figures["kl"].value < 0.95 * judge.measure(plain).figures["kl"].value
     assert tuned.loss > 0
     if "magnitude" in recipe or "sparse" in recipe:
-        weights = [found.layer(0)[f"{name}.weight"] for name in LINEAR_NAMES]
-        assert all(float((one == 0).float().mean()) == pytest.approx(0.5, abs=0.01) for one in weights)
+        weights = [after.layer(0)[f"{name}.weight"] for name in LINEAR_NAMES]
+        assert all(float((weight == 0).float().mean()) == pytest.approx(0.5, abs=0.01) for weight in weights)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "tuned"]
 
 
@@ -79,9 +79,9 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, recipe: str, 
     again.build(counted)
     again.publish()
     assert seen.count(0) == 1  # it did not begin again
-    one, other = Checkpoint(tmp_path / "whole"), Checkpoint(tmp_path / "again")
-    for index in range(len(one.spec.layers)):
-        ours, theirs = one.stored_layer(index), other.stored_layer(index)
+    first, other = Checkpoint(tmp_path / "whole"), Checkpoint(tmp_path / "again")
+    for index in range(len(first.spec.layers)):
+        ours, theirs = first.stored_layer(index), other.stored_layer(index)
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
@@ -125,7 +125,7 @@ def test_one_command_from_checkpoint_to_card(
     for path in (*model.iterdir(), tiny / "tokenizer.json", tiny / "tokenizer_config.json"):
         (source / path.name).write_bytes(path.read_bytes())
     corpus.write_text(
-        "".join(json.dumps({"text": f"The number {one} follows {one - 1}. "}) + "\n" for one in range(60))
+        "".join(json.dumps({"text": f"The number {index} follows {index - 1}. "}) + "\n" for index in range(60))
     )
     words = [
         "compress",

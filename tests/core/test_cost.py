@@ -38,7 +38,7 @@ def test_long_prompts_are_bound_by_arithmetic(spec: ModelSpec, model: CostModel)
 def test_chunks_add_up_to_the_whole_and_take_longer(spec: ModelSpec, model: CostModel) -> None:
     parts = [step_work(spec, [(start, 512)], logits=0) for start in range(0, 4096, 512)]
     whole = step_work(spec, [(0, 4096)], logits=0)
-    assert sum(one.flops for one in parts) == whole.flops
+    assert sum(part.flops for part in parts) == whole.flops
     chunks = [step_work(spec, [(start, 512)]) for start in range(0, 4096, 512)]
     assert sum(map(model.step_s, chunks)) > model.step_s(step_work(spec, [(0, 4096)]))
 

@@ -32,11 +32,11 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_the_sums_are_the_step(spec: ModelSpec, step: tuple[list[tuple[int, int]], int | None]) -> None:
     shares, logits = step
-    found = operations(spec, shares, logits)
+    parts = operations(spec, shares, logits)
     work = step_work(spec, shares, logits)
-    assert [one.name for one in found] == list(NAMES)
-    assert sum(one.flops for one in found) == work.flops
-    assert sum(one.bytes for one in found) == work.bytes
+    assert [operation.name for operation in parts] == list(NAMES)
+    assert sum(operation.flops for operation in parts) == work.flops
+    assert sum(operation.bytes for operation in parts) == work.bytes
 
 
 def test_a_step_without_tokens_has_no_operations() -> None:
@@ -45,20 +45,22 @@ def test_a_step_without_tokens_has_no_operations() -> None:
 
 
 def test_single_operations() -> None:
-    found = {one.name: one for one in operations(LLAMA, [(9, 1), (19, 1)])}
-    assert found["qkv"].count == 3
-    assert found["qkv"].bytes == 3 * 2 * 64 * (64 + 32)
-    assert found["qkv"].activation_bytes == 3 * 2 * 2 * (64 + 96)
-    assert found["attention"].bytes == 3 * 2 * 32 * (10 + 20)
-    assert found["attention"].flops == 3 * 4 * 64 * (10 + 20)
-    assert found["rope+kv write"].bytes == 3 * 2 * 2 * 32
-    assert found["norm"].count == 7
-    assert found["head"].flops == 2 * 2 * 64 * 1000
-    assert found["sampling"].activation_bytes == 2 * 2 * 1000 + 2 * 4
+    by_name = {operation.name: operation for operation in operations(LLAMA, [(9, 1), (19, 1)])}
+    assert by_name["qkv"].count == 3
+    assert by_name["qkv"].bytes == 3 * 2 * 64 * (64 + 32)
+    assert by_name["qkv"].activation_bytes == 3 * 2 * 2 * (64 + 96)
+    assert by_name["attention"].bytes == 3 * 2 * 32 * (10 + 20)
+    assert by_name["attention"].flops == 3 * 4 * 64 * (10 + 20)
+    assert by_name["rope+kv write"].bytes == 3 * 2 * 2 * 32
+    assert by_name["norm"].count == 7
+    assert by_name["head"].flops == 2 * 2 * 64 * 1000
+    assert by_name["sampling"].activation_bytes == 2 * 2 * 1000 + 2 * 4
 
 
 def test_quantized_matrices_take_smaller_activations() -> None:
-    plain, small = ({one.name: one for one in operations(s, [(0, 10)])} for s in (LLAMA, SPECS["fp8 with biases"]))
+    plain, small = (
+        {operation.name: operation for operation in operations(s, [(0, 10)])} for s in (LLAMA, SPECS["fp8 with biases"])
+    )
     for name in ("norm", "qkv", "gate+up", "down", "activation"):
         assert small[name].activation_bytes < plain[name].activation_bytes
     assert small["out"].activation_bytes == plain["out"].activation_bytes

@@ -98,26 +98,26 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
     file = tmp_path / "options.json"
     file.write_text(json.dumps({"port": 1, "host": "file", "seed": 1, "threads": 1}))
     environ = {"RIDGELINE_PORT": "2", "RIDGELINE_HOST": "environment"}
-    found = resolve({"port": 3}, environ=environ, file=file, hardware={"threads": 9, "max_num_seqs": 64})
-    assert (found.service.port, found.origins["port"]) == (3, "flag")
-    assert (found.service.host, found.origins["host"]) == ("environment", "environment")
-    assert (found.model.seed, found.origins["seed"]) == (1, "file options.json")
-    assert (found.engine.threads, found.origins["threads"]) == (1, "file options.json")
-    assert (found.engine.max_num_seqs, found.origins["max_num_seqs"]) == (64, "model and hardware")
-    assert (found.service.max_queue, found.origins["max_queue"]) == (1024, "default")
+    resolved = resolve({"port": 3}, environ=environ, file=file, hardware={"threads": 9, "max_num_seqs": 64})
+    assert (resolved.service.port, resolved.origins["port"]) == (3, "flag")
+    assert (resolved.service.host, resolved.origins["host"]) == ("environment", "environment")
+    assert (resolved.model.seed, resolved.origins["seed"]) == (1, "file options.json")
+    assert (resolved.engine.threads, resolved.origins["threads"]) == (1, "file options.json")
+    assert (resolved.engine.max_num_seqs, resolved.origins["max_num_seqs"]) == (64, "model and hardware")
+    assert (resolved.service.max_queue, resolved.origins["max_queue"]) == (1024, "default")
 
 
 def test_nothing_said_is_the_defaults() -> None:
-    found = resolve({})
-    assert found.engine == EngineConfig() and found.model == ModelConfig()
-    assert set(found.origins.values()) == {"default"}
+    resolved = resolve({})
+    assert resolved.engine == EngineConfig() and resolved.model == ModelConfig()
+    assert set(resolved.origins.values()) == {"default"}
 
 
 def test_other_names_of_an_option(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("context-length = 512\nmem_fraction_static = 0.7\n")
-    found = resolve({}, file=file)
-    assert found.model.max_model_len == 512 and found.engine.gpu_memory_utilization == 0.7
+    resolved = resolve({}, file=file)
+    assert resolved.model.max_model_len == 512 and resolved.engine.gpu_memory_utilization == 0.7
     file.write_text("context-length = 512\nmax_model_len = 512\n")
     with pytest.raises(ConfigError, match="given twice"):
         resolve({}, file=file)

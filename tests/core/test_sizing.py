@@ -44,12 +44,12 @@ def test_h200_holds_a_whole_context() -> None:
 def test_a_rank_plans_for_its_own_heads(ranks: int) -> None:
     """A rank holds 1 / ranks of the layers' matrices and of the KV heads, and never less than one KV head."""
     spec = llama_8b()
-    whole, own = (size(one, EngineConfig(), 141 * GIB, "cuda") for one in (spec, spec.on_rank(ranks)))
-    check(own)
-    assert own.layout.page_bytes * min(ranks, 8) == whole.layout.page_bytes
-    linear = [sum(one.layer_linear_params(layer) for layer in one.layers) for one in (spec, spec.on_rank(8))]
+    whole, rank_plan = (size(model, EngineConfig(), 141 * GIB, "cuda") for model in (spec, spec.on_rank(ranks)))
+    check(rank_plan)
+    assert rank_plan.layout.page_bytes * min(ranks, 8) == whole.layout.page_bytes
+    linear = [sum(model.layer_linear_params(layer) for layer in model.layers) for model in (spec, spec.on_rank(8))]
     assert linear[1] * 8 == linear[0]
-    assert own.n_pages > whole.n_pages * min(ranks, 8)
+    assert rank_plan.n_pages > whole.n_pages * min(ranks, 8)
 
 
 def test_layers_that_cannot_be_divided_are_refused() -> None:

@@ -33,7 +33,7 @@ def test_penalties() -> None:
     known, prompt = [6, 4, 8], [3, 4, 0]
     presence, frequency, repetition = [0.5, 1.0, 0.0], [0.25, -1.0, 0.0], [1.5, 0.5, 1.0]
     said = TokenHistory(
-        tokens, ints(*known), ints(*prompt), *(torch.tensor(one) for one in (presence, frequency, repetition))
+        tokens, ints(*known), ints(*prompt), *(torch.tensor(values) for values in (presence, frequency, repetition))
     )
     given = logits()
     got = apply_penalties(given.clone(), said)

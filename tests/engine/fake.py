@@ -128,8 +128,8 @@ class FakeRunner:
             for node, token in enumerate(draft.tokens):
                 path = _path(draft, node)
                 self._write(row, root + 1 + node, root + len(path), token)
-                said = [*state.tokens[: root + 1], *(draft.tokens[one] for one in path)]
-                self._read(row, root + len(path), [root + 1 + one for one in path], said)
+                said = [*state.tokens[: root + 1], *(draft.tokens[node] for node in path)]
+                self._read(row, root + len(path), [root + 1 + node for node in path], said)
         if plan.logits[index] == Logits.ALL:
             result.scores[index] = [
                 TokenLogprobs(token, -1.0, 1, (token,), (-1.0,), 0.0) for token in plan.score_ids[row] if token >= 0
@@ -139,7 +139,7 @@ class FakeRunner:
             return [], 0
         if draft.tokens:
             places = [
-                state.tokens + [draft.tokens[one] for one in _path(draft, node)]
+                state.tokens + [draft.tokens[step] for step in _path(draft, node)]
                 for node in range(-1, len(draft.tokens))
             ]
             result.drawn[index] = [self._say(state, tokens) for tokens in places]
@@ -168,7 +168,7 @@ class FakeRunner:
                 flag |= Flag.STOP
             if len(state.tokens) >= state.join.limit:
                 flag |= Flag.LIMIT
-            right = (one for one, up in enumerate(draft.parents) if up == node and draft.tokens[one] == token)
+            right = (child for child, up in enumerate(draft.parents) if up == node and draft.tokens[child] == token)
             node = next(right, -1)
             if flag or node < 0:
                 state.done = bool(flag)
@@ -182,18 +182,18 @@ class FakeRunner:
         for node, parent in enumerate(parents):
             draft = Draft(tuple(state.drafts), parents[:node])
             path = [] if parent < 0 else _path(draft, parent)
-            right = self._say(state, state.tokens + [state.drafts[one] for one in path])
-            taken = {state.drafts[one] for one in range(node) if parents[one] == parent}
+            right = self._say(state, state.tokens + [state.drafts[kept_node] for kept_node in path])
+            taken = {state.drafts[sibling] for sibling in range(node) if parents[sibling] == parent}
             hit = self._chance.random() < self._luck and right not in taken
             state.drafts.append(
-                right if hit else next(one for one in range(self._vocab, 2 * self._vocab) if one not in taken)
+                right if hit else next(token for token in range(self._vocab, 2 * self._vocab) if token not in taken)
             )
 
     def _gather_path(self, row: int, root: int, kept: Sequence[int]) -> None:
         """Kept nodes move to where a chain would have written them."""
         for group in range(len(self._layout.groups)):
             held = [
-                self._memory[page][slot] for page, slot in (self._place(row, group, root + 1 + one) for one in kept)
+                self._memory[page][slot] for page, slot in (self._place(row, group, root + 1 + node) for node in kept)
             ]
             for depth, value in enumerate(held, 1):
                 page, slot = self._place(row, group, root + depth)

@@ -151,9 +151,9 @@ class Guesser(Speculation):
                 path.append(tokens[up])
                 up = parents[up]
             right = next_token([*request.tokens, *path[::-1]], request.seed, request.choice, VOCAB)
-            taken = {tokens[one] for one in range(node) if parents[one] == parent}
+            taken = {tokens[sibling] for sibling in range(node) if parents[sibling] == parent}
             hit = self._random.random() < self._chance and right not in taken
-            tokens.append(right if hit else next(one for one in range(right + 1, 3 * VOCAB) if one not in taken))
+            tokens.append(right if hit else next(token for token in range(right + 1, 3 * VOCAB) if token not in taken))
             parents.append(parent)
         return Draft(tuple(tokens), tuple(parents) if self._trees else ())
 
@@ -164,8 +164,8 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     common = [chance.randrange(VOCAB) for _ in range(13)]
     made = []
     for index in range(count):
-        own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 25))]
-        made.append(common + own if index % 2 else own)
+        suffix = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 25))]
+        made.append(common + suffix if index % 2 else suffix)
     return made
 
 

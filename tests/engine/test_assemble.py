@@ -20,14 +20,14 @@ from tests.models.families import save
 
 def test_stages_are_told_and_kept(tmp_path: Path) -> None:
     save("llama-gqa", tmp_path)
-    told: list[tuple[str, int, int]] = []
+    reports: list[tuple[str, int, int]] = []
     config = EngineConfig(device="cpu", kv_cache_memory=1 << 24)
-    engine = assemble(ModelConfig(str(tmp_path)), config, lambda *what: told.append(what), imports_s=1.25)
+    engine = assemble(ModelConfig(str(tmp_path)), config, lambda *what: reports.append(what), imports_s=1.25)
     seconds = engine.setup.facts["startup_s"]
     assert list(seconds) == ["imports", "device", "config", "ceilings", "weights", "runner", "grammar"]
     assert seconds["imports"] == 1.25 and all(spent >= 0 for spent in seconds.values())
-    assert {stage for stage, _, _ in told} == {"weights"}
-    assert told[-1][1] == told[-1][2]
+    assert {stage for stage, _, _ in reports} == {"weights"}
+    assert reports[-1][1] == reports[-1][2]
 
 
 def test_a_stage_takes_the_time_since_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

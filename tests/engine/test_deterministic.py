@@ -74,9 +74,9 @@ def requests(answer: int = ANSWER) -> list[Submit]:
     draw = random.Random(3)
     made = []
     for number in range(8):
-        own = [draw.randrange(4, VOCAB) for _ in range(draw.choice((1, 5, 33, 100, 170)))]
+        suffix = [draw.randrange(4, VOCAB) for _ in range(draw.choice((1, 5, 33, 100, 170)))]
         sampling = replace(SAMPLING[number % len(SAMPLING)], max_tokens=answer, ignore_eos=True)
-        made.append(Submit(f"r{number}", PREFIX + own if number % 2 else own, sampling, float(number)))
+        made.append(Submit(f"r{number}", PREFIX + suffix if number % 2 else suffix, sampling, float(number)))
     return made
 
 
@@ -99,7 +99,7 @@ class Session:
         self.preempted: list[str] = []
 
     def ask(self, given: Sequence[Submit]) -> Answers:
-        answers: Answers = {one.id: ([], []) for one in given}
+        answers: Answers = {request.id: ([], []) for request in given}
         for delta in self.engine.run(given):
             assert not delta.error
             answers[delta.id][0].extend(delta.tokens)
@@ -108,7 +108,7 @@ class Session:
                 self.cached[delta.id] = delta.cached
             if delta.finish and delta.times and delta.times[3]:
                 self.preempted.append(delta.id)
-        assert all(len(answers[one.id][0]) == one.sampling.max_tokens for one in given)
+        assert all(len(answers[request.id][0]) == request.sampling.max_tokens for request in given)
         return answers
 
 
@@ -117,8 +117,8 @@ def alone(device: str, dtype: str) -> Answers:
     """What each request is told when nobody else is there and all of its prompt fits one step."""
     session = Session(device, dtype, ROOM)
     answers: Answers = {}
-    for one in requests():
-        answers |= session.ask([one])
+    for request in requests():
+        answers |= session.ask([request])
     return answers
 
 
@@ -142,15 +142,15 @@ def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
 @pytest.mark.parametrize(("device", "dtype"), kinds(*BUILT))
 def test_after_preemption(device: str, dtype: str) -> None:
     """Tokens that were decoded one by one are recomputed as parts of chunks."""
-    given = [replace_prompt(one, 5 + number) for number, one in enumerate(requests(answer=50))]
+    given = [replace_prompt(request, 5 + number) for number, request in enumerate(requests(answer=50))]
     tight = Session(device, dtype, replace(ROOM, kv_cache_memory=(2 if dtype == "float32" else 1) * 1280 * 1024))
     got = tight.ask(given)
-    preempted = [one for one in given if one.id in tight.preempted]
-    others = [one for one in given if one not in preempted]
+    preempted = [request for request in given if request.id in tight.preempted]
+    others = [request for request in given if request not in preempted]
     assert preempted
     roomy = Session(device, dtype, ROOM)
-    for one in preempted[:3] + others[:1]:
-        assert roomy.ask([one]) == {one.id: got[one.id]}
+    for request in preempted[:3] + others[:1]:
+        assert roomy.ask([request]) == {request.id: got[request.id]}
     assert not roomy.preempted
 
 
@@ -166,12 +166,12 @@ def test_behind_a_prefix_hit(device: str, dtype: str) -> None:
 def test_a_cpu_without_compiled_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token alone: slow, and as invariant. For quantized products there is no such thing."""
     monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (None, "not built"))
-    few = [replace_prompt(one, size) for one, size in zip(requests(answer=4)[:3], (3, 24, 11), strict=True)]
+    few = [replace_prompt(request, size) for request, size in zip(requests(answer=4)[:3], (3, 24, 11), strict=True)]
     session = Session("cpu", "auto", ROOM)
     assert session.engine.engine.setup.facts["ops"] == "cpu, batch-invariant"
     want: Answers = {}
-    for one in few:
-        want |= session.ask([one])
+    for request in few:
+        want |= session.ask([request])
     assert session.ask(few) == want
     assert Session("cpu", "auto", replace(ROOM, max_num_batched_tokens=16)).ask(few) == want
     for name in ("fp8", "int4", "llm-int8"):
@@ -181,10 +181,10 @@ def test_a_cpu_without_compiled_operations(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_format_without_invariant_products_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fp8-weight on a GPU is; what there is instead is named."""
-    found = native_cpu.load(fixed=True)[0]
-    if found is None:
+    library = native_cpu.load(fixed=True)[0]
+    if library is None:
         pytest.skip("the native operations are not built")
-    without = replace(found, matmul=replace(found.matmul, without_kernel=frozenset({"fp8_weight"})))
+    without = replace(library, matmul=replace(library.matmul, without_kernel=frozenset({"fp8_weight"})))
     monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (without, "built"))
     with pytest.raises(
         ConfigError,

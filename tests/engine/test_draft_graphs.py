@@ -54,12 +54,12 @@ def check(bench: DeviceBench, recorder: Recorder) -> None:
         {"temperature": 0.6 * (number % 2), "seed": number, "max_tokens": 9 + 4 * number} for number in range(7)
     ]
     given = [(PROMPT * 2)[number:] for number in range(7)]
-    for number, one in enumerate(options):
-        bench.submit(f"r{number}", given[number], **one)  # type: ignore[arg-type]
+    for number, option in enumerate(options):
+        bench.submit(f"r{number}", given[number], **option)  # type: ignore[arg-type]
         bench.turn()
     bench.run()
-    for number, one in enumerate(options):
-        assert bench.tokens[f"r{number}", 0] == alone(given[number], **one), one
+    for number, option in enumerate(options):
+        assert bench.tokens[f"r{number}", 0] == alone(given[number], **option), option
     assert bench.scheduler.counts.drafted > 0
     assert {"step", "draw"} <= set(recorder.replayed)
 
@@ -92,13 +92,13 @@ def test_a_draft_model_reads_what_was_said_while_it_was_off(tokens: int, monkeyp
     )
     recorder = with_graphs(bench)
     options: list[dict[str, object]] = [{"max_tokens": 40}, {"max_tokens": 50, "temperature": 0.8, "seed": 2}]
-    for number, one in enumerate(options):
-        bench.submit(f"r{number}", PROMPT[number:], **one)  # type: ignore[arg-type]
+    for number, option in enumerate(options):
+        bench.submit(f"r{number}", PROMPT[number:], **option)  # type: ignore[arg-type]
         bench.turn()
         bench.turn()
     bench.run()
-    for number, one in enumerate(options):
-        assert bench.tokens[f"r{number}", 0] == alone(PROMPT[number:], **one), one
+    for number, option in enumerate(options):
+        assert bench.tokens[f"r{number}", 0] == alone(PROMPT[number:], **option), option
     counts = bench.scheduler.counts
     assert counts.accepted >= counts.drafted - 2 * 3 > 0
     assert "read" in recorder.replayed

@@ -39,7 +39,7 @@ def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter,
     chance = torch.Generator().manual_seed(0)
     tensors = {f"{head}.0.linear.weight": torch.randn(width, width, generator=chance) for head in range(3)}
     tensors |= {f"{head}.0.linear.bias": torch.zeros(width) for head in range(3)}
-    heads = MedusaHeads({name: one.to(device) for name, one in tensors.items()}, model.ops)
+    heads = MedusaHeads({name: tensor.to(device) for name, tensor in tensors.items()}, model.ops)
     medusa = Medusa(heads, model.decoder.logits, 6)
     recycling = Recycling(model.spec.vocab_size, torch.device(device))
     with tempfile.TemporaryDirectory() as name:
@@ -110,8 +110,8 @@ class Partly(Speculator):
     """Drops drafts of two nodes, as if a host drafter had more to say and that came to nothing."""
 
     def propose(self, request: RequestView, nodes: int) -> Draft:
-        found = super().propose(request, nodes)
-        return EMPTY_DRAFT if len(found.tokens) == 2 else found
+        drafts = super().propose(request, nodes)
+        return EMPTY_DRAFT if len(drafts.tokens) == 2 else drafts
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ class Partly(Speculator):
     [
         *(("llama-gqa", 0), ("mistral-window", 1), ("gemma3", 1)),
         *(
-            pytest.param(*one, marks=pytest.mark.long)
-            for one in (("llama-gqa", 1), ("mistral-window", 0), ("gemma3", 0))
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("llama-gqa", 1), ("mistral-window", 0), ("gemma3", 0))
         ),
     ],
 )
@@ -128,16 +128,16 @@ class Partly(Speculator):
 def test_speculated_is_plain(family: str, depth: int, name: str) -> None:
     """In a batch, prompts in chunks, requests that come later; sampled, logged and penalized rows too."""
     bench = speculating(family, name, depth=depth, step_tokens=16)
-    given = {one: PROMPT[number:] + PROMPT[: number + 9] for number, one in enumerate(OPTIONS)}
-    for one, prompt in given.items():
-        bench.submit(one, prompt, **OPTIONS[one])  # type: ignore[arg-type]
+    given = {kind: PROMPT[number:] + PROMPT[: number + 9] for number, kind in enumerate(OPTIONS)}
+    for kind, prompt in given.items():
+        bench.submit(kind, prompt, **OPTIONS[kind])  # type: ignore[arg-type]
         bench.turn()
     bench.submit("late", PROMPT[::-1])
     bench.run()
-    for one, prompt in given.items():
-        assert bench.tokens[one, 0] == alone(prompt, family, **OPTIONS[one])
+    for kind, prompt in given.items():
+        assert bench.tokens[kind, 0] == alone(prompt, family, **OPTIONS[kind])
     assert bench.tokens["late", 0] == alone(PROMPT[::-1], family)
-    assert [one.token for one in bench.logprobs["warm", 0]] == bench.tokens["warm", 0]
+    assert [logprob.token for logprob in bench.logprobs["warm", 0]] == bench.tokens["warm", 0]
     assert bench.scheduler.counts.drafted > 0
 
 

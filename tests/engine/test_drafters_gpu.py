@@ -29,15 +29,17 @@ def exact_float32():
 @pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling"])
 def test_speculated_is_plain(family: str, graphs: bool, plain: bool, name: str) -> None:
     """Plain draws run in the graphs of steps with drafts, the others beside them."""
-    kinds = {one: OPTIONS[one] for one in ("greedy",)} | {"warm": {"temperature": 0.9, "seed": 3}} if plain else OPTIONS
+    kinds = (
+        {name: OPTIONS[name] for name in ("greedy",)} | {"warm": {"temperature": 0.9, "seed": 3}} if plain else OPTIONS
+    )
     bench = speculating(family, name, device="cuda", depth=1, graphs=graphs, step_tokens=32)
-    given = {one: PROMPT[number:] + PROMPT[: number + 9] for number, one in enumerate(kinds)}
-    for one, prompt in given.items():
-        bench.submit(one, prompt, **kinds[one])  # type: ignore[arg-type]
+    given = {kind: PROMPT[number:] + PROMPT[: number + 9] for number, kind in enumerate(kinds)}
+    for kind, prompt in given.items():
+        bench.submit(kind, prompt, **kinds[kind])  # type: ignore[arg-type]
         bench.turn()
     bench.run()
-    for one, prompt in given.items():
-        assert bench.tokens[one, 0] == alone(prompt, family, **kinds[one])
+    for kind, prompt in given.items():
+        assert bench.tokens[kind, 0] == alone(prompt, family, **kinds[kind])
     counts = bench.scheduler.counts
     assert counts.drafted > 0
     if name == "itself" and plain:

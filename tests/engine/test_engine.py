@@ -168,11 +168,15 @@ def test_step_records_add_up() -> None:
     stats = []
     local = LocalEngine(make(depth=1), stats.append)
     list(local.run([submit(f"r{i}", list(range(10 + i)), max_tokens=5, ignore_eos=True) for i in range(4)]))
-    assert sum(one.output_tokens for one in stats) == 20
-    assert sum(one.prompt_tokens for one in stats) + sum(one.prefix_hits for one in stats) == 10 + 11 + 12 + 13
-    assert all(0 <= one.waste_inside < 1 for one in stats)
-    assert all(one.host_s == one.plan_s + one.commit_s + one.reply_s > 0 for one in stats)
-    assert all(one.plan_s > 0 and one.commit_s > 0 for one in stats) and all(one.reply_s > 0 for one in stats[1:])
+    assert sum(record.output_tokens for record in stats) == 20
+    assert (
+        sum(record.prompt_tokens for record in stats) + sum(record.prefix_hits for record in stats) == 10 + 11 + 12 + 13
+    )
+    assert all(0 <= record.waste_inside < 1 for record in stats)
+    assert all(record.host_s == record.plan_s + record.commit_s + record.reply_s > 0 for record in stats)
+    assert all(record.plan_s > 0 and record.commit_s > 0 for record in stats) and all(
+        record.reply_s > 0 for record in stats[1:]
+    )
 
 
 @pytest.mark.parametrize("end", ["cancel", "finish"])
@@ -243,7 +247,7 @@ def test_records_name_the_step_that_was_committed(depth: int) -> None:
     stats: list[StepStats] = []
     local = LocalEngine(make(depth=depth, fail_at=[2]), stats.append)
     news = list(local.run([submit("a", [1, 2], max_tokens=9, ignore_eos=True)]))
-    assert [(one.step, one.steps, one.failed) for one in stats[:2]] == [(1, 1, 0), (2, 1, 1)]
+    assert [(record.step, record.steps, record.failed) for record in stats[:2]] == [(1, 1, 0), (2, 1, 1)]
     assert news[-1].finish == "error"
 
 
@@ -312,7 +316,7 @@ def test_an_interrupt_in_a_step_ends_the_requests_and_the_engine_goes_on(depth: 
     with pytest.raises(KeyboardInterrupt):
         list(local.run([submit("a", list(range(20)), max_tokens=50), submit("b", [1, 2], max_tokens=50)]))
     assert steps >= 3 and engine.idle and signal.getsignal(signal.SIGINT) is before
-    assert sum(len(one.tokens) for one in local.run([submit("c", [1, 2, 3], max_tokens=7, ignore_eos=True)])) == 7
+    assert sum(len(delta.tokens) for delta in local.run([submit("c", [1, 2, 3], max_tokens=7, ignore_eos=True)])) == 7
 
 
 @pytest.mark.usefixtures("interrupts")

@@ -46,7 +46,9 @@ class Forgetful(FakeRunner):
             for row in (*plan.leaves, *changed):
                 self._rows.pop(row, None)
             running = self.scheduler.running
-            self.touched |= {(one.id, one.choice) for one in running if one.row in changed | set(plan.rows)}
+            self.touched |= {
+                (request.id, request.choice) for request in running if request.row in changed | set(plan.rows)
+            }
             self._results.append(without(plan, "lost"))
             return
         held = [known.get(row) == generation for row, generation in zip(plan.rows, plan.generations, strict=True)]
@@ -56,8 +58,8 @@ class Forgetful(FakeRunner):
         result = self._results[-1]
         for name in ("counts", "flags"):
             left = iter(getattr(result, name))
-            setattr(result, name, [next(left) if one else 0 for one in held])
-        result.lost = [place for place, one in enumerate(held) if not one]
+            setattr(result, name, [next(left) if drawn else 0 for drawn in held])
+        result.lost = [place for place, drawn in enumerate(held) if not drawn]
 
 
 PER_ROW = ("rows", "generations", "n_query", "n_draft", "logits", "samples")

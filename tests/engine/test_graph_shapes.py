@@ -56,8 +56,8 @@ def test_which_mixed_steps_of_many_rows_have_a_graph() -> None:
         return [shape for shape in mixed_shapes(sizes(64, tokens), of) if shape.tokens > 128]
 
     assert shapes(255) == [StepShape.mixed(33, 192)], "few tokens"
-    found = [(shape.tokens, shape.rows) for shape in shapes(400)]
-    assert found == [(192, 33), (256, 33), (256, 65), (384, 33), (384, 65), (400, 65)]
+    sizes_of = [(shape.tokens, shape.rows) for shape in shapes(400)]
+    assert sizes_of == [(192, 33), (256, 33), (256, 65), (384, 33), (384, 65), (400, 65)]
     assert [shape.tokens for shape in shapes(400, most=300) if shape.rows == 65] == [256], (
         "the device takes longer than Python"
     )
@@ -83,12 +83,12 @@ def test_which_steps_with_drafts_have_a_graph() -> None:
 
 def test_drafts_of_the_host_are_chains_and_trees() -> None:
     assert draft_shapes(sizes(64, 64), False) == {False: [], True: []}
-    found = draft_shapes(sizes(64, 64, (2,), 8), True)
+    chosen = draft_shapes(sizes(64, 64, (2,), 8), True)
     for tree in (False, True):
-        assert (StepShape.verifying(64, 2, tree) in found[tree]) is tree
-        assert {shape.width for shape in found[tree] if shape.rows == 16} >= {2, 4, 9}
-        assert max(shape.tokens for shape in found[tree] if shape.width > 3) <= 256
-        assert [shape.tokens for shape in found[tree]] == sorted(shape.tokens for shape in found[tree])
+        assert (StepShape.verifying(64, 2, tree) in chosen[tree]) is tree
+        assert {shape.width for shape in chosen[tree] if shape.rows == 16} >= {2, 4, 9}
+        assert max(shape.tokens for shape in chosen[tree] if shape.width > 3) <= 256
+        assert [shape.tokens for shape in chosen[tree]] == sorted(shape.tokens for shape in chosen[tree])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 100, 250, 512])

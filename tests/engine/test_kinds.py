@@ -34,7 +34,7 @@ def _form(value: Any) -> Any:
 def _noting(name: str, operation: Callable[..., Any], noted: Noted) -> Callable[..., Any]:
     @wraps(operation)
     def call(*given: Any, **named: Any) -> Any:
-        noted.add(f"{name} {[_form(one) for one in (*given, *named.values())]}")
+        noted.add(f"{name} {[_form(operand) for operand in (*given, *named.values())]}")
         return operation(*given, **named)
 
     return call
@@ -43,7 +43,10 @@ def _noting(name: str, operation: Callable[..., Any], noted: Noted) -> Callable[
 def _all_noting(interface: Any, noted: Noted) -> Any:
     """The interface with every operation noting its calls."""
     operations = {field.name: getattr(interface, field.name) for field in fields(interface)}
-    return replace(interface, **{name: _noting(name, one, noted) for name, one in operations.items() if callable(one)})
+    return replace(
+        interface,
+        **{name: _noting(name, operation, noted) for name, operation in operations.items() if callable(operation)},
+    )
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
@@ -63,9 +66,9 @@ def test_one_layer_of_each_kind_launches_what_all_launch(family: str) -> None:
     assert len(few.decoder.layers) < len(step.decoder.layers)
     seen = []
     with torch.inference_mode():
-        for one in (step, few):
+        for work in (step, few):
             noted.clear()
-            warm_up_forward(one, [1, 20, 7])
+            warm_up_forward(work, [1, 20, 7])
             seen.append(set(noted))
     assert seen[0] == seen[1] and seen[0]
     assert len(step.decoder.layers) == len(model.spec.layers)

@@ -275,7 +275,7 @@ def test_any_mix_of_arrivals_cancels_and_transfers(data: st.DataObject) -> None:
         speculation=data.draw(st.sampled_from(_speculations())),
     )
     chance = data.draw(st.randoms(use_true_random=False))
-    bench.ends = lambda tickets: {one: chance.random() < 0.8 for one in tickets if chance.random() < 0.2}
+    bench.ends = lambda tickets: {ticket: chance.random() < 0.8 for ticket in tickets if chance.random() < 0.2}
     wanted: dict[str, tuple[list[int], int, int]] = {}
     for index, prompt in enumerate(prompts(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 7)))):
         name, n, most = f"r{index}", data.draw(st.sampled_from([1, 1, 3])), data.draw(st.integers(1, 12))

@@ -85,15 +85,15 @@ def ask(
     local: LocalEngine, name: str, prompt: list[int], **sampling: object
 ) -> tuple[list[int], list[float], list[float]]:
     """Tokens of an answer, their log-probabilities, and those of the prompt's tokens from its second on."""
-    said, told, prompted = [], [], []
+    said, logprobs, prompted = [], [], []
     params = SamplingParams(temperature=0.0, ignore_eos=True, **sampling)  # type: ignore[arg-type]
     request = Submit(name, prompt, params, time.time())
     for delta in local.run([request]):
         assert delta.finish in ("", "length"), delta.error
         said += delta.tokens
-        told += [one.logprob for one in delta.logprobs or []]
-        prompted += [one.logprob for one in delta.prompt_logprobs or []]
-    return said, told, prompted
+        logprobs += [entry.logprob for entry in delta.logprobs or []]
+        prompted += [entry.logprob for entry in delta.prompt_logprobs or []]
+    return said, logprobs, prompted
 
 
 @pytest.mark.parametrize("place", FROM)
@@ -103,19 +103,19 @@ def test_answers_are_what_other_kernels_would_say(engine: tuple[str, LocalEngine
     form, local = engine
     assert calls == [1] * len(calls) != []  # it was captured, or ran
     prompt = [(7 * number + 3) % 4000 for number in range(FROM[place])]
-    said, told, _ = ask(local, f"say {place}", prompt, max_tokens=SAID, logprobs=0)
+    said, logprobs, _ = ask(local, f"say {place}", prompt, max_tokens=SAID, logprobs=0)
     _, _, scored = ask(local, f"score {place}", prompt + said, max_tokens=1, prompt_logprobs=0)
-    assert len(said) == len(told) == SAID
-    apart = torch.tensor(told) - torch.tensor(scored[-SAID:])
+    assert len(said) == len(logprobs) == SAID
+    apart = torch.tensor(logprobs) - torch.tensor(scored[-SAID:])
     assert apart.abs().mean() < APART[form] and apart.abs().max() < 5 * APART[form], apart
 
 
 def test_one_request_after_the_other_gives_the_same(engine: tuple[str, LocalEngine]) -> None:
     _, local = engine
     prompt = list(range(100, 190))
-    first, told, _ = ask(local, "first", prompt, max_tokens=SAID, logprobs=0)
+    first, logprobs, _ = ask(local, "first", prompt, max_tokens=SAID, logprobs=0)
     ask(local, "between", list(range(900, 1400)), max_tokens=9)
-    assert ask(local, "again", prompt, max_tokens=SAID, logprobs=0)[:2] == (first, told)
+    assert ask(local, "again", prompt, max_tokens=SAID, logprobs=0)[:2] == (first, logprobs)
 
 
 def test_a_draft_that_is_the_target_is_nearly_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +141,6 @@ def test_a_draft_that_is_the_target_is_nearly_always_right(tmp_path: Path, monke
     assert calls == [1] * len(calls) != []
     said, _, _ = ask(local, "one", [(7 * number + 3) % 4000 for number in range(300)], max_tokens=400)
     local.close()
-    drafted, accepted = (sum(getattr(one, name) for one in seen) for name in ("drafted", "accepted"))
+    drafted, accepted = (sum(getattr(record, name) for record in seen) for name in ("drafted", "accepted"))
     assert len(said) == 400
     assert accepted > 0.85 * drafted > 100, (accepted, drafted)

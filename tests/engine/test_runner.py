@@ -158,8 +158,8 @@ def test_stop_may_be_the_first_token() -> None:
 
 
 def test_seeds() -> None:
-    one, same, other = (answer(temperature=1.0, seed=seed) for seed in (1, 1, 2))
-    assert one == same != other
+    first, same, other = (answer(temperature=1.0, seed=seed) for seed in (1, 1, 2))
+    assert first == same != other
 
 
 # --- drafts ---------------------------------------------------------------------------------------------------------
@@ -186,14 +186,16 @@ class Guesser(Speculation):
         parents: list[int] = []
         right = -1
         for token in truth:
-            wrong = [one for one in self.draw.sample(range(320), 3) if one != token][: self.draw.randrange(3)]
-            own = [*wrong, *[token] * (self.draw.random() < self.skill)]
-            self.draw.shuffle(own)
-            tokens += own
-            parents += [right] * len(own)
-            if token not in own:
+            wrong = [candidate for candidate in self.draw.sample(range(320), 3) if candidate != token][
+                : self.draw.randrange(3)
+            ]
+            candidates = [*wrong, *[token] * (self.draw.random() < self.skill)]
+            self.draw.shuffle(candidates)
+            tokens += candidates
+            parents += [right] * len(candidates)
+            if token not in candidates:
                 break
-            right = len(tokens) - len(own) + own.index(token)
+            right = len(tokens) - len(candidates) + candidates.index(token)
         draft = Draft(tuple(tokens), tuple(parents)).first(nodes)
         return draft.chain() if request.sampling.penalized else draft
 
@@ -219,7 +221,7 @@ def test_speculated_is_plain(family: str, depth: int, skill: float, trees: bool)
     assert bench.tokens["greedy", 0] == answers["greedy"][: answers["greedy"].index(stop) + 1]
     assert bench.tokens["warm", 0] == answers["warm"]
     assert bench.tokens["filtered", 0] == answers["filtered"]
-    assert [one.token for one in bench.logprobs["warm", 0]] == answers["warm"]
+    assert [logprob.token for logprob in bench.logprobs["warm", 0]] == answers["warm"]
     counts = bench.scheduler.counts
     assert counts.drafted > 0
     if skill == 1.0 and not trees:
@@ -242,16 +244,16 @@ def test_logprobs_are_the_models(family: str) -> None:
     bench.submit("one", temperature=1.7, seed=3, logprobs=4, logit_bias=((9, 5.0),), presence_penalty=1.0)
     bench.submit("two", [4, 4, 8], logprobs=0)
     bench.run()
-    tokens, found = bench.tokens["one", 0], bench.logprobs["one", 0]
+    tokens, logprobs = bench.tokens["one", 0], bench.logprobs["one", 0]
     expected = expected_logprobs(family, PROMPT + tokens)[len(PROMPT) - 1 : -1]
-    assert len(found) == len(tokens)
-    for one, token, row in zip(found, tokens, expected, strict=True):
-        assert one.token == token
-        assert one.logprob == pytest.approx(float(row[token]), abs=1e-4)
-        assert one.rank == int((row > row[token]).sum()) + 1
-        assert one.top_ids == tuple(row.topk(4).indices.tolist())
-        assert one.top_logprobs == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
-    assert all(one.rank == 1 and one.top_ids == () for one in bench.logprobs["two", 0])
+    assert len(logprobs) == len(tokens)
+    for logprob, token, row in zip(logprobs, tokens, expected, strict=True):
+        assert logprob.token == token
+        assert logprob.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert logprob.rank == int((row > row[token]).sum()) + 1
+        assert logprob.top_ids == tuple(row.topk(4).indices.tolist())
+        assert logprob.top_logprobs == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+    assert all(logprob.rank == 1 and logprob.top_ids == () for logprob in bench.logprobs["two", 0])
 
 
 @pytest.mark.parametrize("step_tokens", [64, 5])
@@ -261,11 +263,11 @@ def test_prompts_are_scored(step_tokens: int) -> None:
     bench.submit("two", PROMPT[::-1], max_tokens=3)
     bench.run()
     expected = expected_logprobs("llama-gqa", PROMPT)
-    found = bench.scores["one"]
-    assert [one.token for one in found] == PROMPT[1:]
-    for one, row in zip(found, expected, strict=False):
-        assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-4)
-        assert one.top_ids == tuple(row.topk(2).indices.tolist())
+    scores = bench.scores["one"]
+    assert [score.token for score in scores] == PROMPT[1:]
+    for score, row in zip(scores, expected, strict=False):
+        assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-4)
+        assert score.top_ids == tuple(row.topk(2).indices.tolist())
     assert "two" not in bench.scores
     assert bench.tokens["one", 0] == alone(max_tokens=3)
 

@@ -137,7 +137,7 @@ def test_many_steps_behind_an_end(runner: Runner) -> None:
     run_plan(runner, plan(1, (1, 1, len(PROMPT), True), joins=[join(1, limit=limit)], pages=pages(1, 1)))
     before = runner.rows.ints[1].tolist()
     late = [run_plan(runner, plan(step, (1, 1, 1, True))) for step in range(2, 6)]
-    assert all((list(one.counts), list(one.tokens), list(one.flags)) == ([0], [], [0]) for one in late)
+    assert all((list(plan.counts), list(plan.tokens), list(plan.flags)) == ([0], [], [0]) for plan in late)
     assert runner.rows.ints[1].tolist() == before
 
 
@@ -201,21 +201,21 @@ def test_what_a_draft_model_has_not_read(count: int, padded: StepShape | None) -
     """Every row's tokens in order but for the last two, of as many rows at a time as the graph holds that reads them."""
     behind = [7 * row % 19 for row in range(count)]
     made = plan(1, *((row, 1, 1, row % 5 != 4) for row in range(1, count + 1)))
-    made.unread = array("i", [own for row, own in enumerate(behind, 1) if row % 5 != 4])
-    found: dict[int, list[int]] = {}
+    made.unread = array("i", [drafted for row, drafted in enumerate(behind, 1) if row % 5 != 4])
+    nodes: dict[int, list[int]] = {}
     for packed, its in unread_steps(made, padded):
         assert padded is None or its is padded
         ragged = unpack(torch.from_numpy(packed), its).ragged
         rows = packed[: its.rows].tolist()
         assert ragged is not None
         owners, places, tokens = ragged.row_of.tolist(), ragged.place.tolist(), int(ragged.q_start[-1])
-        for at, (own, place) in enumerate(zip(owners[:tokens], places[:tokens], strict=True)):
-            found.setdefault(rows[own], []).append(place)
-            assert int(ragged.q_start[own]) <= at < int(ragged.q_start[own + 1])
+        for at, (owner, place) in enumerate(zip(owners[:tokens], places[:tokens], strict=True)):
+            nodes.setdefault(rows[owner], []).append(place)
+            assert int(ragged.q_start[owner]) <= at < int(ragged.q_start[owner + 1])
         ends = dict(zip(owners[:tokens], places[:tokens], strict=True))
-        assert all(int(ragged.n_query[own]) == place + 1 for own, place in ends.items())
-    wanted = {row: own - 2 for row, own in enumerate(behind, 1) if row % 5 != 4 and own > 2}
-    assert found == {row: list(range(-1 - own, -1)) for row, own in wanted.items()}
+        assert all(int(ragged.n_query[owner]) == place + 1 for owner, place in ends.items())
+    wanted = {row: drafted - 2 for row, drafted in enumerate(behind, 1) if row % 5 != 4 and drafted > 2}
+    assert nodes == {row: list(range(-1 - drafted, -1)) for row, drafted in wanted.items()}
 
 
 def test_drafts_stop_at_an_end(runner: Runner) -> None:
@@ -375,16 +375,16 @@ def test_buckets_and_padding(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options[7]["logprobs"] = 2
     options[8]["top_p"] = 0.7
     options[4]["prompt_logprobs"] = 1
-    for number, one in enumerate(options):
-        bench.submit(f"r{number}", PROMPT[number:], **one)  # type: ignore[arg-type]
+    for number, option in enumerate(options):
+        bench.submit(f"r{number}", PROMPT[number:], **option)  # type: ignore[arg-type]
     bench.run()
-    for number, one in enumerate(options):
-        assert bench.tokens[f"r{number}", 0] == alone(PROMPT[number:], **one), one
+    for number, option in enumerate(options):
+        assert bench.tokens[f"r{number}", 0] == alone(PROMPT[number:], **option), option
     assert len(bench.logprobs["r7", 0]) == options[7]["max_tokens"]
     plain = DeviceBench(rows=7)
     plain.submit("r4", PROMPT[4:], **options[4])  # type: ignore[arg-type]
     plain.run()
-    scores = [[one.logprob for one in each.scores["r4"]] for each in (bench, plain)]
+    scores = [[score.logprob for score in each.scores["r4"]] for each in (bench, plain)]
     assert len(scores[0]) == len(PROMPT) - 5 and scores[0] == pytest.approx(scores[1], abs=1e-5)
     assert bench.runner.rows.ints[0, : Int.LIMIT].tolist() == [0, 0, 1, 1]
 

@@ -105,8 +105,8 @@ def trace(count: int, apart_s: float) -> list[tuple[float, list[int], int]]:
     common = [chance.randrange(1000) for _ in range(500)]
     made = []
     for index in range(count):
-        own = [chance.randrange(1000) for _ in range(chance.choice((1, 30, 400, 3000)))]
-        made.append((index * apart_s, (common + own if index % 3 == 0 else own)[:3000], chance.randint(1, 60)))
+        suffix = [chance.randrange(1000) for _ in range(chance.choice((1, 30, 400, 3000)))]
+        made.append((index * apart_s, (common + suffix if index % 3 == 0 else suffix)[:3000], chance.randint(1, 60)))
     return made
 
 
@@ -126,15 +126,15 @@ def test_a_trace_ends_and_takes_the_sum_of_its_predicted_steps(depth: int) -> No
     assert (
         simulation.runner.now
         == pytest.approx(predicted)
-        == pytest.approx(sum(one.device_s for one in simulation.results))
+        == pytest.approx(sum(result.device_s for result in simulation.results))
     )
 
 
 def test_time_passes_between_arrivals() -> None:
     simulation = Simulation(VirtualRunner(COST))
     simulation.run([(0.0, [1, 2, 3], 4), (10.0, [1, 2, 3], 4)])
-    assert 10 < simulation.runner.now == pytest.approx(10 + sum(one.device_s for one in simulation.results[4:]))
-    assert sum(one.gap_s for one in simulation.results) == pytest.approx(
+    assert 10 < simulation.runner.now == pytest.approx(10 + sum(result.device_s for result in simulation.results[4:]))
+    assert sum(result.gap_s for result in simulation.results) == pytest.approx(
         10 - simulation.results[0].device_s * 4, abs=1e-4
     )
 

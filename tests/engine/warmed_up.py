@@ -90,9 +90,9 @@ def pretend() -> None:
     hopper.kernel, hopper.attend = lambda *_: object(), lambda *_: None
     pretended = {"overlap": {"PDL": True, "launch_pdl": True}, "is_hopper": True, "processors": PROCESSORS}
     for name, said in pretended.items():
-        own = getattr(launch, name)
+        original = getattr(launch, name)
         for module in list(sys.modules.values()):
-            if getattr(module, name, None) is own:
+            if getattr(module, name, None) is original:
                 setattr(module, name, lambda device, said=said: said)
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], weight.shape[0])
     torch.Tensor.addmm_ = lambda stream, *_: stream
@@ -195,7 +195,7 @@ def missed(case: str, every: bool = False) -> list[str]:
     """Variants of kernels that steps ask for and warm-up did not, each with the first step that did. every: steps with
     drafts have all of CHUNKS beside them."""
     pretend()
-    found: list[str] = []
+    names: list[str] = []
     with torch.inference_mode(), ZeroedIndices():
         drafting, quoting = case.endswith("drafts"), case.endswith("quotes")
         made, device_step, sizes = open_runner(*CASES[case], DRAFTS if drafting else (), QUOTES if quoting else 0)
@@ -216,11 +216,11 @@ def missed(case: str, every: bool = False) -> list[str]:
                 if tree and not any(drafts):
                     continue  # the same steps as without a tree
                 for plan in plans(asking if place else chunks, decoding, sampling, drafts, tree):
-                    found.clear()
+                    names.clear()
                     made.launch(plan)
                     error = made.collect().error
                     assert error is None, error
-                    late += [f"{_step(plan)} at {sampling.temperature}: {one}" for one in found]
+                    late += [f"{_step(plan)} at {sampling.temperature}: {name}" for name in names]
     return late
 
 
@@ -231,8 +231,8 @@ def _step(plan: StepPlan) -> str:
 
 def _words(kernel: Any, wanted: dict[str, Any]) -> str:
     fixed = {kernel.arg_names[path[0]]: value for path, value in wanted["constants"].items()}
-    told = [f"{name}={value}" for name, value in fixed.items()]
-    return " ".join([kernel.fn.__name__, *map(str, wanted["signature"].values()), *told])
+    options = [f"{name}={value}" for name, value in fixed.items()]
+    return " ".join([kernel.fn.__name__, *map(str, wanted["signature"].values()), *options])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_the_processor_that_is_meant_is_this_one() -> None:
     for features, words in (((), "desktop"), (("avx512_bf16",), "with bf16"), (("avx512_bf16", "amx_bf16"), "AMX")):
         machine = Machine("x", 2, features, Device("cpu", "x", 1, 1, features), GPUS)
         for name in ("cpu", "CPU"):
-            assert words in resolve_accelerator(name, lambda found=machine: found).name
+            assert words in resolve_accelerator(name, lambda accelerator=machine: accelerator).name
         assert resolve_accelerator("h200").name == "NVIDIA H200 SXM" and "EPYC" in resolve_accelerator("epyc").name
 
 

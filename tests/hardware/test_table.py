@@ -10,7 +10,7 @@ from ridgeline.hardware.table import ACCELERATORS, Accelerator, cpu, find, looku
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "wanted"),
     [
         ("NVIDIA H200", "NVIDIA H200 SXM"),
         ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM"),
@@ -33,13 +33,13 @@ from ridgeline.hardware.table import ACCELERATORS, Accelerator, cpu, find, looku
         ("Tesla T4", None),
     ],
 )
-def test_find(name: str, found: str | None) -> None:
-    one = find(name)
-    assert (one.name if one else None) == found
+def test_find(name: str, wanted: str | None) -> None:
+    match = find(name)
+    assert (match.name if match else None) == wanted
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "wanted"),
     [
         ("4090", "NVIDIA RTX 4090"),
         ("v100", "NVIDIA V100 SXM2 32GB"),
@@ -51,8 +51,8 @@ def test_find(name: str, found: str | None) -> None:
         ("epyc", "CPU, server, AMD EPYC 9654"),
     ],
 )
-def test_lookup_takes_words(name: str, found: str) -> None:
-    assert lookup(name).name == found
+def test_lookup_takes_words(name: str, wanted: str) -> None:
+    assert lookup(name).name == wanted
 
 
 @pytest.mark.parametrize("name", ["abacus", "", " "])
@@ -65,37 +65,42 @@ def test_everything_that_was_asked_for_is_in_it() -> None:
     wanted = ("V100", "A100 SXM 40", "A100 SXM 80", "H100 SXM", "H100 PCIe", "H200", "B200", "L4", "L40S", "A10", "RTX 4090",
               "MI300X", "TPU v3", "TPU v4", "TPU v5e", "Gaudi 2", "Gaudi 3", "Inferentia2", "Groq", "Cerebras", "Graphcore",
               "Jetson", "Apple M", "CPU")  # fmt: skip
-    names = [one.name for one in ACCELERATORS]
+    names = [accelerator.name for accelerator in ACCELERATORS]
     assert all(any(word in name for name in names) for word in wanted)
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("one", ACCELERATORS, ids=lambda one: one.name)
-def test_figures_are_of_one_kind(one: Accelerator) -> None:
-    assert one.source and one.unit and one.software and one.memory.kind
-    assert all(1e11 < rate < 2e17 for rate in one.flops.values())
-    assert set(one.sparse) <= set(one.flops)
-    assert all(one.sparse[name] >= 1.9 * one.flops[name] for name in one.sparse)
-    assert one.watts >= 0 and one.link >= 0 and one.host_link < one.bandwidth
-    for price in (one.rent, one.buy):
+@pytest.mark.parametrize("row", ACCELERATORS, ids=lambda row: row.name)
+def test_figures_are_of_one_kind(row: Accelerator) -> None:
+    assert row.source and row.unit and row.software and row.memory.kind
+    assert all(1e11 < rate < 2e17 for rate in row.flops.values())
+    assert set(row.sparse) <= set(row.flops)
+    assert all(row.sparse[name] >= 1.9 * row.flops[name] for name in row.sparse)
+    assert row.watts >= 0 and row.link >= 0 and row.host_link < row.bandwidth
+    for price in (row.rent, row.buy):
         assert price is None or (price.usd > 0 and price.date >= "2022" and price.source)
-    for field in one.unverified:  # what is called unverified is there
+    for field in row.unverified:  # what is called unverified is there
         assert field.split(".")[0] in ("memory", "dense", "sparse", "link_gb_s", "host_gb_s", "watts", "rent", "buy")
 
 
 def test_mission_headlines_of_the_h100_are_sparse() -> None:
     """MISSION 3: TF32 989, BF16/FP16 1,979, FP8 3,958 TFLOP/s are with sparsity; dense is half."""
-    one = lookup("H100 SXM")
+    match = lookup("H100 SXM")
     for name, headline in {"tf32": 989e12, "bfloat16": 1979e12, "float16": 1979e12, "float8_e4m3": 3958e12}.items():
-        assert one.sparse[name] == pytest.approx(headline, rel=0.001)
-        assert one.flops[name] == pytest.approx(headline / 2, rel=0.001)
+        assert match.sparse[name] == pytest.approx(headline, rel=0.001)
+        assert match.flops[name] == pytest.approx(headline / 2, rel=0.001)
 
 
 def test_mission_bandwidth_at_each_level() -> None:
     """MISSION 3: CPU DRAM 25-50 GB/s on desktops, several hundred on servers, HBM 256 GB/s-8 TB/s, SRAM above 10 TB/s."""
     assert 25e9 <= lookup("cpu desktop").bandwidth <= 52e9
     assert 200e9 <= lookup("epyc").bandwidth <= 900e9
-    levels = [level for one in ACCELERATORS for level in (one.memory, one.on_chip) if level is not None]
+    levels = [
+        level
+        for accelerator in ACCELERATORS
+        for level in (accelerator.memory, accelerator.on_chip)
+        if level is not None
+    ]
     assert all(256e9 <= level.bandwidth <= 8e12 for level in levels if level.kind.startswith("HBM"))
     sram = [level for level in levels if level.kind == "SRAM"]
     assert len(sram) == 4 and all(level.bandwidth > 10e12 for level in sram)

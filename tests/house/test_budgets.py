@@ -31,7 +31,7 @@ from tools.budgets import (
 
 
 def texts(source: str) -> list[str]:
-    return [str(one) for one in breaches("a.py", source)]
+    return [str(breach) for breach in breaches("a.py", source)]
 
 
 LINE = "    (\n1)\n"
@@ -121,7 +121,9 @@ def test_the_heart_takes_packages_and_named_files() -> None:
 def test_each_file_of_ops_and_core_is_of_the_heart_or_beside_it() -> None:
     files = list(sources(ROOT))
     assert unclassified(files) == []
-    assert [one.path for one in unclassified([*files, "src/ridgeline/ops/new.py"])] == ["src/ridgeline/ops/new.py"]
+    assert [breach.path for breach in unclassified([*files, "src/ridgeline/ops/new.py"])] == [
+        "src/ridgeline/ops/new.py"
+    ]
     assert "names no file" in str(unclassified([path for path in files if not path.endswith("core/plan.py")])[0])
 
 

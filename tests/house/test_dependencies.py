@@ -34,9 +34,9 @@ def requirements() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def distribution(requirement: str) -> str:
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None, requirement
-    return re.sub(r"[-_.]+", "-", found[0]).lower()
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match is not None, requirement
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 
 def unused(asked: Iterable[tuple[str, tuple[str, ...]]], root: Path) -> list[str]:

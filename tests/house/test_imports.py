@@ -66,8 +66,8 @@ def test_a_breach_is_seen(tmp_path: Path, module: str, text: str, complaint: str
         "wire___b": "", "cli___main": "", "ops___table": "import torch\n", "engine___runner": "import torch\n",
         "engine___local": "", "hardware___probe": "x = 1\n",
     }  # fmt: skip
-    found = violations(package(tmp_path, **others, **{module: text}))
-    assert any(complaint in line for line in found), found
+    problems = violations(package(tmp_path, **others, **{module: text}))
+    assert any(complaint in line for line in problems), problems
 
 
 def test_torch_is_found_behind_other_modules(tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_torch_is_found_behind_other_modules(tmp_path: Path) -> None:
     ],
 )
 def test_a_cycle_is_seen(tmp_path: Path, first: str, second: str) -> None:
-    found = violations(package(tmp_path, cli___a=first, cli___b=second))
-    assert [line for line in found if "import cycle: cli.a:" in line and "-> cli.b:" in line], found
+    problems = violations(package(tmp_path, cli___a=first, cli___b=second))
+    assert [line for line in problems if "import cycle: cli.a:" in line and "-> cli.b:" in line], problems
 
 
 def test_a_cycle_of_three_is_seen_once_and_its_module_outside_is_not_in_it(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_a_cycle_of_three_is_seen_once_and_its_module_outside_is_not_in_it(tmp_p
 
 def test_a_deferred_import_obeys_the_table(tmp_path: Path) -> None:
     text = 'from importlib import import_module\nx = import_module("ridgeline.engine.local")\n'
-    found = violations(package(tmp_path, service___a=text, engine___local=""))
-    assert any("service.a may not import engine.local" in line for line in found), found
+    problems = violations(package(tmp_path, service___a=text, engine___local=""))
+    assert any("service.a may not import engine.local" in line for line in problems), problems
 
 
 def test_a_string_beside_import_module_is_no_import(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.words import RETIRED, main, retired
+from tools.words import FOLDERS, RETIRED, ROOT, main, retired
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,10 @@ def test_every_retired_name_has_a_better_one() -> None:
     assert all(RETIRED.values()) and all(name == name.lower() for name in RETIRED)
 
 
-def test_the_sources_are_free_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_folder_with_python_files_is_checked() -> None:
+    with_python = {path.relative_to(ROOT).parts[0] for path in ROOT.glob("[a-z]*/**/*.py")}
+    assert with_python == set(FOLDERS)
+
+
+def test_the_project_is_free_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main() == 0, capsys.readouterr().out

@@ -44,8 +44,8 @@ def store(name: str) -> KvStore:
     return KvStore(kv_layout(spec, PAGE), spec.layers, BLOCKS, CPU)
 
 
-def own(name: str) -> list[int]:
-    return [index for index, one in enumerate(MODELS[name]) if one.share_from is None]
+def layers_with_cache(name: str) -> list[int]:
+    return [index for index, layer in enumerate(MODELS[name]) if layer.share_from is None]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -54,8 +54,8 @@ def test_layers_of_a_page_never_overlap(name: str) -> None:
     cache = store(name)
     for group in cache.layout.groups:
         for index in group.layers:
-            one = MODELS[name][index]
-            assert cache.kv[index].shape == (BLOCKS + 1, 2, one.n_kv_heads, PAGE, one.head_dim)
+            layer = MODELS[name][index]
+            assert cache.kv[index].shape == (BLOCKS + 1, 2, layer.n_kv_heads, PAGE, layer.head_dim)
             cache.kv[index].fill_(index + 1)
         for index in group.layers:
             assert bool((cache.kv[index] == index + 1).all())
@@ -67,7 +67,7 @@ def test_a_page_is_one_run_of_bytes(name: str) -> None:
     cache = store(name)
     size = cache.layout.page_bytes
     assert cache.flat.numel() == (BLOCKS + 1) * size
-    for index in own(name):
+    for index in layers_with_cache(name):
         cache.flat.zero_()
         cache.kv[index][3].fill_(1.0)
         touched = cache.flat.nonzero()
@@ -77,11 +77,11 @@ def test_a_page_is_one_run_of_bytes(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_follow_each_other(name: str) -> None:
     cache = store(name)
-    for index in own(name):
+    for index in layers_with_cache(name):
         for page in range(BLOCKS + 1):
             cache.kv[index][page].fill_(page)
     cache.copy_pages([1, 2, 2, 3, 4, 1])
-    for index in own(name):
+    for index in layers_with_cache(name):
         assert [float(page.mean()) for page in cache.kv[index]] == [0, 4, 1, 1, 4, 5]
 
 

@@ -96,8 +96,8 @@ class Honest:
         finally:
             over.set()
             thread.join()
-        for name, found in answers:
-            assert found == self._alone[name], name
+        for name, answer in answers:
+            assert answer == self._alone[name], name
 
     def _ask(self, over: threading.Event, answers: list[tuple[str, Any]]) -> None:
         while not (over.is_set() and answers):

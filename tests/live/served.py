@@ -85,8 +85,8 @@ class Served:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(method, path, data, json_headers(method, headers))
             response = connection.getresponse()
-            found = {name.lower(): value for name, value in response.getheaders()}
-            return Reply(response.status, found, response.read())
+            values = {name.lower(): value for name, value in response.getheaders()}
+            return Reply(response.status, values, response.read())
         finally:
             connection.close()
 
@@ -179,10 +179,10 @@ def bounded_growth(server: Served, most_mb: float = 100.0) -> Iterator[None]:
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:
     """The port a server has chosen, from what it prints."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not (found := _LISTENING.search(log.read_text())):
+    while not (match := _LISTENING.search(log.read_text())):
         assert time.monotonic() < deadline and process.poll() is None, log.read_text()
         time.sleep(0.02)
-    return int(found[1])
+    return int(match[1])
 
 
 def refused(reply: Reply, status: int = 400, param: str = "") -> None:

@@ -28,9 +28,9 @@ def rests_on(server: Served) -> str:
     assert answer.status == 200
     text = server.send("GET", "/metrics").data.decode()
     assert server.metric("decode_step_predicted_seconds") > 0 and server.metric("step_prediction_error") >= 0
-    (found,) = re.findall(r'ridgeline:step_prediction_info\{.*calibration="([^"]*)".*\} 1.0', text)
-    assert server.send("GET", "/dashboard/data").json["ceilings"]["calibration"] == found.replace("uncalibrated", "")
-    return str(found)
+    (label,) = re.findall(r'ridgeline:step_prediction_info\{.*calibration="([^"]*)".*\} 1.0', text)
+    assert server.send("GET", "/dashboard/data").json["ceilings"]["calibration"] == label.replace("uncalibrated", "")
+    return str(label)
 
 
 def test_predictions_follow_the_calibration(calibration: Path, tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ def questions() -> list[dict[str, Any]]:
     """Held-out texts cut in the middle: which of three endings is the true one?"""
     texts = [json.loads(line)["text"].split() for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
     texts = [words for words in texts if len(words) > 60 and all(word.isascii() for word in words[:60])][:QUESTIONS]
-    found = []
+    results = []
     for place, words in enumerate(texts):
         others = [" ".join(texts[(place + step) % len(texts)][40:46]) for step in (1, 2)]
         choices = [" ".join(words[40:46]), *others]
-        found.append({"question": " ".join(words[:40]), "choices": choices, "gold": 0})
-    assert len(found) == QUESTIONS
-    return found
+        results.append({"question": " ".join(words[:40]), "choices": choices, "gold": 0})
+    assert len(results) == QUESTIONS
+    return results
 
 
 CHOICE_TASK = """
@@ -94,7 +94,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
     """A task manager that knows the tasks above and no others."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(one) + "\n" for one in questions()))
+    data.write_text("".join(json.dumps(question) + "\n" for question in questions()))
     for task in (CHOICE_TASK, LIKELIHOOD_TASK, ROLLING_TASK, GENERATE_TASK):
         text = task.format(data=data, cache=folder / "cache", tokens=GENERATED)
         (folder / f"{text.split()[1]}.yaml").write_text(text)
@@ -113,7 +113,7 @@ def run(server: Served, tasks: TaskManager, names: list[str], **arguments: Any) 
     given = {"model": MODEL, "base_url": f"{server.url}/v1/completions", "max_length": 512, **arguments}
     if given.get("tokenizer_backend", "auto") is not None:
         given["tokenizer"] = str(shipped_model())
-    found = simple_evaluate(
+    results = simple_evaluate(
         model="local-completions",
         model_args=given,
         tasks=names,
@@ -121,7 +121,7 @@ def run(server: Served, tasks: TaskManager, names: list[str], **arguments: Any) 
         bootstrap_iters=0,
         log_samples=True,
     )
-    samples = found["samples"]
+    samples = results["samples"]
     return {name: sorted(samples[name], key=lambda sample: sample["doc_id"]) for name in names}
 
 
@@ -139,23 +139,23 @@ def likelihood(llm: LLM, context: str, continuation: str) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_likelihoods(server: Served, tasks: TaskManager, offline: LLM, kind: str):
-    found = run(server, tasks, ["endings", "likely"], **RUNS[kind])
-    for sample, question in zip(found["endings"], questions(), strict=True):
+    results = run(server, tasks, ["endings", "likely"], **RUNS[kind])
+    for sample, question in zip(results["endings"], questions(), strict=True):
         expected = [likelihood(offline, question["question"], f" {choice}") for choice in question["choices"]]
         sums = [float(response[0][0]) for response in sample["resps"]]
-        assert sums == pytest.approx([one[0] for one in expected], abs=1e-3)
-        assert [str(response[0][1]) == "True" for response in sample["resps"]] == [one[1] for one in expected]
+        assert sums == pytest.approx([pair[0] for pair in expected], abs=1e-3)
+        assert [str(response[0][1]) == "True" for response in sample["resps"]] == [pair[1] for pair in expected]
         best = max(range(3), key=lambda place: expected[place][0])
         assert sample["acc"] == float(best == 0)
-    for sample, question in zip(found["likely"], questions(), strict=True):
+    for sample, question in zip(results["likely"], questions(), strict=True):
         expected_sum, _ = likelihood(offline, question["question"], " " + question["choices"][0])
         assert float(sample["resps"][0][0][0]) == pytest.approx(expected_sum, abs=1e-3)
 
 
 def test_rolling_likelihoods(server: Served, tasks: TaskManager, offline: LLM):
-    found = run(server, tasks, ["rolling"], **RUNS["ids"])
+    results = run(server, tasks, ["rolling"], **RUNS["ids"])
     start = offline.tokenizer.token_bytes(0).decode()
-    for sample, question in zip(found["rolling"], questions(), strict=True):
+    for sample, question in zip(results["rolling"], questions(), strict=True):
         expected, _ = likelihood(offline, start, question["question"])
         assert float(sample["resps"][0][0]) == pytest.approx(expected, abs=1e-2)
 
@@ -169,9 +169,9 @@ def test_rolling_likelihoods(server: Served, tasks: TaskManager, offline: LLM):
     ids=["ids", "text"],
 )
 def test_generated_texts(server: Served, tasks: TaskManager, offline: LLM, arguments: dict[str, Any]):
-    found = run(server, tasks, ["written"], **arguments)
+    results = run(server, tasks, ["written"], **arguments)
     params = SamplingParams(temperature=0, max_tokens=GENERATED, stop=("\n", "."))
     expected = offline.generate([question["question"] for question in questions()], params)
-    texts = [sample["resps"][0][0] for sample in found["written"]]
+    texts = [sample["resps"][0][0] for sample in results["written"]]
     assert texts == [completion.text for completion in expected]
     assert len(set(texts)) > 1

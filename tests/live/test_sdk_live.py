@@ -72,8 +72,8 @@ def test_logprobs(client: openai.OpenAI):
         assert entry.logprob == entry.top_logprobs[0].logprob == max(top.logprob for top in entry.top_logprobs) <= 0
     streamed = client.chat.completions.create(
         **GREEDY, messages=STORY, max_tokens=12, logprobs=True, top_logprobs=4, stream=True)  # fmt: skip
-    found = [entry for chunk in streamed if (scores := chunk.choices[0].logprobs) for entry in scores.content or ()]
-    assert [entry.token for entry in found] == [entry.token for entry in choice.logprobs.content]
+    entries = [entry for chunk in streamed if (scores := chunk.choices[0].logprobs) for entry in scores.content or ()]
+    assert [entry.token for entry in entries] == [entry.token for entry in choice.logprobs.content]
 
 
 def test_structured_output(client: openai.OpenAI):
@@ -112,15 +112,15 @@ def test_tools(client: openai.OpenAI, choice: Any, names: set[str]):
     with client.chat.completions.stream(**asked, tool_choice=choice) as stream:
         final: Any = stream.get_final_completion().choices[0].message.tool_calls
     said: Any = answer.message.tool_calls
-    assert [(one.function.name, one.function.arguments) for one in final] == [
-        (one.function.name, one.function.arguments) for one in said
+    assert [(call.function.name, call.function.arguments) for call in final] == [
+        (call.function.name, call.function.arguments) for call in said
     ]
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": '{"sky": "clear"}'}
     history = [*RAIN, answer.message, result]
-    told = client.chat.completions.create(
+    completion = client.chat.completions.create(
         **GREEDY, messages=history, tools=[WEATHER], tool_choice="none", max_tokens=20
     )
-    assert told.choices[0].message.content and not told.choices[0].message.tool_calls
+    assert completion.choices[0].message.content and not completion.choices[0].message.tool_calls
 
 
 def test_tools_that_may_be_called(client: openai.OpenAI):

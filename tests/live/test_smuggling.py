@@ -124,8 +124,8 @@ def test_targets(server: Served) -> None:
 
 
 def test_requests_in_one_packet_are_answered_in_turn(server: Served) -> None:
-    one = post("/tokenize", BODY.encode())
-    assert statuses(server.exchange(one * 20 + LAST.encode())) == [200] * 21
+    request = post("/tokenize", BODY.encode())
+    assert statuses(server.exchange(request * 20 + LAST.encode())) == [200] * 21
 
 
 def test_upgrades_are_ignored(server: Served) -> None:

@@ -150,7 +150,7 @@ def test_why_says_how_a_request_was_cut_off(changes: dict[str, Any], words: str)
     explained = why(record, Slo(), Typical(0.05, 0.1, 0.1))
     assert explained["reasons"][0] == words
     assert explained["verdict"] == changes["cut"]
-    assert explained["summary"].startswith("9.05 s for 100 tokens in and ")
+    assert explained["summary"].startswith("9.05 s for 100 prompt and ")
 
 
 def test_readings_are_taken_while_nothing_runs_and_are_bounded() -> None:
@@ -258,22 +258,22 @@ def test_why_names_what_happened() -> None:
         arrival=Arrival(waiting=7, running=16, kv_used=0.97),
         decoding=Totals(steps=100, device_s=4.0, mixed_s=3.0, row_s=60.0),
     )
-    told = why(record, SLO, Typical(queue_s=0.01, prefill_s=0.2, tpot_s=0.05))
-    assert told["verdict"] == "ttft 3200 ms > 200 ms" and told["blame"] == "queue"
-    decode, queue, prefill = told["reasons"]
+    explained = why(record, SLO, Typical(queue_s=0.01, prefill_s=0.2, tpot_s=0.05))
+    assert explained["verdict"] == "ttft 3200 ms > 200 ms" and explained["blame"] == "queue"
+    decode, queue, prefill = explained["reasons"]
     assert "5.00 s" in decode and "preempted 2 times" in decode and "75%" in decode and "15.0 requests" in decode
     assert "usually 50 ms" in decode and "4 tokens of the output were hidden reasoning" in decode
     assert "7 requests waited and 16 ran" in queue and "97% full" in queue and "usually 10 ms" in queue
-    assert "40 prompt tokens computed, 60 taken" in prefill and "usually" not in prefill
-    assert told["numbers"]["arrival"]["running"] == 16
+    assert "computed: 40, taken from the prefix cache: 60" in prefill and "usually" not in prefill
+    assert explained["numbers"]["arrival"]["running"] == 16
 
 
 def test_why_names_what_start_up_should_have_done() -> None:
     late = (LateWork("compile", "split_kernel", 0.7), LateWork("capture", "mixed graph", 0.3))
-    told = why(replace(GOOD, late=late), SLO, Typical(0.05, 0.1, 0.1))
-    named = [reason for reason in told["reasons"] if "compile of split_kernel, capture of mixed graph" in reason]
-    assert len(named) == 1 and named[0].startswith("1.00 s without a step")
-    assert told["numbers"]["late"][0] == {"kind": "compile", "name": "split_kernel", "seconds": 0.7}
+    explained = why(replace(GOOD, late=late), SLO, Typical(0.05, 0.1, 0.1))
+    named = [reason for reason in explained["reasons"] if "compile of split_kernel, capture of mixed graph" in reason]
+    assert len(named) == 1 and named[0].startswith("No step ran for 1.00 s")
+    assert explained["numbers"]["late"][0] == {"kind": "compile", "name": "split_kernel", "seconds": 0.7}
 
 
 def test_late_work_is_counted_and_belongs_to_those_who_were_there() -> None:
@@ -289,7 +289,7 @@ def test_late_work_is_counted_and_belongs_to_those_who_were_there() -> None:
     ):
         assert "ridgeline:" + line % 'engine="0",model_name="m"' in text
     assert 'ridgeline:estimated_flops_per_gpu_total{engine="0",model_name="m"} 12000000000' in text
-    assert [one.name for one in metrics.live.late] == ["a", "b", "decode graph"]
+    assert [work.name for work in metrics.live.late] == ["a", "b", "decode graph"]
 
 
 def test_a_request_is_judged_by_its_own_limits_before_the_servers() -> None:

@@ -35,13 +35,13 @@ class Clock:
 
 def scrape(metrics: Metrics) -> dict[str, float]:
     """name{further labels} -> value; every sample carries the two labels of its engine."""
-    found = {}
+    samples = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == "tiny" and labels.pop("engine") == "0"
-            found[sample.name + "".join(f"[{name}={value}]" for name, value in labels.items())] = sample.value
-    return found
+            samples[sample.name + "".join(f"[{name}={value}]" for name, value in labels.items())] = sample.value
+    return samples
 
 
 def test_step() -> None:
@@ -154,9 +154,9 @@ def test_names_of_other_engines_tell_what_ours_do(alias: str) -> None:
     seen, (given,) = scrape(metrics), [ALIASES[alias]]
     for name, ours in (given.gauges | given.counters).items():
         total = "_total" if name in given.counters else ""
-        found = [value for key, value in seen.items() if key.split("[")[0] == f"{given.prefix}:{name}{total}"]
+        values = [value for key, value in seen.items() if key.split("[")[0] == f"{given.prefix}:{name}{total}"]
         if ours not in DERIVED and f"ridgeline:{ours}{total}" in seen:
-            assert found == [seen[f"ridgeline:{ours}{total}"]]
+            assert values == [seen[f"ridgeline:{ours}{total}"]]
     for name, ours in given.histograms.items():
         assert seen[f"{given.prefix}:{name}_count"] == seen[f"ridgeline:{ours}_count"]
     if alias == "sglang":
@@ -217,11 +217,11 @@ def test_two_engines_do_not_share_anything() -> None:
 def test_labels_may_hold_any_text() -> None:
     metrics = Metrics('a "b"\\c\nd')
     metrics.aborted('say "no"\n')
-    found = [
+    samples = [
         sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples
     ]
-    assert {sample.labels["model_name"] for sample in found} == {'a "b"\\c\nd'}
-    assert 'say "no"\n' in {sample.labels.get("reason") for sample in found}
+    assert {sample.labels["model_name"] for sample in samples} == {'a "b"\\c\nd'}
+    assert 'say "no"\n' in {sample.labels.get("reason") for sample in samples}
 
 
 def test_predictions_say_what_they_rest_on() -> None:

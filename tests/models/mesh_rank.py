@@ -44,27 +44,27 @@ def logits(model: LoadedModel) -> torch.Tensor:
     rows = PagedRows(model)
     first, second = PROMPTS
     steps = [[(0, first), (1, second[:7])], [(1, second[7:])]]
-    found = [rows.step(work) for work in steps]
-    last = [found[0][len(first) - 1], found[1][-1]]
+    results = [rows.step(work) for work in steps]
+    last = [results[0][len(first) - 1], results[1][-1]]
     for _ in range(DECODED):
-        found.append(rows.step([(row, [int(one.argmax())]) for row, one in enumerate(last)]))
-        last = list(found[-1])
-    return torch.cat(found)
+        results.append(rows.step([(row, [int(logits_row.argmax())]) for row, logits_row in enumerate(last)]))
+        last = list(results[-1])
+    return torch.cat(results)
 
 
 def main(rank: int, size: int, folder: Path) -> None:
     """Write what this rank computes, then end as rank 1 while rank 0 waits for it, and write what rank 0 is told."""
     store = torch.distributed.FileStore(str(folder / "store"), size)
     mesh = connect(rank, size, store, TIMEOUT_S)
-    found: dict[str, object] = {case: logits(load(folder, case, mesh)) for case in CASES}
+    by_case: dict[str, object] = {case: logits(load(folder, case, mesh)) for case in CASES}
     assert not torch.distributed.is_initialized()
     if rank == 0:
         begin = time.monotonic()
         try:
             mesh.all_reduce(torch.ones(4))
         except EngineFailed as error:
-            found["error"], found["waited_s"] = str(error), time.monotonic() - begin
-    torch.save(found, folder / f"rank{rank}.pt")
+            by_case["error"], by_case["waited_s"] = str(error), time.monotonic() - begin
+    torch.save(by_case, folder / f"rank{rank}.pt")
     sys.stdout.flush()
     os._exit(0)
 

@@ -44,7 +44,7 @@ class Scaled(Weight):
 
     base: Weight
     factors: torch.Tensor
-    told: list[int]
+    token_counts: list[int]
 
     @property
     def expects(self) -> Mapping[tuple[int, str], Expected]:
@@ -56,7 +56,7 @@ class Scaled(Weight):
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert step is not None
         rows = step.rows.long()[step.row_of_inputs().long()]
-        self.told.append(len(rows))
+        self.token_counts.append(len(rows))
         return self.base.apply(x) * self.factors[rows].unsqueeze(1)
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
@@ -76,11 +76,11 @@ class Scaled(Weight):
 class ScaledFormat:
     base: PlainFormat
     factors: torch.Tensor
-    told: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
     name: str = "scaled"
 
     def create(self, shape: LinearShape, share: Share) -> Weight:
-        return Scaled(self.base.create(shape, share), self.factors, self.told)
+        return Scaled(self.base.create(shape, share), self.factors, self.token_counts)
 
 
 def model(factors: Sequence[float]) -> tuple[LoadedModel, ScaledFormat]:
@@ -99,7 +99,7 @@ def test_every_linear_knows_the_rows_of_its_tokens(wanted: list[int] | None) -> 
     both, form = model((1.5, 0.5))
     selected = None if wanted is None else torch.tensor(wanted, dtype=torch.int32)
     got = PagedRows(both).step(list(enumerate(PROMPTS)), selected)
-    assert len(form.told) == 4 * len(both.spec.layers) - (3 if wanted == [] else 0)
+    assert len(form.token_counts) == 4 * len(both.spec.layers) - (3 if wanted == [] else 0)
     parts = []
     for row, factor in enumerate((1.5, 0.5)):
         alone, _ = model((factor, factor))

@@ -44,8 +44,8 @@ def test_only_what_is_needed_is_downloaded():
         asked.update(options, name=name)
         return "/cache/model"
 
-    found = hub.resolve_model(ModelConfig(model="org/model", revision="v2"), snapshot=download)
-    assert found == Path("/cache/model")
+    folder = hub.resolve_model(ModelConfig(model="org/model", revision="v2"), snapshot=download)
+    assert folder == Path("/cache/model")
     assert asked["name"] == "org/model" and asked["revision"] == "v2"
     assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
     hub.resolve_model(ModelConfig(model="org/model", load_format="dummy"), snapshot=download)

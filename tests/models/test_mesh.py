@@ -59,7 +59,7 @@ def test_two_ranks_are_one_device(case: str, folder: Path, ranks: list[dict[str,
     """Logits of every token of every step, and so the greedy tokens, from the same checkpoint; bits are equal between ranks."""
     model = load(folder, case)
     want = logits(model)
-    first, second = (one[case] for one in ranks)
+    first, second = (rank[case] for rank in ranks)
     torch.testing.assert_close(first, want, rtol=1e-5, atol=1e-5)
     assert torch.equal(first, second)
     drawn = slice(-2 * DECODED, None)

@@ -58,11 +58,11 @@ def test_input_shares_sum_to_the_whole():
 def test_the_stream_joins_a_sum_over_ranks_once(size: int):
     """What each rank adds up is told to the others: here, rank after rank in one process."""
     shape = LinearShape(32, (Part(24, 1),), bias=True, split="in", in_units=4)
-    x, stream, told = torch.randn(5, 32), torch.randn(5, 24), []
+    x, stream, calls = torch.randn(5, 32), torch.randn(5, 24), []
 
     class Telling(Mesh):
         def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-            told.append(x)
+            calls.append(x)
             return x
 
     for rank in range(size):
@@ -72,7 +72,7 @@ def test_the_stream_joins_a_sum_over_ranks_once(size: int):
             linear.weight.load(part, name, torch.randn(expected.shape, generator=noise))
         out = linear.add(x.chunk(size, dim=1)[rank], stream.clone(), STEP)
     want = stream + filled(shape, Share()).apply(x)
-    torch.testing.assert_close(sum(told) if size > 1 else out, want)
+    torch.testing.assert_close(sum(calls) if size > 1 else out, want)
 
 
 def test_uneven_shares_are_refused():

@@ -82,8 +82,8 @@ def test_the_wanted_are_what_they_are_among_all(family: str, compiled: bool, loa
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_what_is_multiplied(family: str, load: Load, counted: Counted) -> None:
     for places in WANTED:
-        found = counted(family, PROMPTS, places)
-        assert sum(found.get(one, 0) for one in PRODUCTS) == load(family, False).spec.linear_flops(40, len(places))
+        products = counted(family, PROMPTS, places)
+        assert sum(products.get(name, 0) for name in PRODUCTS) == load(family, False).spec.linear_flops(40, len(places))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -98,5 +98,5 @@ def test_few_of_a_long_chunk_attend_alone(family: str, load: Load, counted: Coun
     cases = [(PROMPTS, places, {0: 0, 1: 11, 2: 29 + 11}.get(len(places))) for places in WANTED]
     for prompts, places, seen in [*cases, (long, [5, 56, 67], None), (long, [56, 67], 57 + 11)]:
         pairs, layers = sum(len(prompt) ** 2 for prompt in prompts), len(load(family, False).spec.layers)
-        every, found = attended(prompts, None), attended(prompts, places)
-        assert found * pairs * layers == every * (pairs * (layers - 1) + (pairs if seen is None else seen))
+        every, selected = attended(prompts, None), attended(prompts, places)
+        assert selected * pairs * layers == every * (pairs * (layers - 1) + (pairs if seen is None else seen))

@@ -44,9 +44,9 @@ def test_predicted_sizes_equal_real_tensors(name, tmp_path):
     theirs = save(name, tmp_path)
     model = load(tmp_path)
     spec = model.spec
-    assert spec.params == sum(one.numel() for one in theirs.parameters())
-    assert spec.params == sum(one.numel() for one in model.decoder.tensors())
-    assert spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
+    assert spec.params == sum(parameter.numel() for parameter in theirs.parameters())
+    assert spec.params == sum(tensor.numel() for tensor in model.decoder.tensors())
+    assert spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
     cache = PagedRows(model, rows=1, max_tokens=32)
     slots = cache.store.pages * cache.layout.page_tokens
     assert spec.kv_bytes_per_token() * slots == sum(kv.nbytes for kv in cache.store.kv)
@@ -66,9 +66,12 @@ def test_a_rank_holds_what_its_spec_says(name, ranks, tmp_path):
                 build_rank()
             continue
         model = build_rank()
-        assert model.rank_spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
-        for layer, own in zip(model.decoder.layers, model.rank_spec.layers, strict=True):
-            assert (layer.attention.shape.n_heads, layer.attention.shape.n_kv_heads) == (own.n_heads, own.n_kv_heads)
+        assert model.rank_spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
+        for layer, share in zip(model.decoder.layers, model.rank_spec.layers, strict=True):
+            assert (layer.attention.shape.n_heads, layer.attention.shape.n_kv_heads) == (
+                share.n_heads,
+                share.n_kv_heads,
+            )
         layout = kv_layout(model.rank_spec, 16)
         store = KvStore(layout, model.rank_spec.layers, 3, torch.device("meta"))
         assert sum(kv.nbytes for kv in store.kv) == model.rank_spec.kv_bytes_per_token() * 4 * 16
@@ -241,8 +244,8 @@ def test_dummy_weights(name, tmp_path):
 def test_meta_device_holds_nothing(tmp_path):
     save("gemma2", tmp_path)
     model = load(tmp_path, torch.device("meta"))
-    assert all(one.is_meta for one in model.decoder.tensors())
-    assert model.spec.params == sum(one.numel() for one in model.decoder.tensors())
+    assert all(tensor.is_meta for tensor in model.decoder.tensors())
+    assert model.spec.params == sum(tensor.numel() for tensor in model.decoder.tensors())
 
 
 def test_options(tmp_path):

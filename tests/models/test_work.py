@@ -26,7 +26,7 @@ def test_linear_flops_are_those_of_the_products(name, tmp_path):
         theirs(torch.arange(3, 3 + tokens)[None])
     counted = counter.get_flop_counts()["Global"]
     # Attention is batched there (bmm) and not causal; the pairs of a causal mask are counted below.
-    assert sum(counted.get(one, 0) for one in PRODUCTS) == spec.linear_flops(tokens, tokens)
+    assert sum(counted.get(name, 0) for name in PRODUCTS) == spec.linear_flops(tokens, tokens)
 
 
 def pairs(layer: LayerSpec, start: int, tokens: int) -> list[tuple[int, int]]:
@@ -55,6 +55,6 @@ def test_attention_is_what_the_mask_lets_through(name, start, tokens, tmp_path):
         work = step_work(spec, [(start, tokens)], wanted)
         assert work.attention_flops == flops and work.flops == flops + spec.linear_flops(tokens, wanted)
         assert work.kv_bytes == read * DTYPE_BYTES[spec.dtype] + tokens * spec.kv_bytes_per_token()
-        found = operations(spec, [(start, tokens)], wanted)
-        assert (sum(one.flops for one in found), sum(one.bytes for one in found)) == (work.flops, work.bytes)
+        parts = operations(spec, [(start, tokens)], wanted)
+        assert (sum(part.flops for part in parts), sum(part.bytes for part in parts)) == (work.flops, work.bytes)
     assert spec.kv_read_bytes(start, tokens) == read * DTYPE_BYTES[spec.dtype]

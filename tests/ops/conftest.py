@@ -47,7 +47,7 @@ class Case:
             table=self.view.table.to(device),
             slots=self.view.slots.to(device),
         )
-        q, k, v = (one.to(device=device, dtype=dtype) for one in (self.q, self.k, self.v))
+        q, k, v = (tensor.to(device=device, dtype=dtype) for tensor in (self.q, self.k, self.v))
         return Case(q, k, v, view, replace(self.step, **moved))
 
 
@@ -87,7 +87,7 @@ def _queries(
         if shape.tree and 1 < n <= 64:
             bits, depth = _tree(n, generator)
         start = 2 * (length - n) if shape.compacted else length - n
-        position += [start + one for one in depth]
+        position += [start + level for level in depth]
         row_of += [index] * n
         ancestors += [bit - (1 << 64) if bit >= 1 << 63 else bit for bit in bits]
     return position, row_of, ancestors
@@ -178,8 +178,8 @@ def qkv_shape() -> Callable[..., QkvShape]:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that all processes of this run share."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
@@ -228,10 +228,10 @@ def _built(folder: Path) -> Path:
 def ops(request: pytest.FixtureRequest) -> Ops:
     name = request.param
     where = request.getfixturevalue("folder") if name == "this-cpu" else request.getfixturevalue("plainer")(name)
-    found, what = native_cpu.load(where)
-    assert found is not None, what
+    library, what = native_cpu.load(where)
+    assert library is not None, what
     assert what == {"plain": "AVX-512", "avx2": "AVX2"}.get(name, what)
-    return found
+    return library
 
 
 @pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])

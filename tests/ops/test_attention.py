@@ -101,7 +101,7 @@ def test_cpu_attention_equals_reference(case: Any) -> None:
 
 def test_cpu_attention_in_bf16(case: Any) -> None:
     low = case.to("cpu", torch.bfloat16)
-    want, lse = REFERENCE.attention.attend(*(one.double() for one in (low.q, low.k, low.v)), low.view, low.step)
+    want, lse = REFERENCE.attention.attend(*(tensor.double() for tensor in (low.q, low.k, low.v)), low.view, low.step)
     out, _ = CPU.attention.attend(low.q, low.k, low.v, low.view, low.step)
     assert lse is not None
     seen = torch.isfinite(lse[:, 0])

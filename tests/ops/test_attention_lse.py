@@ -70,11 +70,11 @@ def target(request: pytest.FixtureRequest) -> Iterator[tuple[Ops, str, list[torc
         where: Path = request.getfixturevalue("folder")
         if variant in ("plain", "avx2"):
             where = request.getfixturevalue("plainer")(variant)
-        found, what = native_cpu.load(where, fixed=variant == "fixed")
-        assert found is not None, what
+        library, what = native_cpu.load(where, fixed=variant == "fixed")
+        assert library is not None, what
         before = torch.get_num_threads()
         torch.set_num_threads(1 if variant == "1-thread" else 2)
-        yield found, "cpu", types
+        yield library, "cpu", types
         torch.set_num_threads(before)
     else:
         yield {"reference": REFERENCE, "cpu": CPU, "cpu-invariant": CPU_INVARIANT}[name], "cpu", types
@@ -230,5 +230,5 @@ def test_merge_follows_the_formula_in_any_order() -> None:
 def test_merging_in_steps_equals_merging_at_once() -> None:
     parts = [random_part() for _ in range(4)]
     halves = [merge_attention(parts[:2]), merge_attention(parts[2:])]
-    for found, want in zip(merge_attention(halves), merge_attention(parts), strict=True):
-        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    for actual, want in zip(merge_attention(halves), merge_attention(parts), strict=True):
+        torch.testing.assert_close(actual, want, atol=1e-5, rtol=1e-5)

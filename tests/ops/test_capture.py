@@ -59,12 +59,12 @@ def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
         calls.append(1)
         return native.tokenwise.rms_norm(native.tokenwise.embed(table, ids, 2.0), weight, 1e-5, False)
 
-    one = native.capture(work)
+    captured = native.capture(work)
     for step in range(5):
         ids.copy_(torch.tensor([step, 2 * step, 31 - step]))
-        found = one.replay()
+        output = captured.replay()
         want = torch.nn.functional.rms_norm(table[ids.long()] * 2.0, (48,), weight, 1e-5)
-        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(output, want)
     assert len(calls) == 2, "as it stands, then recorded"
 
 
@@ -89,8 +89,8 @@ def test_what_torch_computes_or_tells_is_not_recorded(native: Ops, more: Callabl
 
 def test_views_are_recorded(native: Ops) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
-    one = native.capture(lambda: native.tokenwise.embed(table, ids, 1.0)[1:, :4].contiguous()[:1])
-    assert not recorded(one), "of a part a copy is made"
+    captured = native.capture(lambda: native.tokenwise.embed(table, ids, 1.0)[1:, :4].contiguous()[:1])
+    assert not recorded(captured), "of a part a copy is made"
     part = native.capture(
         lambda: native.tokenwise.embed(table, ids.contiguous(), 1.0)[1:, None].expand(-1, 2, -1).unbind(1)[0]
     )
@@ -125,14 +125,14 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
             return native.matmul.integer.linear(normed, integer, bias)
         return eight[kind].linear(normed, matrices[kind], bias, torch.float32)
 
-    one = native.capture(work)
-    assert recorded(one)
+    captured = native.capture(work)
+    assert recorded(captured)
     for _ in range(3):
         x.normal_()
         held = base.normal_().clone()
-        found = one.replay().clone()
+        output = captured.replay().clone()
         base.copy_(held)
-        assert torch.equal(found, work()) and found.isfinite().all()
+        assert torch.equal(output, work()) and output.isfinite().all()
 
 
 def test_what_takes_much_memory_is_not_kept(native: Ops) -> None:
@@ -147,10 +147,10 @@ def test_a_recording_that_fails_leaves_nothing_behind(library: Library) -> None:
     def fails() -> None:
         raise ValueError("at the second time")
 
-    one = CallListCapture(library)(fails)
+    captured = CallListCapture(library)(fails)
     for _ in range(3):
         with pytest.raises(ValueError, match="second"):
-            one.replay()
+            captured.replay()
     assert library.log.calls is None
 
 
@@ -172,13 +172,13 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LocalEngine, Local
         loaded = native_cpu.load
         patch.setattr(native_cpu, "load", lambda *given, **named: _plainly(loaded(*given, **named)))
         plain = LocalEngine.start(model, config)
-    yield found, plain
-    for one in (found, plain):
-        one.close()
+    yield captured, plain
+    for engine in (captured, plain):
+        engine.close()
 
 
-def _plainly(found: tuple[Ops | None, str]) -> tuple[Ops | None, str]:
-    ops, name = found
+def _plainly(loaded: tuple[Ops | None, str]) -> tuple[Ops | None, str]:
+    ops, name = loaded
     assert ops is not None
     return replace(ops, capture=Uncaptured), name
 

@@ -19,8 +19,8 @@ from ridgeline.ops.table import Ops
 
 def test_a_cpu_gets_plain_operations_where_none_were_built(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        found = choose(torch.device("cpu"), torch.bfloat16, load=lambda: (None, "not built: run this"))
-    assert found.name == "cpu"
+        ops = choose(torch.device("cpu"), torch.bfloat16, load=lambda: (None, "not built: run this"))
+    assert ops.name == "cpu"
     assert "run this" in caplog.text
 
 

@@ -67,10 +67,10 @@ def test_units_are_every_chunk_once_in_order_of_their_tiles(name: str, group: in
     chunk_plan_kernel[(-(-count // 16),)](
         device_rows, q_start, length, units, *sizes, ROWS=64, BLOCK=16, **overlap(units.device)
     )
-    found = [tuple(map(int, unit)) for unit in units.T]
-    assert all(row == -1 and n == 0 for row, _, _, n, _ in found[:5])
-    assert sorted(found[5:]) == sorted(wanted)
-    tiles = [wanted[one] for one in found[5:]]
+    actual = [tuple(map(int, unit)) for unit in units.T]
+    assert all(row == -1 and n == 0 for row, _, _, n, _ in actual[:5])
+    assert sorted(actual[5:]) == sorted(wanted)
+    tiles = [wanted[column] for column in actual[5:]]
     assert tiles == sorted(tiles)
 
 
@@ -79,7 +79,9 @@ def test_the_text_says_the_same_numbers(dim: int) -> None:
     """The host lays out memory and cuts units by its own constants, and passes a structure that the text declares again."""
     text = hopper.source(dim, torch.bfloat16, PLAIN)
     lines = [line.partition(";")[0] for line in text.splitlines() if line.startswith("constexpr u32")]
-    stated = dict(one.split(" = ") for line in lines for one in line.removeprefix("constexpr u32 ").split(", "))
+    stated = dict(
+        assignment.split(" = ") for line in lines for assignment in line.removeprefix("constexpr u32 ").split(", ")
+    )
     for name in ("GROUPS", "HALF", "STAGES"):
         assert int(stated[name]) == getattr(hopper, name), name
     assert stated["QUEUED"] == "DIM < 256 ? 2 : 1" and hopper.KEYS[dim] % (8 * pairs.PAIR) == 0
@@ -111,9 +113,9 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def takes(q: torch.Tensor, kv: torch.Tensor, step: StepInputs = chunk, lse_needed: bool = False) -> bool:
         shape = attention.shape_of(q, KvView(kv, NO_TABLE, NO_TABLE, None, None, 1.0), step, lse_needed)
-        found = attention.CHUNK.kernel_for(shape)
-        assert found is not None and attention.CHUNK.without("hopper").kernel_for(shape)[0] == "any"  # type: ignore[index]
-        return found[0] == "hopper"
+        entry = attention.CHUNK.kernel_for(shape)
+        assert entry is not None and attention.CHUNK.without("hopper").kernel_for(shape)[0] == "any"  # type: ignore[index]
+        return entry[0] == "hopper"
 
     assert takes(q, kv)
     assert not takes(q, kv, lse_needed=True) and not takes(q, kv, replace(chunk, max_query=127))
@@ -205,9 +207,9 @@ def test_hopper_equals_the_reference(name: str, dtype: torch.dtype, batch: Calla
     want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     assert want_lse is not None
     owned = slice(0, int(case.step.q_start[-1]))
-    found = attention.CHUNK.kernel_for(attention.shape_of(case.q, case.view, case.step))
-    assert found is not None
-    assert (found[0] == "hopper") == (case.step.max_query >= hopper.SHORTEST_CHUNK[case.q.shape[2]])
+    entry = attention.CHUNK.kernel_for(attention.shape_of(case.q, case.view, case.step))
+    assert entry is not None
+    assert (entry[0] == "hopper") == (case.step.max_query >= hopper.SHORTEST_CHUNK[case.q.shape[2]])
     out, lse = TRITON.attention.attend(case.q, case.k, case.v, case.view, case.step)
     assert lse is not None
     assert (out[owned].double() - want[owned]).norm() < 1e-2 * want[owned].norm()

@@ -57,14 +57,14 @@ def test_the_text_says_the_same_numbers() -> None:
     """The host lays out memory by its own constants; copies of a matrix are of whole swizzled rows."""
     text = gated.source()
     stated = dict(
-        one.split(" = ")
+        assignment.split(" = ")
         for line in text.splitlines()
         if line.startswith("constexpr u32")
-        for one in line.removeprefix("constexpr u32 ").partition(";")[0].split(", ")
+        for assignment in line.removeprefix("constexpr u32 ").partition(";")[0].split(", ")
     )
-    for own, names in ((pairs, ("TOKENS", "STEP", "STAGES", "PAIR")), (gated, ("FEATURES", "SIDES"))):
+    for module, names in ((pairs, ("TOKENS", "STEP", "STAGES", "PAIR")), (gated, ("FEATURES", "SIDES"))):
         for name in names:
-            assert int(stated[name]) == getattr(own, name), name
+            assert int(stated[name]) == getattr(module, name), name
     assert f"m64n{2 * gated.FEATURES}k16" in text
     assert f"__launch_bounds__({pairs.THREADS}, 1)" in text
     assert 2 * pairs.STEP == cuda.SWIZZLED_BYTES

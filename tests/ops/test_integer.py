@@ -74,7 +74,7 @@ def test_a_token_alone_and_among_others(ops: Ops, threads: int, bits: int) -> No
     """Bit for bit the same, in any company."""
     mine, matrix, plain = both(ops, 80, 288, NumberFormat(bits, 64))
     x = torch.randn(45, 288).bfloat16()
-    want = torch.cat([mine.linear(one, matrix, None) for one in x.split(1)])
+    want = torch.cat([mine.linear(row, matrix, None) for row in x.split(1)])
     close(want, INT_REFERENCE.linear(x, plain, None), BF16)
     for rows in range(1, 46):
         assert torch.equal(mine.linear(x[:rows], matrix, None), want[:rows])

@@ -94,14 +94,14 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
         copies.update(COPIES.findall(before))
     assert loads and loads <= {"f16", "i8"}
     assert copies and all(f"tensor<{rows}x32x" in copy for copy in copies)
-    told = subprocess.run(
+    done = subprocess.run(
         [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull],
         input=made.asm["ptx"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "Used" in told.stderr and "serialized" not in told.stderr, told.stderr
+    assert "Used" in done.stderr and "serialized" not in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(

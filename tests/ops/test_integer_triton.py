@@ -56,7 +56,7 @@ def matrix(n: int, k: int, form: tuple[int, int, bool]) -> tuple[IntMatrix, torc
     scales = (torch.rand(n, groups) + 0.5).div_(64).half().float()
     zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8) if asymmetric else None
     exact = dequantized(codes, scales, zeros, bits, group).double().to(DEVICE)
-    moved = [None if one is None else one.to(DEVICE) for one in (codes, scales, zeros)]
+    moved = [None if tensor is None else tensor.to(DEVICE) for tensor in (codes, scales, zeros)]
     assert moved[0] is not None and moved[1] is not None
     return pack(moved[0], moved[1], moved[2], bits, group), exact
 

@@ -45,8 +45,10 @@ def in_order(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_im
     from triton.runtime.interpreter import TensorHandle
 
     left, right = (
-        torch.from_numpy(one.data).view(torch.float8_e4m3fn).float().numpy() if one.data.dtype == "uint8" else one.data
-        for one in (a, b)
+        torch.from_numpy(tensor.data).view(torch.float8_e4m3fn).float().numpy()
+        if tensor.data.dtype == "uint8"
+        else tensor.data
+        for tensor in (a, b)
     )
     total = d.data.copy()
     for at in range(left.shape[1]):
@@ -230,26 +232,31 @@ def test_a_query_is_the_same_however_its_row_is_cut(
 def test_who_computes_a_run_changes_nothing(spare: int, batch: Callable[..., Any]) -> None:
     """Rows split over programs, and rows for which there were no programs left."""
     case = batch([(400, 1), (330, 1), (380, 1)], heads=3, kv_heads=1).to(DEVICE, torch.float32)
-    found = []
+    results = []
     for programs in (100, spare):
         attention = InvariantAttention(run=64, runs=8, spare_programs=programs)
-        found.append(attention(case.q, case.k, case.v, case.view, replace(case.step))[0])
-    assert torch.equal(*found)
+        results.append(attention(case.q, case.k, case.v, case.view, replace(case.step))[0])
+    assert torch.equal(*results)
 
 
 def test_every_operation_was_judged() -> None:
     """What a token's own program computes may be shared with the faster set (`tokenwise`, `sampler`, `round_inliers`), sums of
     integers, which are exact in any order (`w8a8`), and what neither has (`fp8_weight`, `capture`); a new operation must be looked
     at."""
-    assert {one.name for one in fields(Ops)} - _shared(INVARIANT, TRITON) == {"name", "attention", "matmul", "programs"}
+    assert {field.name for field in fields(Ops)} - _shared(INVARIANT, TRITON) == {
+        "name",
+        "attention",
+        "matmul",
+        "programs",
+    }
     assert _shared(INVARIANT.attention, TRITON.attention) == {"kv_formats"}
     assert INVARIANT.programs == Programs()
     assert _shared(INVARIANT.matmul, TRITON.matmul) == {"fp8_weight", "w8a8", "round_inliers", "without_kernel"}
 
 
-def _shared(one: Any, other: Any) -> set[str]:
+def _shared(ops: Any, other: Any) -> set[str]:
     """Names of the fields that both hold alike."""
-    return {field.name for field in fields(one) if getattr(one, field.name) is getattr(other, field.name)}
+    return {field.name for field in fields(ops) if getattr(ops, field.name) is getattr(other, field.name)}
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

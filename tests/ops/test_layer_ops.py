@@ -25,9 +25,9 @@ def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, roundings: 
 @pytest.mark.parametrize("offset", [False, True])
 def test_reference_rms_norm_by_hand(offset: bool) -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
-    row = [float(one) for one in x[1]]
-    rms = math.sqrt(sum(one * one for one in row) / 8 + 1e-2)
-    want = torch.tensor([one / rms * (float(w) + offset) for one, w in zip(row, weight, strict=True)])
+    row = [float(number) for number in x[1]]
+    rms = math.sqrt(sum(number * number for number in row) / 8 + 1e-2)
+    want = torch.tensor([number / rms * (float(w) + offset) for number, w in zip(row, weight, strict=True)])
     torch.testing.assert_close(REFERENCE.tokenwise.rms_norm(x, weight, 1e-2, offset)[1], want)
 
 
@@ -89,8 +89,8 @@ def test_cpu_qkv_write(
     case.view.kv.copy_(before)
     for _ in range(2):
         out = CPU.attention.qkv_write(qkv, shape, case.view, case.step)
-        for one, other in zip(out, want, strict=True):
-            close(one, other, dtype)
+        for actual, other in zip(out, want, strict=True):
+            close(actual, other, dtype)
         close(case.view.kv, want_kv, dtype)
         untouched = before == want_kv
         assert torch.equal(case.view.kv[untouched], before[untouched])
@@ -101,9 +101,9 @@ def test_cpu_qkv_write(
 def test_cpu_linear(dtype: torch.dtype, tokens: int) -> None:
     weight, bias, x = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype), torch.randn(tokens, 64).to(dtype)
     packed = CPU.matmul.plain.pack(weight)
-    for one in (None, bias):
-        want = F.linear(x.double(), weight.double(), None if one is None else one.double())
-        close(CPU.matmul.plain.linear(x, packed, one), want.to(dtype), dtype)
+    for bias_or_none in (None, bias):
+        want = F.linear(x.double(), weight.double(), None if bias_or_none is None else bias_or_none.double())
+        close(CPU.matmul.plain.linear(x, packed, bias_or_none), want.to(dtype), dtype)
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)

@@ -45,9 +45,9 @@ def test_draws_are_those_of_the_reference(ops: Ops, threads: int, kind: str, voc
     """None differs here; one could where a sum of chances is within its rounding of top_p."""
     temperature, limits = columns(MIX)
     logits, (key, position) = logits_of(kind, len(MIX), vocab), keys(len(MIX))
-    found = ops.sampler.sample(logits, temperature, key, position, Purpose.TOKEN, limits)
-    assert torch.equal(found, sample(logits, temperature, key, position, Purpose.TOKEN, limits))
-    assert int((found != sample(logits, temperature, key, position)).sum()) > len(MIX) // 20
+    drawn = ops.sampler.sample(logits, temperature, key, position, Purpose.TOKEN, limits)
+    assert torch.equal(drawn, sample(logits, temperature, key, position, Purpose.TOKEN, limits))
+    assert int((drawn != sample(logits, temperature, key, position)).sum()) > len(MIX) // 20
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,18 +81,18 @@ def test_a_row_draws_the_same_in_any_company(ops: Ops, kind: str) -> None:
         knobs[:, Knob.TEMPERATURE],
         Limits(ints[:, Int.TOP_K], knobs[:, Knob.TOP_P], knobs[:, Knob.MIN_P]),
     )
-    every, before, found = torch.arange(rows, dtype=torch.int32), torch.get_num_threads(), []
+    every, before, outputs = torch.arange(rows, dtype=torch.int32), torch.get_num_threads(), []
     for count in (1, 2):
         torch.set_num_threads(count)
-        found.append(ops.sampler.draw(state, knobs, every, logits.bfloat16(), None))
-        found.append(ops.sampler.sample(logits, temperature, key, position, Purpose.TOKEN, limits))
+        outputs.append(ops.sampler.draw(state, knobs, every, logits.bfloat16(), None))
+        outputs.append(ops.sampler.sample(logits, temperature, key, position, Purpose.TOKEN, limits))
         for given in (logits, logits.bfloat16()):
             each = [
                 ops.sampler.draw(state, knobs, every[row : row + 1], given[row : row + 1], None) for row in range(rows)
             ]
-            found.append(torch.cat(each))
+            outputs.append(torch.cat(each))
     torch.set_num_threads(before)
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 def test_what_is_no_number_is_not_drawn(ops: Ops) -> None:

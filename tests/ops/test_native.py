@@ -42,9 +42,9 @@ def test_linear(ops: Ops, threads: int, dtype: torch.dtype, outputs: int, inputs
     assert packed.shape[0] == outputs
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 32, 33, 47, 65, 150):
         x = torch.randn(rows, inputs).to(dtype)
-        for one in (None, bias):
-            want = F.linear(x.double(), weight.double(), None if one is None else one.double())
-            close(ops.matmul.plain.linear(x, packed, one), want.to(dtype), dtype)
+        for bias_or_none in (None, bias):
+            want = F.linear(x.double(), weight.double(), None if bias_or_none is None else bias_or_none.double())
+            close(ops.matmul.plain.linear(x, packed, bias_or_none), want.to(dtype), dtype)
 
 
 def test_linear_of_many_rows_and_inputs(ops: Ops, threads: int) -> None:
@@ -109,9 +109,9 @@ def check_joined(
     wide, wide_weight, wide_bias = x.double(), weight.double(), bias.double()
     want = REFERENCE.matmul.plain.linear(wide_normed, wide_weight, wide_bias).to(dtype)
     close(ops.matmul.plain.linear(normed, packed, bias), want, dtype)
-    for one, wide_one in ((None, None), (bias, wide_bias)):
+    for bias_or_none, wide_one in ((None, None), (bias, wide_bias)):
         want = REFERENCE.matmul.plain.linear_add(wide, wide_weight, wide_one, stream.double()).to(dtype)
-        close(ops.matmul.plain.linear_add(x, packed, one, stream.clone()), want, dtype)
+        close(ops.matmul.plain.linear_add(x, packed, bias_or_none, stream.clone()), want, dtype)
     for given, wide_given, kind in ((normed, wide_normed, "silu"), (x, wide, "gelu_tanh")):
         want = REFERENCE.matmul.plain.linear_activate(wide_given, wide_weight, wide_bias, kind).to(dtype)
         # The rounding of a few large sums weighs most here.
@@ -180,8 +180,8 @@ def test_qkv_write(
     for _ in range(2):  # the second time with what the step derived
         out = ops.attention.qkv_write(qkv, shape, case.view, case.step)
         assert torch.equal(qkv, given)
-        for one, other in zip(out, want, strict=True):
-            close(one, other, dtype)
+        for actual, other in zip(out, want, strict=True):
+            close(actual, other, dtype)
         close(case.view.kv, want_kv, dtype)
         untouched = before == want_kv
         assert torch.equal(case.view.kv[untouched], before[untouched])
@@ -235,7 +235,7 @@ def check(ops: Ops, case: Any, dtype: torch.dtype) -> None:
     """The case in `dtype` against the reference in float64 on the same numbers."""
     case = case.to("cpu", dtype)
     given = case.view.kv.clone()
-    wide = [one.double() for one in (case.q, case.k, case.v)]
+    wide = [tensor.double() for tensor in (case.q, case.k, case.v)]
     want, lse = REFERENCE.attention.attend(*wide, case.view, case.step)
     assert lse is not None
     for _ in range(2):  # the second time with what the step derived
@@ -355,7 +355,7 @@ def refuse(stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"bias": True, "norms": True, "activation": "gelu_tanh"}])
 @pytest.mark.parametrize(
-    "rows", [[(37, 1)], [(700, 1)], DECODE, [(9, 5)], [(20, 1)] * 13, MIXED], ids=lambda one: f"{len(one)}-rows"
+    "rows", [[(37, 1)], [(700, 1)], DECODE, [(9, 5)], [(20, 1)] * 13, MIXED], ids=lambda rows: f"{len(rows)}-rows"
 )
 def test_layers_in_one_call(
     ops: Ops,
@@ -443,18 +443,18 @@ def test_layers_over_a_cache_of_other_numbers_run_one_by_one(ops: Ops, batch: Ca
 
 
 def test_load_says_how_to_build(tmp_path: Path) -> None:
-    found, why = native_cpu.load(tmp_path)
-    assert found is None and why
+    library, why = native_cpu.load(tmp_path)
+    assert library is None and why
     assert "ridgeline.ops.native.build" in why or "lacks" in why
 
 
 def test_a_broken_library_is_refused(folder: Path, tmp_path: Path) -> None:
     library_path(tmp_path).write_bytes(b"not a library")
-    found, why = native_cpu.load(tmp_path)
-    assert found is None and why.startswith("cannot open")
+    library, why = native_cpu.load(tmp_path)
+    assert library is None and why.startswith("cannot open")
 
 
 def test_the_name_follows_the_sources_and_the_processor(tmp_path: Path) -> None:
-    assert {".cpp", ".h"} == {one.suffix for one in sources()}
+    assert {".cpp", ".h"} == {source.suffix for source in sources()}
     before = library_path(tmp_path)
     assert library_path(tmp_path, cpu_flags()) == before != library_path(tmp_path, frozenset({"other"}))

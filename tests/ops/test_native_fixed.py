@@ -17,10 +17,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(scope="module")
 def ops() -> Ops:
-    found, what = native_cpu.load(fixed=True)
-    if found is None:
+    library, what = native_cpu.load(fixed=True)
+    if library is None:
         pytest.skip(what)
-    return found
+    return library
 
 
 @pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])

@@ -40,7 +40,10 @@ def test_fp8_linear(ops: Ops, threads: int, dtype: torch.dtype, rows: int, outpu
 def test_fp8_weights_alone(ops: Ops, threads: int, rows: int) -> None:
     """Inputs keep their bfloat16 numbers, normed or not."""
     weight = quantize(torch.randn(49, 70) * torch.rand(49, 1))
-    matrix, plain = (one.pack(weight.values, weight.scales) for one in (ops.matmul.fp8_weight, FP8_WEIGHT_REFERENCE))
+    matrix, plain = (
+        weight_format.pack(weight.values, weight.scales)
+        for weight_format in (ops.matmul.fp8_weight, FP8_WEIGHT_REFERENCE)
+    )
     x, stream, norm = torch.randn(rows, 70).to(BF16), torch.randn(rows, 49).to(BF16), torch.rand(70).to(BF16)
     for given in (x, Normed(x, norm, 1e-5, True)):
         want = FP8_WEIGHT_REFERENCE.linear(given, plain, None, BF16).double()

@@ -24,9 +24,9 @@ GROUPS, PAGE_TOKENS = 3, 4
 
 @pytest.fixture(scope="module")
 def native(folder: Path) -> Ops:
-    found, what = native_cpu.load(folder)
-    assert found is not None and library_path(folder).exists(), what
-    return found
+    library, what = native_cpu.load(folder)
+    assert library is not None and library_path(folder).exists(), what
+    return library
 
 
 @some.composite
@@ -62,10 +62,10 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
     assert torch.equal(got, want), f"{got}\n{want}"
 
 
-def moved_alike(one: RowState, other: RowState) -> None:
+def moved_alike(state: RowState, other: RowState) -> None:
     """Row 0 may have been written more than once; which of its tokens stays is nobody's business."""
-    same(one.tokens[1:], other.tokens[1:])
-    same(one.ints, other.ints)
+    same(state.tokens[1:], other.tokens[1:])
+    same(state.ints, other.ints)
 
 
 # Some rows in any order, row 0 as often as it likes.
@@ -78,20 +78,20 @@ often = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], de
 
 
 @often
-@given(state=states(), own=chosen, data=some.data())
-def test_gather(native: Ops, state: RowState, own: list[int], data: some.DataObject) -> None:
+@given(state=states(), chosen_rows=chosen, data=some.data())
+def test_gather(native: Ops, state: RowState, chosen_rows: list[int], data: some.DataObject) -> None:
     """One token of each row, or any number with padding of the last row behind them."""
     spread = None
     if data.draw(some.booleans()):
-        counts = data.draw(some.lists(some.integers(0, 5), min_size=len(own), max_size=len(own)))
-        row_of = [row for row, n in enumerate(counts) for _ in range(n)] + [len(own) - 1] * data.draw(
+        counts = data.draw(some.lists(some.integers(0, 5), min_size=len(chosen_rows), max_size=len(chosen_rows)))
+        row_of = [row for row, n in enumerate(counts) for _ in range(n)] + [len(chosen_rows) - 1] * data.draw(
             some.integers(0, 2)
         )
         place = [at for n in counts for at in range(n)]
         place += [0] * (len(row_of) - len(place))
-        told = [torch.tensor(one, dtype=torch.int32) for one in (counts, row_of, place)]
-        spread = Spread(*told, -told[2] // 2 if data.draw(some.booleans()) else None)
-    given_rows = torch.tensor(own, dtype=torch.int32)
+        tensors = [torch.tensor(numbers, dtype=torch.int32) for numbers in (counts, row_of, place)]
+        spread = Spread(*tensors, -tensors[2] // 2 if data.draw(some.booleans()) else None)
+    given_rows = torch.tensor(chosen_rows, dtype=torch.int32)
     got, want = native.sampler.gather(state, given_rows, spread), rows.gather(state, given_rows, spread)
     for name in ("tokens", "position", "slots", "length"):
         same(getattr(got, name), getattr(want, name))
@@ -119,10 +119,14 @@ def test_the_state_that_drew_last(native: Ops, numbers: Random, count: int, wide
 
 
 @often
-@given(state=states(), own=chosen, data=some.data())
-def test_advance(native: Ops, state: RowState, own: list[int], data: some.DataObject) -> None:
-    said = data.draw(some.lists(some.integers(0, VOCAB - 1), min_size=len(own), max_size=len(own)))
-    drawn, given_rows, other = torch.tensor(said, dtype=torch.int32), torch.tensor(own, dtype=torch.int32), copy(state)
+@given(state=states(), chosen_rows=chosen, data=some.data())
+def test_advance(native: Ops, state: RowState, chosen_rows: list[int], data: some.DataObject) -> None:
+    said = data.draw(some.lists(some.integers(0, VOCAB - 1), min_size=len(chosen_rows), max_size=len(chosen_rows)))
+    drawn, given_rows, other = (
+        torch.tensor(said, dtype=torch.int32),
+        torch.tensor(chosen_rows, dtype=torch.int32),
+        copy(state),
+    )
     same(native.sampler.advance(state, given_rows, drawn), rows.advance(other, given_rows, drawn))
     moved_alike(state, other)
 
@@ -135,11 +139,11 @@ def trees(draw: Callable[..., int], count: int, wide: int) -> torch.Tensor:
 
 
 @often
-@given(state=states(), own=chosen, wide=some.integers(2, 12), data=some.data())
-def test_verify(native: Ops, state: RowState, own: list[int], wide: int, data: some.DataObject) -> None:
+@given(state=states(), chosen_rows=chosen, wide=some.integers(2, 12), data=some.data())
+def test_verify(native: Ops, state: RowState, chosen_rows: list[int], wide: int, data: some.DataObject) -> None:
     """Chains and trees, drafts that are right by chance or on purpose, rows with fewer of them than others. In trees siblings may
     be equal here, which the rule does not ask for; even then the path is the reference's, beyond the kept nodes too."""
-    count = len(own)
+    count = len(chosen_rows)
     parent = data.draw(trees(count, wide)) if data.draw(some.booleans()) else None
     n_draft = torch.tensor(
         data.draw(some.lists(some.integers(0, wide - 1), min_size=count, max_size=count)), dtype=torch.int32
@@ -149,11 +153,11 @@ def test_verify(native: Ops, state: RowState, own: list[int], wide: int, data: s
     drawn = torch.randint(0, VOCAB, (int(nodes.sum()),), generator=numbers, dtype=torch.int32)
     if data.draw(some.booleans()):
         drawn[:] = drawn[0]
-        for row in own:
+        for row in chosen_rows:
             known = int(state.ints[row, Int.KNOWN])
             state.tokens[row, known : known + wide] = drawn[0]
     drafted = Drafted((nodes.cumsum(0) - nodes).int(), n_draft, wide, parent)
-    given_rows, other = torch.tensor(own, dtype=torch.int32), copy(state)
+    given_rows, other = torch.tensor(chosen_rows, dtype=torch.int32), copy(state)
     got, path = native.sampler.verify(state, given_rows, drawn, drafted)
     want, want_path = verify(other, given_rows, drawn, drafted)
     same(got, want)
@@ -170,9 +174,9 @@ def test_all_drafts_are_kept_up_to_the_stop(native: Ops, tree: bool) -> None:
     ints[1] = torch.tensor([9, 9, 10, 0, 40, 10, 0, 0, 0, 0, 7])
     state = RowState(torch.zeros(2, 20, dtype=torch.int32), ints, torch.zeros(1, 2, 5, dtype=torch.int32), 4)
     state.tokens[1, 10:14] = torch.tensor([5, 6, 7, 8])
-    drawn, one, four = (torch.tensor(given, dtype=torch.int32) for given in ([3, 5, 6, 7, 8, 9], [1], [4]))
+    drawn, first, four = (torch.tensor(given, dtype=torch.int32) for given in ([3, 5, 6, 7, 8, 9], [1], [4]))
     parent = torch.tensor([[0, 0, 1, 2, 3]]) if tree else None
-    packed, path = native.sampler.verify(state, one, drawn, Drafted(one, four, 5, parent))
+    packed, path = native.sampler.verify(state, first, drawn, Drafted(first, four, 5, parent))
     assert packed[0, :5].tolist() == [3, 1, 5, 6, 7]
     assert ints[1, :4].tolist() == [12, 12, 13, 1]
     assert path is None or path.tolist() == [[0, 1, 2, 3, 4]]
@@ -183,9 +187,9 @@ def test_kept_nodes_lie_as_a_chain_would(native: Ops, dtype: torch.dtype) -> Non
     """Two groups, paths with gaps across pages, a chain's own, none: what stood at the kept nodes before stands in order, and
     nothing else has moved."""
     paths, gained = [[0, 2, 5, 7], [0, 1, 2, 3], [0, 4, 0, 0], [0, 0, 0, 0]], [4, 4, 2, 0]
-    roots, own = [6, 3, 11, 9], [3, 1, 4, 2]
+    roots, chosen_rows = [6, 3, 11, 9], [3, 1, 4, 2]
     ints = torch.zeros(5, Int.STOP + 1, dtype=torch.int32)
-    for row, root, count in zip(own, roots, gained, strict=True):
+    for row, root, count in zip(chosen_rows, roots, gained, strict=True):
         ints[row, Int.LENGTH] = root + count
     tables = torch.randperm(40, generator=torch.Generator().manual_seed(1)).int().view(2, 5, 4)
     run = torch.randn(60, 40, 6, PAGE_TOKENS, 8).to(dtype)[:, :, 1:4].transpose(0, 1)[:, 7]  # strides of its own
@@ -195,13 +199,13 @@ def test_kept_nodes_lie_as_a_chain_would(native: Ops, dtype: torch.dtype) -> Non
         run.clone(),
     )
     packed = torch.tensor([[count, 0] for count in gained], dtype=torch.int32)
-    for row, root, path, count in zip(own, roots, paths, gained, strict=True):
+    for row, root, path, count in zip(chosen_rows, roots, paths, gained, strict=True):
         for depth in range(1, count):
             (page, place), (old, old_place) = (divmod(root + at, PAGE_TOKENS) for at in (depth, path[depth]))
             wanted[tables[1, row, page], :, place] = before[tables[1, row, old], :, old_place]
     assert not torch.equal(wanted, before)
     plain = run.clone()
-    given = (state, torch.tensor(own, dtype=torch.int32), packed, torch.tensor(paths))
+    given = (state, torch.tensor(chosen_rows, dtype=torch.int32), packed, torch.tensor(paths))
     native.sampler.keep(*given, [[], [run]], 3)
     rows.keep(*given, [[], [plain]], 3)
     same(run, wanted)

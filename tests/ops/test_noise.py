@@ -21,7 +21,7 @@ def uniform(draw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return words(draw, tokens).double() * 2.0**-31
 
 
-def one(seed: int = 1, choice: int = 0, position: int = 10, purpose: Purpose = Purpose.TOKEN) -> torch.Tensor:
+def uniform_of(seed: int = 1, choice: int = 0, position: int = 10, purpose: Purpose = Purpose.TOKEN) -> torch.Tensor:
     return uniform(draws([row_key(seed, choice)], [position], purpose), TOKENS)[0]
 
 
@@ -47,7 +47,7 @@ def test_batch_and_vocabulary_do_not_matter() -> None:
     [{"seed": 2}, {"seed": 1 + (1 << 32)}, {"seed": -1}, {"choice": 1}, {"position": 11}, {"purpose": Purpose.DRAFT}],
 )
 def test_every_argument_matters(other: dict[str, int]) -> None:
-    first, second = one(), one(**other)  # type: ignore[arg-type]
+    first, second = uniform_of(), uniform_of(**other)  # type: ignore[arg-type]
     assert abs(float(torch.corrcoef(torch.stack((first, second)))[0, 1])) < 5 / len(TOKENS) ** 0.5
     assert int((first == second).sum()) < 3
 
@@ -60,7 +60,7 @@ def flatness(samples: torch.Tensor, bins: int = 64) -> float:
 
 
 def test_uniform_along_tokens_positions_and_seeds() -> None:
-    assert flatness(one()) < 1.7
+    assert flatness(uniform_of()) < 1.7
     keys = [row_key(5, 0)] * 4096
     assert flatness(uniform(draws(keys, list(range(4096))), TOKENS[:1])) < 1.7
     assert flatness(uniform(draws([row_key(seed, 0) for seed in range(4096)], [3] * 4096), TOKENS[7:8])) < 1.7

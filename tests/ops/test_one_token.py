@@ -182,9 +182,9 @@ def compile_for_hopper(
     memory = torch.zeros(16, 256, dtype=torch.int8 if bits else E4M3 if fp8 else torch.bfloat16)
     number = "i8" if bits else "fp8e4nv" if fp8 else "bf16"
     scales = tables.places([memory.view(torch.float16)]) if grouped else None
-    for name, one in zip(("qkv", "out", "gate_up", "down"), rows, strict=True):
+    for name, row in zip(("qkv", "out", "gate_up", "down"), rows, strict=True):
         where = tables.places([memory])
-        types[f"{name}_desc"] = described(number, integers.code_blocks(where) if bits else tables.blocks(where, one))
+        types[f"{name}_desc"] = described(number, integers.code_blocks(where) if bits else tables.blocks(where, row))
         if scales is None:
             constants[f"{name}_scale_desc"] = None
         else:
@@ -343,10 +343,10 @@ def test_layers_of_one_token(
     for _ in range(3):
         got = run(stream.clone(), views, case.step)
         assert off(got[0], want) < (6e-2 if form == "fp8" else 1e-2)
-        found.append(got)
+        outputs.append(got)
     for view, twin in zip(views, twins, strict=True):
         assert off(view.kv, twin.kv.double()) < (6e-2 if form == "fp8" else 1e-2)
-    assert all(torch.equal(found[0], one) for one in found[1:])
+    assert all(torch.equal(outputs[0], output) for output in outputs[1:])
 
 
 @pytest.mark.gpu

@@ -118,5 +118,5 @@ def test_how_short_the_parts_of_a_row_may_be(rows: int, query: int, kernel: str,
     """On 132 processors, with 8 KV heads and 16 of queries: up to 65 rows that decode run at a time; rows of a mixed step
     may be fewer than its graph's; those that verify have all their queries in one tile."""
     half, device = torch.bfloat16, torch.device("cuda")
-    found = attention.SPLIT.kernel_for(AttentionShape(rows, query, False, 16, 8, 128, 64, half, half, device, 132))
-    assert found is not None and (found[0], found[1].smallest) == (kernel, smallest)
+    entry = attention.SPLIT.kernel_for(AttentionShape(rows, query, False, 16, 8, 128, 64, half, half, device, 132))
+    assert entry is not None and (entry[0], entry[1].smallest) == (kernel, smallest)

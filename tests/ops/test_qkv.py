@@ -34,6 +34,6 @@ def test_tiles_of_many_tokens(
     qkv = torch.randn(13, (heads + 2 * kv_heads) * 32, device=DEVICE)
     other = replace(case.view, kv=case.view.kv.clone())
     want = REFERENCE.attention.qkv_write(qkv.clone(), shape, other, case.step)
-    for out, one in zip(kernels.qkv_write(qkv, shape, case.view, case.step), want, strict=True):
-        torch.testing.assert_close(out, one, atol=1e-5, rtol=1e-5)
+    for out, expected in zip(kernels.qkv_write(qkv, shape, case.view, case.step), want, strict=True):
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(case.view.kv, other.kv, atol=1e-5, rtol=1e-5)

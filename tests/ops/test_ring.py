@@ -37,15 +37,15 @@ hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 def test_every_block_is_computed_once(
     tiles: int, blocks: int, split: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    assigned = []
     monkeypatch.setattr(ring.gl, "num_programs", lambda axis: programs)
     monkeypatch.setattr(ring.gl, "cdiv", triton.cdiv)
     for program in range(programs):
-        monkeypatch.setattr(ring.gl, "program_id", lambda axis, own=program: own)
+        monkeypatch.setattr(ring.gl, "program_id", lambda axis, number=program: number)
         first, count, begin, run = ring._share.fn((tiles, blocks, 1), split)
         for turn in range(count):
-            found += [(first + turn * programs, block) for block in range(begin, begin + run)]
-    assert sorted(found) == [(tile, block) for tile in range(tiles) for block in range(blocks)]
+            assigned += [(first + turn * programs, block) for block in range(begin, begin + run)]
+    assert sorted(assigned) == [(tile, block) for tile in range(tiles) for block in range(blocks)]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 160, 192, 256, 300])
@@ -213,7 +213,7 @@ def test_ring_products_in_8_bits(tokens: int, n: int, k: int, tile: RingTile) ->
     half = FP8_TRITON.pack(rows.values[:n], rows.scales[:n])
     bias = 20 * torch.randn(2 * n, dtype=torch.bfloat16, device=DEVICE)
     stream = 20 * torch.randn(tokens, n, dtype=torch.bfloat16, device=DEVICE)
-    wide = [one.values.double() * one.scales.double()[:, None] for one in (x, rows)]
+    wide = [operand.values.double() * operand.scales.double()[:, None] for operand in (x, rows)]
     both = wide[0] @ wide[1].T
     if tile.block == 256:
         assert off(ring.ring_product(x, half, None, tile, torch.bfloat16), both[:, :n]) < 4e-3

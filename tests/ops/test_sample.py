@@ -97,8 +97,8 @@ def test_rows_of_different_kinds_in_one_batch() -> None:
     position = torch.arange(4, dtype=torch.int32)
     drawn = sample(logits, temperature, key, position)
     for row in range(4):
-        one = slice(row, row + 1)
-        assert sample(logits[one], temperature[one], key[one], position[one])[0] == drawn[row]
+        single = slice(row, row + 1)
+        assert sample(logits[single], temperature[single], key[single], position[single])[0] == drawn[row]
     assert drawn[0] == greedy(logits)[0] and drawn[2] == greedy(logits)[2]
 
 

@@ -109,7 +109,7 @@ def test_a_token_alone_sees_what_it_saw(name: str, batch: Callable[..., Any]) ->
     tokens = torch.tensor([3, 6, 40, 63][-len(rows) :], dtype=torch.int32, device=DEVICE)
     step = case.step.one_row_per_token(tokens)
     assert step is not None and step.decode
-    q, k, v = (one.index_select(0, tokens) for one in (case.q, case.k, case.v))
+    q, k, v = (tensor.index_select(0, tokens) for tensor in (case.q, case.k, case.v))
     for ops in (TRITON, REFERENCE):
         near(ops.attention.attend(q, k, v, case.view, step)[0], want.index_select(0, tokens), torch.float32)
 
@@ -128,9 +128,9 @@ def test_who_sees_otherwise_than_in_order_is_not_taken_alone(name: str, batch: C
 
 def form_of(case: Any) -> tuple[str, Any]:
     """(name, configuration) of the split kernel for a case."""
-    found = attention.SPLIT.kernel_for(attention.shape_of(case.q, case.view, case.step))
-    assert found is not None
-    return found
+    entry = attention.SPLIT.kernel_for(attention.shape_of(case.q, case.view, case.step))
+    assert entry is not None
+    return entry
 
 
 def test_one_more_program_on_every_processor(batch: Callable[..., Any]) -> None:
@@ -237,8 +237,8 @@ def test_qkv_write(
     want = REFERENCE.attention.qkv_write(qkv.clone(), shape, case.view, case.step)
     want_kv = case.view.kv.clone()
     case.view.kv.copy_(before)
-    for out, one in zip(TRITON.attention.qkv_write(qkv, shape, case.view, case.step), want, strict=True):
-        near(out, one, dtype)
+    for out, expected in zip(TRITON.attention.qkv_write(qkv, shape, case.view, case.step), want, strict=True):
+        near(out, expected, dtype)
     near(case.view.kv, want_kv, dtype)
     untouched = before == want_kv
     assert torch.equal(case.view.kv[untouched], before[untouched])
@@ -336,18 +336,18 @@ def moved(state: RowState) -> RowState:
 
 def test_gather() -> None:
     state = row_state()
-    own = torch.tensor([4, 7, 1, 0, 0], dtype=torch.int32)
+    row_ids = torch.tensor([4, 7, 1, 0, 0], dtype=torch.int32)
     n_query = torch.tensor([3, 1, 70, 0, 0], dtype=torch.int32)
     row_of = torch.repeat_interleave(torch.arange(5, dtype=torch.int32), torch.tensor([3, 1, 70, 0, 5]))
     place = torch.cat((torch.arange(3), torch.arange(1), torch.arange(70), torch.zeros(5))).int()
-    told = (n_query, row_of, place)
-    for spread in (None, Spread(*told), Spread(*told, -place // 2)):
-        want = REFERENCE.sampler.gather(state, own, spread)
+    tensors = (n_query, row_of, place)
+    for spread in (None, Spread(*tensors), Spread(*tensors, -place // 2)):
+        want = REFERENCE.sampler.gather(state, row_ids, spread)
         there = None
         if spread is not None:
             shift = None if spread.shift is None else spread.shift.to(DEVICE)
-            there = Spread(*(one.to(DEVICE) for one in told), shift)
-        got = TRITON.sampler.gather(moved(state), own.to(DEVICE), there)
+            there = Spread(*(tensor.to(DEVICE) for tensor in tensors), shift)
+        got = TRITON.sampler.gather(moved(state), row_ids.to(DEVICE), there)
         for name in Gathered.__slots__:
             assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
 
@@ -355,12 +355,12 @@ def test_gather() -> None:
 @pytest.mark.parametrize("shape", [(1, 3), (600, 3), (40_000, 3), (0, 3)])
 def test_what_a_step_tells_comes_to_the_host(shape: tuple[int, int]) -> None:
     """Few numbers, more than a kernel writes, none; a part of wider rows; and other types."""
-    told = torch.randint(-(1 << 31), (1 << 31) - 1, (shape[0], shape[1] + 4), dtype=torch.int32, device=DEVICE)
-    for one in (told[:, 1:4].contiguous(), told[:, 1:4], told[:, 2], told[:, 0:2].float(), told.long()):
-        found = TRITON.sampler.to_host(one)
+    values = torch.randint(-(1 << 31), (1 << 31) - 1, (shape[0], shape[1] + 4), dtype=torch.int32, device=DEVICE)
+    for part in (values[:, 1:4].contiguous(), values[:, 1:4], values[:, 2], values[:, 0:2].float(), values.long()):
+        copied = TRITON.sampler.to_host(part)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        assert found.device.type == "cpu" and found.dtype == one.dtype and torch.equal(found, one.cpu())
+        assert copied.device.type == "cpu" and copied.dtype == part.dtype and torch.equal(copied, part.cpu())
 
 
 def test_advance() -> None:

@@ -62,8 +62,8 @@ def draw_of(z: torch.Tensor) -> Draw:
 
 def on_device(draw: Draw) -> Draw:
     *tensors, limits = draw
-    z, temperature, key, place = (one.to(DEVICE) for one in tensors)
-    return z, temperature, key, place, Limits(*(getattr(limits, one.name).to(DEVICE) for one in fields(limits)))
+    z, temperature, key, place = (tensor.to(DEVICE) for tensor in tensors)
+    return z, temperature, key, place, Limits(*(getattr(limits, field.name).to(DEVICE) for field in fields(limits)))
 
 
 def drawn(draw: Draw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -102,7 +102,9 @@ def test_few_of_near_equals_are_left_to_the_last_one() -> None:
     temperature, limits = temperature.clamp(min=0.8), replace(limits, min_p=limits.min_p * 0)
     limits.top_k[:] = torch.arange(rows) % 25 + 1
     left = within(z, temperature, limits)
-    want = TRITON.sampler.sample(*(one.to(DEVICE) for one in (left, temperature, key, place)), Purpose.TOKEN).cpu()
+    want = TRITON.sampler.sample(
+        *(tensor.to(DEVICE) for tensor in (left, temperature, key, place)), Purpose.TOKEN
+    ).cpu()
     assert torch.equal(drawn((z, temperature, key, place, limits)), want)
 
 
@@ -113,8 +115,11 @@ def test_a_row_draws_alone_what_it_draws_among_others(dtype: torch.dtype) -> Non
     together = drawn(draw, dtype)
     assert torch.equal(together, drawn(draw))
     for row in range(0, ROWS, 7):
-        own, index = slice(row, row + 1), torch.tensor([row])
-        assert drawn((z[own], temperature[own], key[own], place[own], limits.of(index)), dtype)[0] == together[row]
+        single, index = slice(row, row + 1), torch.tensor([row])
+        assert (
+            drawn((z[single], temperature[single], key[single], place[single], limits.of(index)), dtype)[0]
+            == together[row]
+        )
 
 
 @pytest.mark.parametrize("wide", [1, 3])

@@ -72,9 +72,9 @@ def test_products(tokens: int, dtype: torch.dtype) -> None:
     gated = REFERENCE.tokenwise.activate(W8A8_TRITON.linear(x, matrix, None).double(), "silu")
     close(W8A8_TRITON.linear_activate(x, matrix, None, "silu"), gated, dtype)
     normed = REFERENCE.tokenwise.rms_norm(x, gain, 1e-5, True)
-    found = W8A8_TRITON.linear(Normed(x, gain, 1e-5, True), matrix, None)
+    output = W8A8_TRITON.linear(Normed(x, gain, 1e-5, True), matrix, None)
     # An input between two steps may fall to the other side.
-    assert float((found.double() - exact(normed, matrix)).norm() / exact(normed, matrix).norm()) < 5e-3
+    assert float((output.double() - exact(normed, matrix)).norm() / exact(normed, matrix).norm()) < 5e-3
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -117,7 +117,7 @@ def test_rings_and_small_products_agree_to_the_last_bit(outputs: int, inputs: in
     stream = noise(128, outputs, seed=7).half()
     for tokens in (5, 33, 64, 128):
         given, onto = w8a8.codes(x[:tokens]), stream[:tokens]
-        (_, k), n, found = given.values.shape, matrix.codes.shape[0], []
+        (_, k), n, products = given.values.shape, matrix.codes.shape[0], []
         for registry in (kernels.W8A8, kernels.W8A8.without("ring")):
             for added, add in ((bias, False), (bias, True), (None, True)):
                 shape = ProductShape(tokens, n, k, torch.int8, x.dtype, x.device, True, add=add, bias=added is not None)

@@ -27,9 +27,9 @@ def reads_around_the_wait(code: str) -> tuple[set[str], set[str]]:
     before, *rest = WAITS.split(code, maxsplit=1)
     assert rest, "the kernel has no wait"
     after = rest[0]
-    found = set(READS.findall(before)), set(READS.findall(after))
-    assert all(found), f"READS matches nothing on one side of the wait: {found}"
-    return found
+    reads = set(READS.findall(before)), set(READS.findall(after))
+    assert all(reads), f"READS matches nothing on one side of the wait: {reads}"
+    return reads
 
 
 def compiled_reads(
@@ -38,8 +38,8 @@ def compiled_reads(
     """reads_around_the_wait of a kernel, compiled for Hopper."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     apart = [["tt.divisibility", 16]]
-    told = [one.name for one in kernel.params if not (one.is_constexpr or one.do_not_specialize_on_alignment)]
-    aligned = {(kernel.arg_names.index(name),): apart for name in told if name != "eps"}
+    names = [param.name for param in kernel.params if not (param.is_constexpr or param.do_not_specialize_on_alignment)]
+    aligned = {(kernel.arg_names.index(name),): apart for name in names if name != "eps"}
     source = ASTSource(kernel, signature, dict(constants), aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
     return reads_around_the_wait(made.asm["ttgir"])

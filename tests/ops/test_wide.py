@@ -38,7 +38,9 @@ def line(plan: Plan, n: int, k: int, gate: bool) -> tuple[list[tuple[int, int]],
 
 
 @pytest.mark.parametrize("tokens", [65, 100, 128, 129, 200, 240, 256])
-@pytest.mark.parametrize(("n", "k", "gate"), [*((*one, True) for one in GATES), *((*one, False) for one in DOWNS)])
+@pytest.mark.parametrize(
+    ("n", "k", "gate"), [*((*shape, True) for shape in GATES), *((*shape, False) for shape in DOWNS)]
+)
 def test_every_step_is_somebodys(tokens: int, n: int, k: int, gate: bool) -> None:
     """Once, in one wave; a tile that is cut has two parts, the last one its cluster's first work."""
     plan = plan_for(tokens, n, k, gate)
@@ -46,7 +48,7 @@ def test_every_step_is_somebodys(tokens: int, n: int, k: int, gate: bool) -> Non
         return
     shares, steps, tiles = line(plan, n, k, gate)
     assert len(shares) <= CLUSTERS and shares[0][0] == 0 and shares[-1][1] == tiles * steps
-    assert all(one[1] == two[0] for one, two in itertools.pairwise(shares))
+    assert all(share[1] == two[0] for share, two in itertools.pairwise(shares))
     assert all(begin < end for begin, end in shares)
     if plan.split:
         assert plan.split * CHUNK <= plan.tokens and plan.split <= 64
@@ -89,10 +91,10 @@ def test_gates_without_a_ring_are_cut_at_128_tokens() -> None:
 
 def test_the_text_says_the_same_numbers() -> None:
     stated = dict(
-        one.split(" = ")
+        assignment.split(" = ")
         for line in wide.source(96).splitlines()
         if line.startswith("constexpr u32")
-        for one in line.removeprefix("constexpr u32 ").partition(";")[0].split(", ")
+        for assignment in line.removeprefix("constexpr u32 ").partition(";")[0].split(", ")
     )
     for name in ("GROUPS", "HIGH", "STEP", "MOST_STAGES", "CHUNK", "STAGED"):
         assert int(stated[name]) == getattr(wide, name), name
@@ -138,8 +140,8 @@ def test_the_bits_of_gates_are_those_of_two_kernels(plan: Plan, tokens: int, n: 
     assert (room[:tokens].double() - want.double()).pow(2).mean().sqrt() < 4e-3 * scale
     assert (room[tokens:] == 7).all()
     if not plan.cut:
-        own = activate(F.linear(x, weight), "silu")
-        assert (room[:tokens] != own).float().mean() < 0.02
+        activated = activate(F.linear(x, weight), "silu")
+        assert (room[:tokens] != activated).float().mean() < 0.02
 
 
 @pytest.mark.gpu
@@ -199,8 +201,8 @@ def test_the_table_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> Non
     """Not with a bias, another activation, other numbers, rows that are not contiguous, or a number of tokens that is others'."""
     x, weight, bias = numbers(100, 4096), numbers(28672, 4096), numbers(28672)
     taken: list[Plan] = []
-    own = wide.planned
-    monkeypatch.setattr(wide, "planned", lambda *given: taken.append(given[3]) or own(*given))
+    original = wide.planned
+    monkeypatch.setattr(wide, "planned", lambda *given: taken.append(given[3]) or original(*given))
     linears.linear_activate(x, weight, None, "silu")
     assert taken == [plan_for(100, 14336, 4096, True)]
     apart = torch.cat((x, x), 1)[:, :4096]

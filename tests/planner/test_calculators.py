@@ -49,8 +49,8 @@ def test_mission_a_window_of_1000_in_10000_tokens_is_10_times_less() -> None:
 
 
 def test_mission_three_layers_that_share_are_3_times_less() -> None:
-    own = LayerSpec(32, 32, 128, 0, ROPE)
-    shared = mixed(*[own if index % 3 == 0 else LayerSpec(32, 32, 128, 0, ROPE, share_from=index // 3 * 3)
+    layer = LayerSpec(32, 32, 128, 0, ROPE)
+    shared = mixed(*[layer if index % 3 == 0 else LayerSpec(32, 32, 128, 0, ROPE, share_from=index // 3 * 3)
                      for index in range(12)])  # fmt: skip
     assert kv_need(shared, 1, 4096).saving == pytest.approx(3)
 
@@ -121,17 +121,17 @@ def test_an_h100_node_is_paid_back_in_14_to_18_months() -> None:
 
 
 def test_break_even_is_where_both_cost_the_same() -> None:
-    found = BreakEven(Owned(30_000, years=3), rent_usd_hour=2.5)
-    assert 0 < found.utilization < 1
-    assert found.owned.usd_hour(found.utilization) == pytest.approx(2.5)
-    assert found.saved_usd(found.utilization) == pytest.approx(0, abs=1e-6)
-    assert found.saved_usd(1.0) > 0 > found.saved_usd(found.utilization / 2)
-    assert found.payback_months(0.5) > 2 * found.payback_months(1.0)
+    comparison = BreakEven(Owned(30_000, years=3), rent_usd_hour=2.5)
+    assert 0 < comparison.utilization < 1
+    assert comparison.owned.usd_hour(comparison.utilization) == pytest.approx(2.5)
+    assert comparison.saved_usd(comparison.utilization) == pytest.approx(0, abs=1e-6)
+    assert comparison.saved_usd(1.0) > 0 > comparison.saved_usd(comparison.utilization / 2)
+    assert comparison.payback_months(0.5) > 2 * comparison.payback_months(1.0)
 
 
 def test_rent_below_the_price_of_power_never_breaks_even() -> None:
-    found = BreakEven(Owned(30_000, watts=10_000), rent_usd_hour=1.0)
-    assert found.utilization == math.inf and found.payback_hours() == math.inf
+    comparison = BreakEven(Owned(30_000, watts=10_000), rent_usd_hour=1.0)
+    assert comparison.utilization == math.inf and comparison.payback_hours() == math.inf
 
 
 # --- MISSION 2: energy ------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def test_mission_draw_above_the_design_power() -> None:
 
 def test_joules_per_token_of_the_field() -> None:
     """FIGURES 6: 8B on an H100, batch 512: 688 W, 9,806 tokens/s, 0.070 J."""
-    found = Energy(688, 9806, pue=1.0, usd_kwh=0.10)
-    assert found.joules_per_token == pytest.approx(0.070, abs=0.0005)
-    assert found.kwh_million_tokens == pytest.approx(0.0195, rel=0.01)
-    assert found.usd_million_tokens == pytest.approx(0.00195, rel=0.01)
+    energy = Energy(688, 9806, pue=1.0, usd_kwh=0.10)
+    assert energy.joules_per_token == pytest.approx(0.070, abs=0.0005)
+    assert energy.kwh_million_tokens == pytest.approx(0.0195, rel=0.01)
+    assert energy.usd_million_tokens == pytest.approx(0.00195, rel=0.01)
     assert Energy(688).joules_per_token == 0

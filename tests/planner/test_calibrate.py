@@ -38,30 +38,30 @@ def steps(machine: CostModel, rows: tuple[int, ...], prompts: tuple[int, ...], n
     shapes = [((held,) * count, ()) for count in rows for held in (80, 900, 4000)]
     shapes += [((), ((0, length),)) for length in prompts]
     shapes += [((700,) * count, ((length, length),)) for count, length in zip(rows, prompts, strict=False)]
-    found = []
+    measured = []
     for decode, chunks in shapes:
-        one = Measured(decode, chunks, len(decode) + len(chunks), 1.0)
-        found.append(replace(one, seconds=machine.step_s(one.work(machine.spec)) * (1 + chance.gauss(0, noise))))
-    return found
+        step = Measured(decode, chunks, len(decode) + len(chunks), 1.0)
+        measured.append(replace(step, seconds=machine.step_s(step.work(machine.spec)) * (1 + chance.gauss(0, noise))))
+    return measured
 
 
 def test_a_fit_predicts_sizes_it_has_not_seen(guess: CostModel) -> None:
     fit = steps(truth(guess), (1, 4, 16, 64, 256), (16, 64, 256, 1024, 4096), 0.03)
     judge = steps(truth(guess), (2, 10, 40, 150), (30, 120, 500, 2000), 0.0)
-    found = calibrate(guess, fit, "machine", "2026-11-21")
-    assert found.cost.calibrated and not guess.calibrated
-    blind, seen = Errors.of(errors(guess, judge)), Errors.of(errors(found.cost, judge))
+    calibration = calibrate(guess, fit, "machine", "2026-11-21")
+    assert calibration.cost.calibrated and not guess.calibrated
+    blind, seen = Errors.of(errors(guess, judge)), Errors.of(errors(calibration.cost, judge))
     assert seen.median < 0.04 < 0.1 < blind.median
-    assert found.fitted.median <= found.unseen.median < 0.06
-    assert found.cost.kv_share == pytest.approx(0.8, rel=0.1) and found.steps == len(fit)
+    assert calibration.fitted.median <= calibration.unseen.median < 0.06
+    assert calibration.cost.kv_share == pytest.approx(0.8, rel=0.1) and calibration.steps == len(fit)
 
 
 def test_leaving_one_out_shows_what_a_fit_cannot_know(guess: CostModel) -> None:
     """A step that is twice as slow as its likes spoils its own error alone."""
     fit = steps(truth(guess), (1, 4, 16, 64), (16, 64, 256, 1024), 0.0)
     odd = [replace(fit[3], seconds=2 * fit[3].seconds), *fit[:3], *fit[4:]]
-    found = calibrate(guess, odd, "machine", "2026-11-21")
-    missed = errors(found.cost, odd)
+    calibration = calibrate(guess, odd, "machine", "2026-11-21")
+    missed = errors(calibration.cost, odd)
     assert missed[0] < -0.4 and Errors.of(missed[1:]).median < 0.03
 
 
@@ -71,13 +71,13 @@ def test_too_few_steps_are_refused(guess: CostModel) -> None:
 
 
 def test_kept_as_json(guess: CostModel, tmp_path: Path) -> None:
-    found = calibrate(guess, steps(truth(guess), (1, 8, 64), (64, 512, 4096), 0.01), "machine", "2026-11-21")
+    calibration = calibrate(guess, steps(truth(guess), (1, 8, 64), (64, 512, 4096), 0.01), "machine", "2026-11-21")
     path = tmp_path / "calibration.json"
-    path.write_text(found.to_json())
+    path.write_text(calibration.to_json())
     again = load_calibration(path, guess.spec)
-    assert again == found
+    assert again == calibration
     assert all(name in json.loads(path.read_text())["factors"] for name in FACTORS)
-    assert load_calibration(path, guess.spec, "machine") == found
+    assert load_calibration(path, guess.spec, "machine") == calibration
     for spec, device, words in (
         (replace(guess.spec, vocab_size=32_000), "", r"its params is 8030\d+, not"),
         (replace(guess.spec, dtype="float16"), "", "its dtype is 'bfloat16', not 'float16'"),
@@ -120,8 +120,8 @@ def test_nnls_meets_its_conditions() -> None:
     chance = np.random.default_rng(3)
     for _ in range(50):
         matrix, target = chance.normal(size=(12, 6)), chance.normal(size=12)
-        found = nnls(matrix, target)
-        slope = matrix.T @ (matrix @ found - target)
-        assert (found >= 0).all() and (slope >= -1e-8).all() and np.abs(slope[found > 0]).max(initial=0) < 1e-8
+        solution = nnls(matrix, target)
+        slope = matrix.T @ (matrix @ solution - target)
+        assert (solution >= 0).all() and (slope >= -1e-8).all() and np.abs(slope[solution > 0]).max(initial=0) < 1e-8
     exact = np.array([0.0, 2.0, 0.5, 0.0, 1.0, 3.0])
     assert nnls(matrix, matrix @ exact) == pytest.approx(exact, abs=1e-9)

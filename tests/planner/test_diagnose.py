@@ -31,34 +31,34 @@ DECODING = Observation(
     ],
 )
 def test_the_bottleneck_is_named_with_its_evidence(changes: dict[str, float], name: str) -> None:
-    found = diagnose(replace(DECODING, **changes))  # type: ignore[arg-type]
-    assert found.bottleneck == name and found.evidence
-    assert all(name in one.cure.helps for one in found.advice)
+    diagnosis = diagnose(replace(DECODING, **changes))  # type: ignore[arg-type]
+    assert diagnosis.bottleneck == name and diagnosis.evidence
+    assert all(name in item.cure.helps for item in diagnosis.advice)
 
 
 def test_gains_follow_from_bytes() -> None:
     few = replace(DECODING, kv_tokens=2_000.0, running=1.0, step_s=4.03e-3, step_bytes=15.3e9)
-    gains = {one.cure.name: one.gain for one in diagnose(few).advice}
+    gains = {item.cure.name: item.gain for item in diagnose(few).advice}
     # Of 15.3 GB nearly all are weights; halving them takes away just under half of what bandwidth explains.
     assert gains["8-bit weights"] == pytest.approx(0.5 * few.weight_share * few.bandwidth_share)
     assert 0.4 < gains["8-bit weights"] < 0.5
-    crowded = {one.cure.name: one.gain for one in diagnose(DECODING).advice}
+    crowded = {item.cure.name: item.gain for item in diagnose(DECODING).advice}
     assert crowded["8-bit weights"] < gains["8-bit weights"] * 0.6
     assert crowded["a second replica"] == pytest.approx(0.5 * (1 - DECODING.weight_share))
 
 
 def test_cures_that_are_in_place_are_not_advised() -> None:
-    names = [one.cure.name for one in diagnose(replace(DECODING, quantization="fp8")).advice]
+    names = [item.cure.name for item in diagnose(replace(DECODING, quantization="fp8")).advice]
     assert "8-bit weights" not in names
     waiting = replace(DECODING, waiting=5.0, kv_used=0.99, options={"enable_prefix_caching": False})
     overlapped = replace(DECODING, bubble=0.4, options={"steps_in_flight": 1})
     assert not diagnose(overlapped).advice
     alone = diagnose(replace(overlapped, options={"steps_in_flight": 0})).advice
-    assert [(one.cure.name, one.gain) for one in alone] == [("plan while the device runs", 0.4)]
+    assert [(item.cure.name, item.gain) for item in alone] == [("plan while the device runs", 0.4)]
     advice = diagnose(waiting).advice
-    assert math.isnan(next(one.gain for one in advice if one.cure.name == "prefix cache"))
-    assert [one.gain for one in advice if one.gain == one.gain] == sorted(
-        (one.gain for one in advice if one.gain == one.gain), reverse=True
+    assert math.isnan(next(item.gain for item in advice if item.cure.name == "prefix cache"))
+    assert [item.gain for item in advice if item.gain == item.gain] == sorted(
+        (item.gain for item in advice if item.gain == item.gain), reverse=True
     )
 
 

@@ -26,10 +26,10 @@ def llama() -> ModelSpec:
 
 @pytest.mark.parametrize("shares", [[(2048, 1)] * 16, [(0, 4096)], [(100, 1), (512, 300)]])
 def test_sums_are_those_of_core(llama: ModelSpec, shares: list[tuple[int, int]]) -> None:
-    found, work = phase("any", llama, H200, shares), step_work(llama, shares)
-    assert (found.flops, found.bytes, found.tokens) == (work.flops, work.bytes, work.tokens)
-    assert found.floor_s == pytest.approx(max(work.flops / 989.4e12, work.bytes / 4.8e12))
-    assert found.serial_s >= found.floor_s
+    point, work = phase("any", llama, H200, shares), step_work(llama, shares)
+    assert (point.flops, point.bytes, point.tokens) == (work.flops, work.bytes, work.tokens)
+    assert point.floor_s == pytest.approx(max(work.flops / 989.4e12, work.bytes / 4.8e12))
+    assert point.serial_s >= point.floor_s
 
 
 def test_figures_batch_1_decode_ceiling(llama: ModelSpec) -> None:
@@ -42,9 +42,9 @@ def test_figures_batch_1_decode_ceiling(llama: ModelSpec) -> None:
 @pytest.mark.parametrize(("prompt", "milliseconds"), [(2048, 29.3), (8192, 129), (32_768, 725), (131_072, 6212)])
 def test_figures_prefill_ceiling(llama: ModelSpec, prompt: int, milliseconds: float) -> None:
     """FIGURES 7: prefill ceilings of an 8B in bf16 on one H200, less what the last layer need not do (30.0, 133, 747, 6,404)."""
-    found = phase("prefill", llama, H200, [(0, prompt)])
-    assert found.bound == "compute"
-    assert found.floor_s * 1e3 == pytest.approx(milliseconds, rel=0.01)
+    prefill = phase("prefill", llama, H200, [(0, prompt)])
+    assert prefill.bound == "compute"
+    assert prefill.floor_s * 1e3 == pytest.approx(milliseconds, rel=0.01)
 
 
 def test_figures_ridge(llama: ModelSpec) -> None:
@@ -56,11 +56,11 @@ def test_figures_ridge(llama: ModelSpec) -> None:
 
 
 def test_decode_reads_and_prefill_computes(llama: ModelSpec) -> None:
-    found = roofline(llama, H200, Load(batch=8, context=1024, prompt=4096))
-    assert (found.phase("decode").bound, found.phase("prefill").bound) == ("memory", "compute")
-    bounds = {one.name: one.bound for one in found.phase("prefill").points}
+    result = roofline(llama, H200, Load(batch=8, context=1024, prompt=4096))
+    assert (result.phase("decode").bound, result.phase("prefill").bound) == ("memory", "compute")
+    bounds = {point.name: point.bound for point in result.phase("prefill").points}
     assert bounds["gate+up"] == bounds["attention"] == "compute" and bounds["norm"] == bounds["head"] == "memory"
-    assert all(one.bound == "memory" for one in found.phase("decode").points)
+    assert all(point.bound == "memory" for point in result.phase("decode").points)
 
 
 def test_mission_mbu_of_a_7b() -> None:
@@ -74,8 +74,8 @@ def test_mission_mbu_of_a_7b() -> None:
 
 
 def test_points_stand_on_the_roof(llama: ModelSpec) -> None:
-    for one in roofline(llama, H200, Load(32, 2048, 2048)).phases:
-        for point in one.points:
+    for step in roofline(llama, H200, Load(32, 2048, 2048)).phases:
+        for point in step.points:
             assert point.attained <= min(point.peak, point.bandwidth * point.intensity) * (1 + 1e-9)
 
 
@@ -97,17 +97,17 @@ def test_a_precision_without_a_unit_is_refused(llama: ModelSpec) -> None:
 
 
 def test_chart_and_page(llama: ModelSpec) -> None:
-    found = roofline(llama, H200, Load(8, 1024, 1024))
+    result = roofline(llama, H200, Load(8, 1024, 1024))
     steps = {"prefill": 0.03, "decode": 0.004}
-    chart = roofline_chart(found, steps)
-    assert chart.x.log and chart.y.log and chart.x.low < 1 < found.ridge < chart.x.high
+    chart = roofline_chart(result, steps)
+    assert chart.x.log and chart.y.log and chart.x.low < 1 < result.ridge < chart.x.high
     text = document(chart)
     root = ET.fromstring(text)
-    circles = [one for one in root.iter() if one.tag.endswith("circle")]
-    drawn = sum(1 for one in found.phases for point in one.points if point.flops)
+    circles = [element for element in root.iter() if element.tag.endswith("circle")]
+    drawn = sum(1 for phase in result.phases for point in phase.points if point.flops)
     assert len(circles) == drawn + len(steps) + 3  # and three in the legend
     assert "ridge 206 FLOP/B" in text and "prefers-color-scheme:dark" in text
-    page = roofline_page(found, steps, ("a < b",))
+    page = roofline_page(result, steps, ("a < b",))
     assert page.count("<table>") == 2 and "a &lt; b" in page
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
-    assert [row[0] for row in rows(found.phases[0])] == [one.name for one in found.phases[0].points]
+    assert [row[0] for row in rows(result.phases[0])] == [point.name for point in result.phases[0].points]

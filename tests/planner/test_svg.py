@@ -42,7 +42,7 @@ def test_everything_drawn_is_well_formed() -> None:
     marks = (Line("l", ((0, 0), (5, 20), (float("nan"), 1))), Points("p", ((1, 1, "a&b"), (2, 2, ""))),
              Guide("SLO", y=3.0), Guide("here", x=4.0))  # fmt: skip
     root = ET.fromstring(document(chart(*marks)))
-    way = next(one for one in root.iter() if one.tag.endswith("polyline")).attrib["points"].split()
+    way = next(element for element in root.iter() if element.tag.endswith("polyline")).attrib["points"].split()
     assert len(way) == 2  # what is no number is left out
     assert float(way[1].split(",")[1]) == 50  # what lies outside is drawn on the border
     text = figure(chart(*marks))
@@ -53,12 +53,12 @@ def test_everything_drawn_is_well_formed() -> None:
 def test_labels_keep_apart() -> None:
     points = tuple((5 + index / 100, 5.0, f"operation {index}") for index in range(12))
     root = ET.fromstring(document(chart(Points("p", points))))
-    labels = [one for one in root.iter() if one.attrib.get("class") == "label"]
+    labels = [element for element in root.iter() if element.attrib.get("class") == "label"]
     assert 0 < len(labels) < 12  # those without room are left to their tooltips
-    places = [(float(one.attrib["x"]), float(one.attrib["y"])) for one in labels]
+    places = [(float(label.attrib["x"]), float(label.attrib["y"])) for label in labels]
     for index, (x, y) in enumerate(places):
         assert all(abs(x - other) > 60 or abs(y - down) >= 12 for other, down in places[index + 1 :])
-    assert len([one for one in root.iter() if one.tag.endswith("title")]) == 12
+    assert len([element for element in root.iter() if element.tag.endswith("title")]) == 12
 
 
 def test_page_and_table() -> None:

@@ -27,8 +27,8 @@ def distributions(seed: int, count: int, spread: float) -> tuple[torch.Tensor, t
 
 def scores(logprobs: torch.Tensor, token: torch.Tensor, top: int) -> Scores:
     values, ids = logprobs.topk(top)
-    own = logprobs.gather(1, token.unsqueeze(1)).squeeze(1)
-    return Scores(token.int().numpy(), own.float().numpy(), ids.int().numpy(), values.float().numpy())
+    logprob = logprobs.gather(1, token.unsqueeze(1)).squeeze(1)
+    return Scores(token.int().numpy(), logprob.float().numpy(), ids.int().numpy(), values.float().numpy())
 
 
 def exact(ours: torch.Tensor, theirs: torch.Tensor) -> np.ndarray:
@@ -38,18 +38,18 @@ def exact(ours: torch.Tensor, theirs: torch.Tensor) -> np.ndarray:
 def test_with_every_alternative_the_divergence_is_exact() -> None:
     ours, theirs = distributions(0, 50, 0.5)
     token = torch.arange(50) % VOCAB
-    found = token_drift(scores(ours, token, VOCAB), scores(theirs, token, VOCAB))
-    np.testing.assert_allclose(found.kl, exact(ours, theirs), atol=1e-5)
-    np.testing.assert_array_equal(found.same, (ours.argmax(-1) == theirs.argmax(-1)).numpy())
+    drift = token_drift(scores(ours, token, VOCAB), scores(theirs, token, VOCAB))
+    np.testing.assert_allclose(drift.kl, exact(ours, theirs), atol=1e-5)
+    np.testing.assert_array_equal(drift.same, (ours.argmax(-1) == theirs.argmax(-1)).numpy())
 
 
 def test_with_few_alternatives_it_is_a_bound_that_grows() -> None:
     ours, theirs = distributions(1, 200, 0.7)
     token = torch.arange(200) % VOCAB
-    found = [token_drift(scores(ours, token, top), scores(theirs, token, top)).kl for top in (1, 3, 6, VOCAB)]
-    for few in found:
+    divergences = [token_drift(scores(ours, token, top), scores(theirs, token, top)).kl for top in (1, 3, 6, VOCAB)]
+    for few in divergences:
         assert (few <= exact(ours, theirs) + 1e-5).all()
-    means = [one.mean() for one in found]
+    means = [divergence.mean() for divergence in divergences]
     assert means == sorted(means)
     assert means[0] > 0
 
@@ -61,33 +61,33 @@ def test_alternatives_that_one_side_never_told_join_the_rest() -> None:
                   log([[0.5, 0.3]]).astype(np.float32))  # fmt: skip
     theirs = Scores(np.array([0], np.int32), log([0.4]).astype(np.float32), np.array([[2, NO_TOKEN]], np.int32),
                     np.array([[log(0.45), -np.inf]], np.float32))  # fmt: skip
-    found = token_drift(ours, theirs)
-    assert found.kl[0] == pytest.approx(0.5 * log(0.5 / 0.4) + 0.5 * log(0.5 / 0.6), abs=1e-6)
-    assert found.same[0] == 0
+    drift = token_drift(ours, theirs)
+    assert drift.kl[0] == pytest.approx(0.5 * log(0.5 / 0.4) + 0.5 * log(0.5 / 0.6), abs=1e-6)
+    assert drift.same[0] == 0
 
 
 def parts(count: int, shift: float) -> list[TokenDrift]:
     chance = np.random.default_rng(3)
-    found = []
+    actual = []
     for _ in range(count):
         reference = -chance.gamma(2.0, 1.0, 40)
         kl = chance.gamma(1.0, 0.01, 40)
-        found.append(TokenDrift(kl, (chance.random(40) < 0.95).astype(float), reference, reference - shift))
-    return found
+        actual.append(TokenDrift(kl, (chance.random(40) < 0.95).astype(float), reference, reference - shift))
+    return actual
 
 
 def test_means_and_intervals() -> None:
-    found = measure(parts(30, 0.02))
-    assert (found.tokens, found.documents) == (1200, 30)
-    figures = found.figures
+    measurement = measure(parts(30, 0.02))
+    assert (measurement.tokens, measurement.documents) == (1200, 30)
+    figures = measurement.figures
     assert figures["perplexity_change"].value == pytest.approx(np.expm1(0.02))
     assert figures["logprob_change"].value == pytest.approx(-0.02)
     ratio = figures["perplexity"].value / figures["perplexity_reference"].value
     assert ratio == pytest.approx(np.exp(0.02))
     for name in ("kl", "top1", "perplexity"):
-        one = figures[name]
-        assert one.low is not None and one.high is not None
-        assert one.low < one.value < one.high
+        figure = figures[name]
+        assert figure.low is not None and figure.high is not None
+        assert figure.low < figure.value < figure.high
     # Paired differences are known far better than the losses themselves.
     change = figures["logprob_change"]
     assert change.high is not None and change.low is not None and change.high - change.low < 1e-9
@@ -95,16 +95,16 @@ def test_means_and_intervals() -> None:
 
 def test_more_documents_narrow_the_interval() -> None:
     def width(count: int) -> float:
-        one = measure(parts(count, 0.0)).figures["kl"]
-        assert one.low is not None and one.high is not None
-        return one.high - one.low
+        figure = measure(parts(count, 0.0)).figures["kl"]
+        assert figure.low is not None and figure.high is not None
+        return figure.high - figure.low
 
     assert width(200) < 0.6 * width(20)
 
 
 def test_parts_of_a_document_are_joined_and_alone_it_has_no_interval() -> None:
     joined = by_document(parts(3, 0.0), [4, 4, 9])
-    assert [len(one.kl) for one in joined] == [80, 40]
+    assert [len(document.kl) for document in joined] == [80, 40]
     alone = measure(joined[:1]).figures["kl"]
     assert alone.low is None and alone.high is None
 
@@ -112,25 +112,27 @@ def test_parts_of_a_document_are_joined_and_alone_it_has_no_interval() -> None:
 def test_limits() -> None:
     drift = measure(parts(30, 0.02))
     checks = judge(drift.figures, {"max_kl": 0.05, "min_top1": 0.999, "max_perplexity_change": 0.01})
-    assert [(one.limit, one.passed, one.certain) for one in checks] == [
+    assert [(check.limit, check.passed, check.certain) for check in checks] == [
         ("max_kl", True, True),
         ("min_top1", False, True),
         ("max_perplexity_change", False, True),
     ]
-    found = Comparison("a", "b", 20, drift, None)
-    assert report(found, checks)["passed"] is False
-    assert report(found, checks[:1])["passed"] is True
+    comparison = Comparison("a", "b", 20, drift, None)
+    assert report(comparison, checks)["passed"] is False
+    assert report(comparison, checks[:1])["passed"] is True
     near = drift.figures["kl"].value * 1.001
-    assert [(one.passed, one.certain) for one in judge(drift.figures, {"max_kl": near})] == [(True, False)]
+    assert [(check.passed, check.certain) for check in judge(drift.figures, {"max_kl": near})] == [(True, False)]
     with pytest.raises(ConfigError, match="max_kll"):
         judge(drift.figures, {"max_kll": 1.0})
 
 
 def test_a_broken_model_keeps_no_limit_and_its_report_is_json() -> None:
     drift = measure(parts(30, 0.02))
-    broken = replace(drift, figures={name: replace(one, value=float("nan")) for name, one in drift.figures.items()})
+    broken = replace(
+        drift, figures={name: replace(figure, value=float("nan")) for name, figure in drift.figures.items()}
+    )
     limits = {"max_kl": 9.0, "min_top1": 0.0, "max_perplexity_change": 9.0}
-    told = report(Comparison("a", "b", 20, broken, None), judge(broken.figures, limits))
-    assert not any(one["passed"] for one in told["checks"])
-    text = json.dumps(told, allow_nan=False)
+    json_report = report(Comparison("a", "b", 20, broken, None), judge(broken.figures, limits))
+    assert not any(check["passed"] for check in json_report["checks"])
+    text = json.dumps(json_report, allow_nan=False)
     assert json.loads(text)["figures"]["kl"]["value"] is None

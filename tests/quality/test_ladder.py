@@ -20,12 +20,12 @@ HELD_OUT = Path(__file__).parents[1] / "data" / "heldout.jsonl"
 
 
 def test_every_rung_keeps_what_the_one_below_has() -> None:
-    found = rungs(ModelConfig(model="m"), EngineConfig(threads=3), ["int8", "int4"], "compiled")
-    assert [one.name for one in found] == ["eager", "compiled", "int8", "int4", "speculation"]
-    assert [one.model.quantization for one in found] == ["", "", "int8", "int4", "int4"]
-    assert [one.engine.enforce_eager for one in found] == [True, False, False, False, False]
-    assert [one.engine.speculate for one in found] == ["", "", "", "", "auto"]
-    assert all(one.model.model == "m" and one.engine.threads == 3 for one in found)
+    steps = rungs(ModelConfig(model="m"), EngineConfig(threads=3), ["int8", "int4"], "compiled")
+    assert [step.name for step in steps] == ["eager", "compiled", "int8", "int4", "speculation"]
+    assert [step.model.quantization for step in steps] == ["", "", "int8", "int4", "int4"]
+    assert [step.engine.enforce_eager for step in steps] == [True, False, False, False, False]
+    assert [step.engine.speculate for step in steps] == ["", "", "", "", "auto"]
+    assert all(step.model.model == "m" and step.engine.threads == 3 for step in steps)
     last = rungs(ModelConfig(), EngineConfig(speculate="lookahead"), [], "graphs")[-1]
     assert last.engine.speculate == "lookahead" and last.model.quantization == ""
 
@@ -48,14 +48,14 @@ def climbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
 
 
 def test_speed_memory_and_drift_of_every_rung(climbed: tuple[list[dict[str, Any]], str]) -> None:
-    found = {row["rung"]: row for row in climbed[0]}
-    eager, compiled, int8, int4, last = found.values()
+    by_rung = {row["rung"]: row for row in climbed[0]}
+    eager, compiled, int8, int4, last = by_rung.values()
     assert eager["ops"] == "cpu" and eager["kl"] == 0.0 and eager["top1"] == 1.0 and eager["speedup"] == 1.0
     assert compiled["ops"] == ("cpu" if native_cpu.load()[0] is None else "native")
     assert compiled["kl"] < 1e-5 and compiled["weight_bytes"] == eager["weight_bytes"]
     assert 0.0 < int8["kl"] < 0.01 < int4["kl"] < 0.5 and int4["top1"] < int8["top1"] < 1.0
     assert int4["weight_bytes"] < int8["weight_bytes"] < 0.6 * eager["weight_bytes"]
-    assert all(0 < row["tok_s_low"] <= row["tok_s"] <= row["tok_s_high"] for row in found.values())
+    assert all(0 < row["tok_s_low"] <= row["tok_s"] <= row["tok_s_high"] for row in by_rung.values())
     assert last["quantization"] == "int4" and last["speculate"] == "reference" and last["drafter_bytes"] == 0
     assert (last["answers"], last["answers_changed"], last["tokens_compared"]) == (2, 0, 48)
     assert last["kl"] == pytest.approx(int4["kl"], abs=1e-4)
@@ -63,7 +63,7 @@ def test_speed_memory_and_drift_of_every_rung(climbed: tuple[list[dict[str, Any]
 
 def test_the_plot_names_every_rung(climbed: tuple[list[dict[str, Any]], str]) -> None:
     rows, plot = climbed
-    texts = [one.text or "" for one in ElementTree.fromstring(plot).iter() if one.text]
+    texts = [element.text or "" for element in ElementTree.fromstring(plot).iter() if element.text]
     for row in rows:
         assert any(text.startswith(f"rungs: {row['rung']}: ") for text in texts)
     assert chart(rows, "title").title == "title"

@@ -63,17 +63,19 @@ def known(model: Path, sequences: list[Window]) -> list[torch.Tensor]:
     """What the model says of each window's scored tokens by plain PyTorch: log-probabilities [n, vocab]."""
     decoder = load_decoder(model, 512)
     with torch.no_grad():
-        return [decoder(torch.tensor([one.ids]))[0, one.first - 1 : -1].log_softmax(-1) for one in sequences]
+        return [
+            decoder(torch.tensor([sequence.ids]))[0, sequence.first - 1 : -1].log_softmax(-1) for sequence in sequences
+        ]
 
 
-def check(found: list[Scores], known: list[torch.Tensor], sequences: list[Window]) -> None:
-    for one, logprobs, window in zip(found, known, sequences, strict=True):
+def check(scored: list[Scores], known: list[torch.Tensor], sequences: list[Window]) -> None:
+    for scores_of_window, logprobs, window in zip(scored, known, sequences, strict=True):
         token = torch.tensor(window.ids[window.first :])
-        own = logprobs.gather(1, token.unsqueeze(1)).squeeze(1)
-        np.testing.assert_array_equal(one.token, token.numpy())
-        np.testing.assert_allclose(one.logprob, own.numpy(), atol=1e-3)
-        np.testing.assert_allclose(one.top_logprobs, logprobs.topk(TOP).values.numpy(), atol=1e-3)
-        np.testing.assert_array_equal(one.top_ids[:, 0], logprobs.argmax(-1).numpy())
+        logprob = logprobs.gather(1, token.unsqueeze(1)).squeeze(1)
+        np.testing.assert_array_equal(scores_of_window.token, token.numpy())
+        np.testing.assert_allclose(scores_of_window.logprob, logprob.numpy(), atol=1e-3)
+        np.testing.assert_allclose(scores_of_window.top_logprobs, logprobs.topk(TOP).values.numpy(), atol=1e-3)
+        np.testing.assert_array_equal(scores_of_window.top_ids[:, 0], logprobs.argmax(-1).numpy())
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +99,9 @@ def test_stored_scores_come_back(scored: list[Scores], sequences: list[Window], 
     store(path, "tiny", sequences, scored)
     again = StoredScorer(path)
     assert again.windows() == sequences
-    for one, other in zip(again.score(sequences, TOP - 1, quiet), scored, strict=True):
-        np.testing.assert_array_equal(one.top_ids, other.top_ids[:, : TOP - 1])
-        np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-5)
+    for scores_of_window, other in zip(again.score(sequences, TOP - 1, quiet), scored, strict=True):
+        np.testing.assert_array_equal(scores_of_window.top_ids, other.top_ids[:, : TOP - 1])
+        np.testing.assert_allclose(scores_of_window.logprob, other.logprob, atol=1e-5)
     with pytest.raises(ConfigError, match="--top is 6: give at most 5"):
         again.score(sequences, TOP + 1, quiet)
     with pytest.raises(ConfigError, match="other texts"):
@@ -145,17 +147,23 @@ class Provider(BaseHTTPRequestHandler):
         with torch.no_grad():
             logprobs = self.decoder(torch.tensor([ids]))[0, :-1].log_softmax(-1)
         best = logprobs.topk(top)
-        own = [float(one[token]) for one, token in zip(logprobs, ids[1:], strict=True)]
+        token_logprobs = [float(row[token]) for row, token in zip(logprobs, ids[1:], strict=True)]
         pairs = [dict(zip(i.tolist(), v.tolist(), strict=True)) for i, v in zip(best.indices, best.values, strict=True)]
         if self.dialect == "ids":
-            told = [{**pair, token: value} for pair, token, value in zip(pairs, ids[1:], own, strict=True)]
-            listed = [{str(name): {"logprob": value} for name, value in one.items()} for one in told]
+            alternatives = [
+                {**pair, token: value} for pair, token, value in zip(pairs, ids[1:], token_logprobs, strict=True)
+            ]
+            listed = [{str(name): {"logprob": value} for name, value in pair.items()} for pair in alternatives]
             return {"text": "", "prompt_logprobs": [None, *listed]}
-        texts = [{self.tokenizer.token_text(name): value for name, value in one.items()} for one in pairs]
+        texts = [{self.tokenizer.token_text(name): value for name, value in pair.items()} for pair in pairs]
         # One more token was generated; it is nobody's prompt.
         return {
             "text": "",
-            "logprobs": {"token_logprobs": [None, *own, -1.0], "top_logprobs": [None, *texts, {}], "tokens": []},
+            "logprobs": {
+                "token_logprobs": [None, *token_logprobs, -1.0],
+                "top_logprobs": [None, *texts, {}],
+                "tokens": [],
+            },
         }
 
     def _send(self, status: int, body: dict[str, Any]) -> None:
@@ -191,27 +199,31 @@ def test_a_server_that_names_ids(model: Path, known: list[torch.Tensor], sequenc
         scorer = ServerScorer(Endpoint(url + "/v1", api_key="secret"), Tokenizer.load(model))
         check(scorer.score(sequences, TOP, quiet), known, sequences)
     assert scorer.name.startswith("there at http")
-    assert {one["key"] for one in asked} == {"Bearer secret"}
-    assert {one["model"] for one in asked} == {"there"}
+    assert {request["key"] for request in asked} == {"Bearer secret"}
+    assert {request["model"] for request in asked} == {"there"}
 
 
 def test_a_server_that_names_texts(model: Path, known: list[torch.Tensor], sequences: list[Window]) -> None:
     """The tiny vocabulary has ids without a text of their own; those alternatives are left out, never taken for others."""
     tokenizer = Tokenizer.load(model)
     with provider(model, "echo") as (url, _):
-        found = ServerScorer(Endpoint(url, "x"), tokenizer).score(sequences, TOP, quiet)
+        scored = ServerScorer(Endpoint(url, "x"), tokenizer).score(sequences, TOP, quiet)
     named = 0
-    for one, logprobs, window in zip(found, known, sequences, strict=True):
+    for scores_of_window, logprobs, window in zip(scored, known, sequences, strict=True):
         token = torch.tensor(window.ids[window.first :])
-        np.testing.assert_allclose(one.logprob, logprobs.gather(1, token.unsqueeze(1)).squeeze(1).numpy(), atol=1e-3)
-        for place, ids in enumerate(one.top_ids):
+        np.testing.assert_allclose(
+            scores_of_window.logprob, logprobs.gather(1, token.unsqueeze(1)).squeeze(1).numpy(), atol=1e-3
+        )
+        for place, ids in enumerate(scores_of_window.top_ids):
             for rank, token_id in enumerate(ids):
                 if token_id >= 0:
                     named += 1
-                    assert one.top_logprobs[place, rank] == pytest.approx(float(logprobs[place, token_id]), abs=1e-3)
+                    assert scores_of_window.top_logprobs[place, rank] == pytest.approx(
+                        float(logprobs[place, token_id]), abs=1e-3
+                    )
                 else:
-                    assert math.isinf(one.top_logprobs[place, rank])
-    assert named > sum(one.tokens for one in sequences)
+                    assert math.isinf(scores_of_window.top_logprobs[place, rank])
+    assert named > sum(sequence.tokens for sequence in sequences)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +241,7 @@ OPTIONS = ("--device", "cpu", "--threads", "1", "--kv-cache-memory", "1M", "--wi
 
 def test_compare_ends_as_the_limits_say(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, kept = tmp_path / "text.jsonl", tmp_path / "kept.jsonl"
-    text.write_text("\n".join(json.dumps({"text": one}) for one in TEXTS))
+    text.write_text("\n".join(json.dumps({"text": line}) for line in TEXTS))
     assert main(["compare", str(model), "--text", str(text), "--save-reference", str(kept), *OPTIONS]) == 0
     assert main(["compare", str(kept), str(model), "--max-kl", "1e-4", "--min-top1", "0.999", *OPTIONS]) == 0
     same = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -239,7 +251,7 @@ def test_compare_ends_as_the_limits_say(model: Path, tmp_path: Path, capsys: pyt
     assert main(["compare", str(model), str(model), "--text", str(text), *words]) == 1
     broken = json.loads(out.read_text())
     assert broken["figures"]["kl"]["value"] > 1e-6
-    assert [one["passed"] for one in broken["checks"]] == [False]
+    assert [check["passed"] for check in broken["checks"]] == [False]
 
 
 def test_compare_serves_a_folder_to_ask_it(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,9 +265,9 @@ def test_compare_serves_a_folder_to_ask_it(model: Path, tmp_path: Path, capsys: 
     text.write_text(TEXTS[0])
     words = ["--text", str(text), "--tasks", str(tasks), "--max-task-drop", "0.1", *OPTIONS]
     assert main(["compare", str(model), str(model), *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["figures"]["task_drop"]["value"] == 0 and found["figures"]["kl"]["value"] < 1e-5
-    assert found["tasks"] == {"all": {"asked": 2, "right_reference": 2, "right": 2}}
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["figures"]["task_drop"]["value"] == 0 and facts["figures"]["kl"]["value"] < 1e-5
+    assert facts["tasks"] == {"all": {"asked": 2, "right_reference": 2, "right": 2}}
 
 
 def test_compare_asks_servers(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ class Scripted(BaseHTTPRequestHandler):
         self.asked.append(body)
         if body.get("echo"):
             text = body["prompt"] + "!"
-            values = [None, *(-0.1 if one in self.likely else -1.0 for one in text[1:])]
+            values = [None, *(-0.1 if token in self.likely else -1.0 for token in text[1:])]
             scores = {"token_logprobs": values, "text_offset": list(range(len(text)))}
             self._send({"choices": [{"text": text, "logprobs": scores}]})
         else:
@@ -125,8 +125,8 @@ def test_choices_are_weighed_by_their_own_tokens(tmp_path: Path) -> None:
     questions = read_tasks(written(tmp_path, row))
     with scripted(likely="ab!") as (endpoint, asked):
         assert ask(endpoint, questions, quiet) == [True]
-    assert sorted(one["prompt"] for one in asked) == sorted(BIRDS + one for one in row["choices"])
-    assert all(one["echo"] and one["logprobs"] == 1 and one["max_tokens"] == 1 for one in asked)
+    assert sorted(request["prompt"] for request in asked) == sorted(BIRDS + choice for choice in row["choices"])
+    assert all(request["echo"] and request["logprobs"] == 1 and request["max_tokens"] == 1 for request in asked)
     with scripted(likely="xyz") as (endpoint, _):
         assert ask(endpoint, questions, quiet) == [False]
 
@@ -174,17 +174,17 @@ def test_a_question_may_hold_other_separators_of_lines(tmp_path: Path) -> None:
 
 
 def test_the_shipped_questions() -> None:
-    found = read_tasks(shipped_tasks())
-    assert len(found) > 150 and {one.rule for one in found} == {"exact", "pattern", "call", "choices"}
+    tasks = read_tasks(shipped_tasks())
+    assert len(tasks) > 150 and {task.rule for task in tasks} == {"exact", "pattern", "call", "choices"}
 
 
 def test_shares_and_drop_with_intervals() -> None:
     questions = [Question("even" if place % 2 == 0 else "odd", {}, "exact", ["x"]) for place in range(100)]
     reference = [True] * 80 + [False] * 20
     right = [True] * 70 + [False] * 30
-    found = count(questions, right, reference)
-    assert found.by_task == {"even": (50, 40, 35), "odd": (50, 40, 35)}
-    accuracy, drop = found.figures["task_accuracy"], found.figures["task_drop"]
+    actual = count(questions, right, reference)
+    assert actual.by_task == {"even": (50, 40, 35), "odd": (50, 40, 35)}
+    accuracy, drop = actual.figures["task_accuracy"], actual.figures["task_drop"]
     # Wilson's interval of 70 in 100, worked out by hand.
     assert (accuracy.value, accuracy.low, accuracy.high) == pytest.approx((0.7, 0.6042, 0.7811), abs=1e-4)
     # The same questions go wrong, so the drop is known better than two shares of 100 would say.
@@ -202,9 +202,9 @@ def test_compare_holds_tasks_against_limits(tmp_path: Path, capsys: pytest.Captu
     with scripted(text="b") as (good, _), scripted(text="c") as (worse, _):
         words = ["--tasks", tasks, "--json", "--max-task-drop", "0.6", "--min-task-accuracy"]
         assert main(["compare", good.url, worse.url, *words, "0.5"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["figures"]["task_drop"]["value"] == 0.5 and found["questions"] == 2
-        assert found["tasks"]["all"] == {"asked": 2, "right_reference": 2, "right": 1}
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["figures"]["task_drop"]["value"] == 0.5 and facts["questions"] == 2
+        assert facts["tasks"]["all"] == {"asked": 2, "right_reference": 2, "right": 1}
         assert main(["compare", good.url, worse.url, *words, "0.9"]) == 1
         capsys.readouterr()
         assert main(["compare", good.url, worse.url, "--tasks", tasks]) == 0

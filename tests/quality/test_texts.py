@@ -15,14 +15,14 @@ from ridgeline.quality.texts import read_texts, windows
 
 @given(some.lists(some.integers(0, 40), max_size=5), some.integers(4, 12), some.integers(0, 2))
 def test_every_token_but_a_texts_first_is_scored_once(lengths: list[int], longest: int, overlap: int) -> None:
-    texts = [" ".join(str(place * 100 + one) for one in range(length)) for place, length in enumerate(lengths)]
-    found = windows(texts, lambda text: [int(word) for word in text.split()], longest, overlap)
-    scored = [(one.document, token) for one in found for token in one.ids[one.first :]]
-    wanted = [(place, place * 100 + one) for place, length in enumerate(lengths) for one in range(1, length)]
+    texts = [" ".join(str(place * 100 + number) for number in range(length)) for place, length in enumerate(lengths)]
+    cut = windows(texts, lambda text: [int(word) for word in text.split()], longest, overlap)
+    scored = [(window.document, token) for window in cut for token in window.ids[window.first :]]
+    wanted = [(place, place * 100 + number) for place, length in enumerate(lengths) for number in range(1, length)]
     assert scored == wanted
-    assert all(one.first >= 1 and len(one.ids) <= longest for one in found)
+    assert all(window.first >= 1 and len(window.ids) <= longest for window in cut)
     # A window that goes on repeats what stands before its first scored token.
-    assert all(one.first >= max(1, overlap) or one.first == 1 for one in found)
+    assert all(window.first >= max(1, overlap) or window.first == 1 for window in cut)
 
 
 def test_an_overlap_as_long_as_the_window_is_refused() -> None:

@@ -94,12 +94,12 @@ def per_tensor(shape: tuple[int, ...], suffix: str) -> Callable[[torch.Tensor], 
 def test_predicted_bytes_equal_real_tensors(name: str, tmp_path: Path) -> None:
     save(name, tmp_path, torch.bfloat16)
     plain, model = load(tmp_path), load(tmp_path, quantization="fp8")
-    held = sum(one.nbytes for one in model.decoder.tensors())
+    held = sum(tensor.nbytes for tensor in model.decoder.tensors())
     assert model.spec.weight_bytes == held < plain.spec.weight_bytes
     embedding = plain.spec.embedding_params * 2
     assert model.spec.step_weight_bytes == held - (0 if model.spec.tied else embedding)
     meta = build(tmp_path, model=ModelConfig(quantization="fp8"), ops=REFERENCE, device=torch.device("meta"))
-    assert held == sum(one.nbytes for one in meta.decoder.tensors())
+    assert held == sum(tensor.nbytes for tensor in meta.decoder.tensors())
 
 
 def round_trip(x: torch.Tensor) -> torch.Tensor:
@@ -112,11 +112,11 @@ def round_trip(x: torch.Tensor) -> torch.Tensor:
 def test_logits_are_those_of_the_formula_and_chunks_agree(name: str, tmp_path: Path) -> None:
     """Against transformers with every linear but the head on rounded weights and inputs; one step or many."""
     theirs = save(name, tmp_path)
-    for key, one in theirs.named_modules():
-        if isinstance(one, torch.nn.Linear) and key != "lm_head":
+    for key, module in theirs.named_modules():
+        if isinstance(module, torch.nn.Linear) and key != "lm_head":
             with torch.no_grad():
-                one.weight.copy_(round_trip(one.weight))
-            one.register_forward_pre_hook(lambda _, given: round_trip(given[0]))
+                module.weight.copy_(round_trip(module.weight))
+            module.register_forward_pre_hook(lambda _, given: round_trip(given[0]))
     with torch.inference_mode():
         want = theirs(torch.tensor([TOKENS])).logits[0]
     model = load(tmp_path, quantization="fp8")
@@ -136,7 +136,7 @@ def test_published_per_channel_equals_quantized_while_loading(tmp_path: Path) ->
     assert model.spec.quantization == "fp8"
     assert torch.equal(run(model), want)
     assert torch.equal(run(load(tmp_path, quantization="fp8")), want)
-    assert model.spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
+    assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
 
 
 def test_weights_alone_in_fp8(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_weights_alone_in_fp8(tmp_path: Path) -> None:
     publish(tmp_path, config, per_channel)
     model = load(tmp_path)
     assert model.spec.quantization == "fp8-weight" and torch.equal(run(model), want)
-    assert model.spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
-    back = {name: round_trip(one) if name.endswith(LINEAR) else one for name, one in floats.items()}
+    assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
+    back = {name: round_trip(tensor) if name.endswith(LINEAR) else tensor for name, tensor in floats.items()}
     save_file(back, tmp_path / "model.safetensors", {"format": "pt"})
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**written, "quantization_config": None}))
@@ -243,7 +243,7 @@ def test_what_is_served_is_what_is_sized() -> None:
     assert plain.weight_bytes - spec.weight_bytes == matrices - scales
     assert size(spec, EngineConfig(), 24 * GIB, "cuda", model=ModelConfig()).weight_bytes == spec.weight_bytes
     assert replace(spec, quantization="") == plain
-    on_cpu, plain_on_cpu = (size(one, EngineConfig(), 60 * GIB, "cpu") for one in (spec, plain))
+    on_cpu, plain_on_cpu = (size(model, EngineConfig(), 60 * GIB, "cpu") for model in (spec, plain))
     assert on_cpu.workspace_bytes - plain_on_cpu.workspace_bytes == 4 * 28672 * 4096
 
 

@@ -59,7 +59,7 @@ def test_product_is_the_formula(dtype: torch.dtype, size: tuple[int, int]) -> No
     shape = LinearShape(inputs, (Part(outputs, 1),), bias=True)
     noise = torch.Generator().manual_seed(3)
     matrix, bias, x = (
-        torch.randn(one, generator=noise).to(dtype) for one in ((outputs, inputs), (outputs,), (5, inputs))
+        torch.randn(shape, generator=noise).to(dtype) for shape in ((outputs, inputs), (outputs,), (5, inputs))
     )
     weight = form(dtype=dtype).create(shape, Share())
     weight.load(0, "weight", matrix)
@@ -113,7 +113,7 @@ def test_published_scales_reach_their_rows(stored: Stored) -> None:
     noise = torch.Generator().manual_seed(0)
     values = [torch.randn(part.rows, 24, generator=noise).to(FP8) for part in QKV.parts]
     scales = [torch.rand((part.rows, 1) if stored == "channel" else (1,), generator=noise) + 0.1 for part in QKV.parts]
-    wide = [one.float() * scale for one, scale in zip(values, scales, strict=True)]
+    wide = [value.float() * scale for value, scale in zip(values, scales, strict=True)]
     for size in (1, 2, 4):
         for rank in range(size):
             weight = form(stored).create(QKV, Share(rank, size))
@@ -123,7 +123,7 @@ def test_published_scales_reach_their_rows(stored: Stored) -> None:
                 weight.load(part, "weight", values[part])
             mine = weight.tensors()[0].float() * weight.tensors()[1].unsqueeze(1)
             cuts = [Share(rank, size).span(part.rows, part.units) for part in QKV.parts]
-            want = torch.cat([one[cut] for one, cut in zip(wide, cuts, strict=True)])
+            want = torch.cat([part[cut] for part, cut in zip(wide, cuts, strict=True)])
             torch.testing.assert_close(mine, want, rtol=2**-8, atol=0)
             x = torch.randn(2, 24, generator=noise)
             torch.testing.assert_close(weight.apply(x), x @ want.t(), rtol=0.1, atol=0.5)

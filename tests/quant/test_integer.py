@@ -44,10 +44,12 @@ def filled(numbers: NumberFormat, shape: LinearShape, share: Share = Share()) ->
 
 def wide(weight: IntWeight) -> torch.Tensor:
     """The numbers a weight multiplies by."""
-    found = weight.matrix()
-    assert found is not None and not isinstance(found.packed, torch.Tensor)
-    one = found.packed
-    return dequantized(unpack_bits(one.codes, one.bits, one.d_in), one.scales, one.zeros, one.bits, one.group)
+    matrix = weight.matrix()
+    assert matrix is not None and not isinstance(matrix.packed, torch.Tensor)
+    packed = matrix.packed
+    return dequantized(
+        unpack_bits(packed.codes, packed.bits, packed.d_in), packed.scales, packed.zeros, packed.bits, packed.group
+    )
 
 
 def rounded(weight: torch.Tensor, numbers: NumberFormat) -> torch.Tensor:
@@ -99,7 +101,7 @@ def test_what_joins_a_product_is_the_plain_operation(numbers: NumberFormat) -> N
 def test_predicted_bytes(numbers: NumberFormat) -> None:
     for outputs, inputs in ((64, 96), (48, 100)):
         weight = filled(numbers, LinearShape(inputs, (Part(outputs, 1),)))
-        assert sum(one.nbytes for one in weight.tensors()) == numbers.matrix_bytes(outputs, inputs)
+        assert sum(tensor.nbytes for tensor in weight.tensors()) == numbers.matrix_bytes(outputs, inputs)
 
 
 @pytest.mark.parametrize("numbers", FORMS, ids=str)
@@ -164,7 +166,7 @@ def test_ordered_inputs_meet_their_own_weights(layout: str) -> None:
         weight.load(0, name, tensor)
     torch.testing.assert_close(weight.apply(x), x @ want.t(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(weight.add(x, torch.ones(3, 64)), 1 + x @ want.t(), rtol=1e-4, atol=1e-4)
-    assert sum(one.nbytes for one in weight.tensors()) == numbers.matrix_bytes(64, 96)
+    assert sum(tensor.nbytes for tensor in weight.tensors()) == numbers.matrix_bytes(64, 96)
     cut = form(numbers, published).create(LinearShape(96, (Part(64, 1),), split="in", in_units=3), Share(0, 3))
     with pytest.raises(UnsupportedModel, match="serve it on one device"):
         for name, tensor in encode(published, codes, scales, g_idx=g_idx).items():
@@ -226,8 +228,8 @@ def test_outliers_spoil_w8a8_and_not_llm_int8() -> None:
     exact = x @ weight.t()
 
     def error(inputs: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        one = IntFormat(INT_REFERENCE, NumberFormat(8), torch.float32, CPU)
-        mine = one.create(LinearShape(256, (Part(32, 1),)), Share())
+        int_format = IntFormat(INT_REFERENCE, NumberFormat(8), torch.float32, CPU)
+        mine = int_format.create(LinearShape(256, (Part(32, 1),)), Share())
         mine.load(0, "weight", weight)
         return float((mine.apply(inputs(x)) - exact).norm() / exact.norm())
 

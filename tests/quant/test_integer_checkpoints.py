@@ -88,11 +88,11 @@ def test_predicted_bytes_equal_real_tensors(place: int, name: str, tmp_path: Pat
     plain = load(tmp_path).spec.weight_bytes
     for quantization in (*NAMES, "w8a8")[place % 2 :: 2]:
         model = load(tmp_path, quantization=quantization)
-        held = sum(one.nbytes for one in model.decoder.tensors())
+        held = sum(tensor.nbytes for tensor in model.decoder.tensors())
         assert model.spec.weight_bytes == held < plain, quantization
         options = ModelConfig(quantization=quantization)
         meta = build(tmp_path, model=options, ops=REFERENCE, device=torch.device("meta"))
-        assert held == sum(one.nbytes for one in meta.decoder.tensors()), quantization
+        assert held == sum(tensor.nbytes for tensor in meta.decoder.tensors()), quantization
 
 
 @pytest.mark.parametrize("quantization", NAMES)
@@ -123,7 +123,7 @@ def test_logits_are_those_of_the_rounded_weights(name: str, quantization: str, t
         (gptq(3, 0, sym=False, checkpoint_format="gptq_v2"), Published("gptq_v2", 3, 0, zeros=True)),
         (awq(32), Published("awq", 4, 32, zeros=True)),
     ],
-    ids=lambda one: str(one) if isinstance(one, Published) else "",
+    ids=lambda case: str(case) if isinstance(case, Published) else "",
 )
 def test_published_equals_quantized_while_loading(config: dict[str, Any], form: Published, tmp_path: Path) -> None:
     save("llama-gqa", tmp_path)
@@ -132,13 +132,13 @@ def test_published_equals_quantized_while_loading(config: dict[str, Any], form: 
 
     def publish(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         made = encode(form, *round_to_nearest(tensor, numbers))
-        return {name.removesuffix("weight") + end: one for end, one in made.items()}
+        return {name.removesuffix("weight") + end: tensor for end, tensor in made.items()}
 
     rewrite(tmp_path, publish, {"quantization_config": config})
     model = load(tmp_path)
     assert stored_as(tmp_path).integers == form and model.spec.quantization == name
     assert torch.equal(run(model), want)
-    assert model.spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
+    assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
 
 
 def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
@@ -165,13 +165,13 @@ def test_published_in_an_order_of_inputs(tmp_path: Path) -> None:
         g_idx = torch.empty_like(order).index_copy_(0, order, torch.arange(tensor.shape[1]) // 32)
         held[name] = (codes.float() - 8) * scales[:, g_idx]
         made = encode(form, codes, scales, g_idx=g_idx)
-        return {name.removesuffix("weight") + end: one for end, one in made.items()}
+        return {name.removesuffix("weight") + end: tensor for end, tensor in made.items()}
 
     floats = load_file(tmp_path / "model.safetensors")
     rewrite(tmp_path, publish, {"quantization_config": gptq(4, 32, desc_act=True)})
     model = load(tmp_path)
     assert model.spec.quantization == "int4-g32-ordered"
-    assert model.spec.weight_bytes == sum(one.nbytes for one in model.decoder.tensors())
+    assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
     out = run(model)
     save_file(floats | held, tmp_path / "model.safetensors", {"format": "pt"})
     rewrite(tmp_path, lambda name, tensor: {name: tensor}, {"quantization_config": None})
@@ -239,12 +239,12 @@ def held_out_logits(quantization: str, texts: int = 6, longest: int = 128) -> to
     folder = resolve_model(ModelConfig())
     options = ModelConfig(quantization=quantization, max_model_len=256, dtype="bfloat16")
     rows = PagedRows(build(folder, model=options, ops=choose(CPU, torch.bfloat16), device=CPU), rows=texts)
-    tokenizer, found = Tokenizer.load(folder), []
+    tokenizer, answers = Tokenizer.load(folder), []
     with HELD_OUT.open(encoding="utf-8") as lines:
         for row in range(texts):
             tokens = tokenizer.encode(json.loads(next(lines))["text"], add_special_tokens=True)
-            found.append(rows.step([(row, tokens[:longest])]).log_softmax(-1))
-    return torch.cat(found)
+            answers.append(rows.step([(row, tokens[:longest])]).log_softmax(-1))
+    return torch.cat(answers)
 
 
 @pytest.mark.parametrize("quantization", sorted(DRIFT))

@@ -30,30 +30,30 @@ def test_compressed_tensors_words(bits: int) -> None:
     form, per = Published("pack-quantized", bits, 32, zeros=True), 32 // bits
     codes, scales, zeros = made(5, 67, form)
     assert zeros is not None
-    found = encode(form, codes, scales, zeros)
-    assert found["weight_shape"].tolist() == [5, 67] and found["weight_packed"].shape == (5, -(-67 // per))
-    assert found["weight_zero_point"].shape == (-(-5 // per), 3)
+    encoded = encode(form, codes, scales, zeros)
+    assert encoded["weight_shape"].tolist() == [5, 67] and encoded["weight_packed"].shape == (5, -(-67 // per))
+    assert encoded["weight_zero_point"].shape == (-(-5 // per), 3)
     for row in range(5):
         for at in range(0, 67, per):
-            assert found["weight_packed"][row, at // per] == word(codes[row, at : at + per].tolist(), bits)
+            assert encoded["weight_packed"][row, at // per] == word(codes[row, at : at + per].tolist(), bits)
     for column in range(3):
-        assert found["weight_zero_point"][0, column] == word(zeros[:per, column].tolist(), bits)
-    assert torch.equal(found["weight_scale"].float(), scales)
+        assert encoded["weight_zero_point"][0, column] == word(zeros[:per, column].tolist(), bits)
+    assert torch.equal(encoded["weight_scale"].float(), scales)
 
 
 def test_gptq_words() -> None:
     form = Published("gptq", 4, 32, zeros=True)
     codes, scales, zeros = made(32, 64, form)
     assert zeros is not None
-    found = encode(form, codes, scales, zeros)
+    encoded = encode(form, codes, scales, zeros)
     for out in range(32):
         for at in range(0, 64, 8):
-            assert found["qweight"][at // 8, out] == word(codes[out, at : at + 8].tolist(), 4)
+            assert encoded["qweight"][at // 8, out] == word(codes[out, at : at + 8].tolist(), 4)
     for group in range(2):
         for out in range(0, 32, 8):
             less = [int(zeros[out + i, group]) - 1 for i in range(8)]
-            assert found["qzeros"][group, out // 8] == word(less, 4)
-    assert found["g_idx"].tolist() == [k // 32 for k in range(64)]
+            assert encoded["qzeros"][group, out // 8] == word(less, 4)
+    assert encoded["g_idx"].tolist() == [k // 32 for k in range(64)]
     plain = encode(Published("gptq_v2", 4, 32, zeros=True), codes, scales, zeros)
     assert plain["qzeros"][0, 0] == word(zeros[:8, 0].tolist(), 4)
 
@@ -64,20 +64,20 @@ def test_gptq_of_three_bits_crosses_words() -> None:
     codes, scales, _ = made(32, 32, form)
     words = encode(form, codes, scales)["qweight"][:, 7].tolist()
     run = sum(int(code) << 3 * at for at, code in enumerate(codes[7].tolist()))
-    assert [one & 0xFFFFFFFF for one in words] == [run >> 32 * at & 0xFFFFFFFF for at in range(3)]
+    assert [word & 0xFFFFFFFF for word in words] == [run >> 32 * at & 0xFFFFFFFF for at in range(3)]
 
 
 def test_awq_words() -> None:
     form = Published("awq", 4, 32, zeros=True)
     codes, scales, zeros = made(16, 64, form)
     assert zeros is not None
-    found = encode(form, codes, scales, zeros)
+    encoded = encode(form, codes, scales, zeros)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     for k in range(64):
         for out in (0, 8):
-            assert found["qweight"][k, out // 8] == word([int(codes[out + i, k]) for i in order], 4)
-    assert found["qzeros"][1, 1] == word([int(zeros[8 + i, 1]) for i in order], 4)
-    assert torch.equal(found["scales"].float(), scales.t())
+            assert encoded["qweight"][k, out // 8] == word([int(codes[out + i, k]) for i in order], 4)
+    assert encoded["qzeros"][1, 1] == word([int(zeros[8 + i, 1]) for i in order], 4)
+    assert torch.equal(encoded["scales"].float(), scales.t())
 
 
 FORMS = [
@@ -102,11 +102,11 @@ FORMS = [
 def test_what_was_written_is_read(form: Published) -> None:
     size = (32, 128) if form.layout != "pack-quantized" else (11, 75)
     codes, scales, zeros = made(*size, form)
-    found = encode(form, codes, scales, zeros)
+    actual = encode(form, codes, scales, zeros)
     for name, expected in form.expected_tensors(*size).items():
-        assert tuple(found[name].shape) == expected.shape and found[name].dtype in expected.dtypes, name
-    assert set(found) == set(form.expected_tensors(*size))
-    back = decode(form, found)
+        assert tuple(actual[name].shape) == expected.shape and actual[name].dtype in expected.dtypes, name
+    assert set(actual) == set(form.expected_tensors(*size))
+    back = decode(form, actual)
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales) and back[3] is None
     assert (back[2] is None) == (zeros is None) and (zeros is None or torch.equal(back[2], zeros))  # type: ignore[arg-type]
 
@@ -148,9 +148,9 @@ def test_contradictions_are_refused() -> None:
     assert zeros is not None
     with pytest.raises(UnsupportedModel, match="zero points of 0"):
         encode(form, codes, scales, torch.zeros_like(zeros))
-    found = encode(form, codes, scales, zeros)
+    encoded = encode(form, codes, scales, zeros)
     with pytest.raises(UnsupportedModel, match="symmetric"):
-        decode(Published("gptq", 4, 32), found)
-    found["g_idx"][5] = 2
+        decode(Published("gptq", 4, 32), encoded)
+    encoded["g_idx"][5] = 2
     with pytest.raises(UnsupportedModel, match=r"outside 0\.\.1"):
-        decode(form, found)
+        decode(form, encoded)

@@ -70,7 +70,7 @@ def test_kept_inputs_are_multiplied_exactly_and_the_rest_in_8_bits() -> None:
     near[:, kept] = 0.0
     rest = weight.clone()
     rest[:, kept] = 0.0
-    exact, rounded = (one.double() @ rest.double().t() + far + bias for one in (near, in_8_bits(near)))
+    exact, rounded = (operand.double() @ rest.double().t() + far + bias for operand in (near, in_8_bits(near)))
     error = float((mine.apply(x).double() - rounded).norm() / (x @ weight.t() + bias).norm())
     assert error < 0.01  # what weights of 8 bits lose
     assert float((mine.apply(x).double() - exact).norm() / exact.norm()) < 0.015
@@ -92,7 +92,7 @@ def test_predicted_bytes(inputs: int) -> None:
     weight = made(LinearShape(inputs, (Part(48, 1),)), {(0, "weight"): noise(48, inputs)})
     kept = FORM.kept_inputs(inputs)
     assert kept == {20: 20, 96: 32, 100: 32, 2080: 64}[inputs]
-    assert sum(one.nbytes for one in weight.tensors()) == FORM.matrix_bytes(48, inputs, width=4)
+    assert sum(tensor.nbytes for tensor in weight.tensors()) == FORM.matrix_bytes(48, inputs, width=4)
     assert FORM.matrix_bytes(48, inputs) == replace(FORM, kept=0).matrix_bytes(48, inputs) + kept * (48 * 2 + 8)
 
 

@@ -90,9 +90,9 @@ def counts(submit: Submit, choice: int) -> list[int]:
 
 
 def eos_id() -> int:
-    found = tokenizer().eos_id
-    assert found is not None
-    return found
+    eos = tokenizer().eos_id
+    assert eos is not None
+    return eos
 
 
 def behaviour(script: Any, **changes: Any) -> Behaviour:

@@ -130,8 +130,8 @@ def test_pages_of_other_sites_are_refused_on_every_route(origin: str, key: str |
 def test_the_servers_own_pages_are_allowed(server: Live) -> None:
     for host in (f"127.0.0.1:{server.port}", f"localhost:{server.port}", f"[::1]:{server.port}", "localhost"):
         for scheme in ("http", "https"):  # a proxy may speak TLS for us
-            own = {"host": host, "origin": f"{scheme}://{host}", "sec-fetch-site": "same-origin"}
-            assert server.complete(own, max_tokens=1).status == 200
+            headers = {"host": host, "origin": f"{scheme}://{host}", "sec-fetch-site": "same-origin"}
+            assert server.complete(headers, max_tokens=1).status == 200
     assert server.complete({"host": "localhost:443", "origin": "https://localhost"}, max_tokens=1).status == 200
     assert server.complete({"host": "localhost:81", "origin": "http://localhost"}, max_tokens=1).status == 403
 

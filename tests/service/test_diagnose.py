@@ -16,8 +16,8 @@ from .live import Live, behaviour, live, says
 def test_a_running_server_is_diagnosed(polite: Live, capsys: pytest.CaptureFixture[str]) -> None:
     polite.chat()
     assert main(["diagnose", f"http://127.0.0.1:{polite.port}/v1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["bottleneck"] == "none" and "busy" in found["evidence"][0]
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["bottleneck"] == "none" and "busy" in facts["evidence"][0]
     assert main(["diagnose", f"http://127.0.0.1:{polite.port}"]) == 0
     assert "Bottleneck: none" in capsys.readouterr().out
 

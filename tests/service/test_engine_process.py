@@ -155,13 +155,13 @@ def test_a_launch_that_is_cancelled_leaves_no_process(tmp_path: Path):
 
 def children() -> set[str]:
     """Processes that this one has started and not yet seen end."""
-    found = set()
+    names = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[1]) == os.getpid():
-                found.add(stat.parent.name)
-    return found
+                names.add(stat.parent.name)
+    return names
 
 
 def test_a_stopped_process_is_silent_and_is_killed(tmp_path: Path):

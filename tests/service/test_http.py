@@ -44,9 +44,9 @@ def test_what_is_no_http_leaves_no_traceback_in_the_log(sent: bytes, caplog: pyt
         malformed = error["message"].startswith("Malformed HTTP request: ")
         assert malformed or b"chunked" in sent  # there the head was good
         assert server.complete(max_tokens=1).status == 200
-    told = [record for record in caplog.records if record.name.startswith(("aiohttp", "ridgeline.service"))]
-    assert {record.levelname for record in told} == {"INFO"} and not any(record.exc_info for record in told)
-    lines = [record for record in told if "127.0.0.1" in record.message or "Unhandled" in record.message]
+    records = [record for record in caplog.records if record.name.startswith(("aiohttp", "ridgeline.service"))]
+    assert {record.levelname for record in records} == {"INFO"} and not any(record.exc_info for record in records)
+    lines = [record for record in records if "127.0.0.1" in record.message or "Unhandled" in record.message]
     assert len(lines) == (0 if sent.startswith(b"\x16") else 1)  # of TLS on this port aiohttp itself says nothing
 
 
@@ -104,13 +104,13 @@ ASKS = {**PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request
 def test_pages_of_allowed_sites_may_ask(allowed: str):
     with live(behaviour(counts), allowed_origins=allowed, api_key="secret") as server:
         path = "/v1/chat/completions"
-        told = server.send("OPTIONS", path, headers=ASKS)  # a browser sends no key here
-        assert (told.status, told.data) == (204, b"")
-        assert told.headers["access-control-allow-headers"] == "authorization,content-type"
-        assert "POST" in told.headers["access-control-allow-methods"]
+        response = server.send("OPTIONS", path, headers=ASKS)  # a browser sends no key here
+        assert (response.status, response.data) == (204, b"")
+        assert response.headers["access-control-allow-headers"] == "authorization,content-type"
+        assert "POST" in response.headers["access-control-allow-methods"]
         key = {**PAGE, "authorization": "Bearer secret"}
         answers = [server.chat(key, max_tokens=2, stream=stream) for stream in (False, True)]
-        answers += [server.chat(PAGE), server.send("GET", "/nowhere", headers=key), told]
+        answers += [server.chat(PAGE), server.send("GET", "/nowhere", headers=key), response]
         for answer in answers:
             mine = "*" if allowed == "*" else PAGE["Origin"]
             assert answer.headers["access-control-allow-origin"] == mine

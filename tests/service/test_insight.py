@@ -30,7 +30,7 @@ def test_an_ended_request_is_in_the_ledger(polite: Live) -> None:
     assert row["output_tokens"] == body["usage"]["completion_tokens"]
     assert 0 < row["ttft_s"] <= row["publish_s"] <= row["e2e_s"]
     listed = polite.get("/requests?order=recent&limit=1").json["data"]
-    assert [one["id"] for one in listed] == [body["id"]]
+    assert [row["id"] for row in listed] == [body["id"]]
 
 
 def test_a_request_is_known_by_the_id_of_its_body_and_of_its_header(polite: Live) -> None:
@@ -101,9 +101,13 @@ def test_hidden_thoughts_delay_what_is_published(thoughtful: Live) -> None:
 def test_why_in_words_and_numbers(polite: Live) -> None:
     name = polite.chat(stream=True).events[0]["id"]
     wait_for(polite, name)
-    told = polite.get(f"/requests/{name}/why").json
-    assert told["id"] == name and told["verdict"] == "good" and "tokens in" in told["summary"]
-    assert told["numbers"]["spent"]["decode_s"] >= 0 and set(told["numbers"]["slo"]) == {"ttft", "tpot", "e2e"}
+    explained = polite.get(f"/requests/{name}/why").json
+    assert explained["id"] == name and explained["verdict"] == "good" and "output tokens" in explained["summary"]
+    assert explained["numbers"]["spent"]["decode_s"] >= 0 and set(explained["numbers"]["slo"]) == {
+        "ttft",
+        "tpot",
+        "e2e",
+    }
 
 
 def test_a_missed_limit_is_named() -> None:
@@ -119,9 +123,9 @@ def test_a_request_is_judged_by_the_limits_it_declares() -> None:
     with live(behaviour(says("slow")), slo="ttft=60s,e2e=60s") as server:
         name = server.chat({"X-SLO-TTFT-ms": "0.001", "x-slo-tpot-ms": "60000"}).json["id"]
         wait_for(server, name)
-        told = server.get(f"/requests/{name}/why").json
-        assert told["verdict"].startswith("ttft ") and told["verdict"].endswith("> 0.001 ms")
-        assert told["numbers"]["slo"] == {"ttft": pytest.approx(1e-6), "tpot": 60.0, "e2e": 60.0}
+        explained = server.get(f"/requests/{name}/why").json
+        assert explained["verdict"].startswith("ttft ") and explained["verdict"].endswith("> 0.001 ms")
+        assert explained["numbers"]["slo"] == {"ttft": pytest.approx(1e-6), "tpot": 60.0, "e2e": 60.0}
         assert server.get("/dashboard/data").json["figures"]["slo_attainment"] == 0
         assert wait_for(server, server.complete().json["id"])["verdict"] == "good"
         assert server.get("/dashboard/data").json["figures"]["slo_attainment"] == 0.5
@@ -175,7 +179,7 @@ def test_dashboard_data(polite: Live) -> None:
     data = polite.get("/dashboard/data").json
     assert data["healthy"] and data["now"]["running"] >= 0 and 0 <= data["now"]["kv_used"] <= 1
     assert {"p50", "p90", "p95", "p99"} <= set(data["latencies"]["ttft"])
-    assert name in {one["id"] for one in data["slowest"]}
+    assert name in {row["id"] for row in data["slowest"]}
     assert data["figures"]["requests_per_second"] > 0
     assert data["model"] == "tiny-test" and "readings" not in data
 

@@ -82,10 +82,10 @@ def test_small_routes(endless: Live):
     (card,) = endless.send("GET", "/v1/models").json["data"]
     assert (card["id"], card["object"], card["max_model_len"], card["root"]) == (MODEL, "model", 2048, "root/tiny-test")
     assert endless.send("GET", f"/v1/models/{MODEL}").json == card
-    found = endless.send("POST", "/tokenize", {"prompt": "the é", "return_token_strs": True}).json
-    assert found["tokens"] == ids("the é") and found["count"] == len(found["tokens"])
-    assert found["token_strs"][0] == "the"
-    assert endless.send("POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "the é"}
+    answer = endless.send("POST", "/tokenize", {"prompt": "the é", "return_token_strs": True}).json
+    assert answer["tokens"] == ids("the é") and answer["count"] == len(answer["tokens"])
+    assert answer["token_strs"][0] == "the"
+    assert endless.send("POST", "/detokenize", {"tokens": answer["tokens"]}).json == {"prompt": "the é"}
     rendered = endless.send("POST", "/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json
     assert endless.chat(max_tokens=1).json["usage"]["prompt_tokens"] == rendered["count"]
     for body in ({"prompt": 7}, {}, {"prompt": "a", "messages": []}, {"model": "other", "prompt": "a"}):

@@ -43,8 +43,8 @@ def reference(status: int = 200, share: float = 0.5) -> Iterator[tuple[str, list
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             asked.append(body)
             rows = [
-                {str(one): {"logprob": math.log(share)}, str(one + 1): {"logprob": math.log(1 - share)}}
-                for one in body["prompt"][1:]
+                {str(token): {"logprob": math.log(share)}, str(token + 1): {"logprob": math.log(1 - share)}}
+                for token in body["prompt"][1:]
             ]
             text = json.dumps({"choices": [{"text": "", "prompt_logprobs": [None, *rows]}]}).encode()
             self.send_response(status)
@@ -66,9 +66,9 @@ def reference(status: int = 200, share: float = 0.5) -> Iterator[tuple[str, list
 
 
 def metric(running: Live, name: str) -> float:
-    found = re.search(rf"^ridgeline:{name}{{[^}}]*}} (\S+)$", running.server.front.metrics.render().decode(), re.M)
-    assert found, name
-    return float(found[1])
+    match = re.search(rf"^ridgeline:{name}{{[^}}]*}} (\S+)$", running.server.front.metrics.render().decode(), re.M)
+    assert match, name
+    return float(match[1])
 
 
 def test_divergence_is_that_of_fixed_texts() -> None:
@@ -79,19 +79,19 @@ def test_divergence_is_that_of_fixed_texts() -> None:
     scores = {}
     for side in ids:
         values = np.log(np.array(shares[side], np.float32))
-        own = values[[0, 1], [ids[side][place].index(one) for place, one in enumerate(token)]]
-        scores[side] = Scores(token, own, np.array(ids[side], np.int32), values)
+        logprobs = values[[0, 1], [ids[side][place].index(token_id) for place, token_id in enumerate(token)]]
+        scores[side] = Scores(token, logprobs, np.array(ids[side], np.int32), values)
     want = token_drift(scores["theirs"], scores["ours"])
-    told = {
+    scores_of_side = {
         side: [
             {i: math.log(x) for i, x in zip(*pair, strict=True)} for pair in zip(ids[side], shares[side], strict=True)
         ]
         for side in ids
     }
-    found = compare(told["ours"], told["theirs"])
-    assert found.nats == pytest.approx(want.kl.sum(), rel=1e-5) and found.nats > 0
-    assert (found.tokens, found.same) == (2, int(want.same.sum()))
-    assert divergence(told["ours"][0], told["ours"][0]) == 0.0
+    comparison = compare(scores_of_side["ours"], scores_of_side["theirs"])
+    assert comparison.nats == pytest.approx(want.kl.sum(), rel=1e-5) and comparison.nats > 0
+    assert (comparison.tokens, comparison.same) == (2, int(want.same.sum()))
+    assert divergence(scores_of_side["ours"][0], scores_of_side["ours"][0]) == 0.0
 
 
 def test_an_answer_is_scored_on_both_sides_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,8 +169,8 @@ def test_options_that_cannot_be_followed_are_refused() -> None:
         made(shadow_rate=0.1, shadow_url="reference:8000")
     assert made(shadow_url="http://x", shadow_model="m") is None
     assert isinstance(made(shadow_rate=0.1, shadow_url="http://x", shadow_model="m"), ServerReference)
-    for found in (made("folder", "int4", shadow_rate=0.1), made("small", shadow_rate=0.1, shadow_model="folder")):
-        assert isinstance(found, EngineReference) and found.name == "folder"
+    for reference in (made("folder", "int4", shadow_rate=0.1), made("small", shadow_rate=0.1, shadow_model="folder")):
+        assert isinstance(reference, EngineReference) and reference.name == "folder"
 
 
 def test_a_reference_that_does_not_start_is_said_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:

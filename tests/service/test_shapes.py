@@ -20,8 +20,8 @@ TEXT = "Hello thé wörld"
 
 
 def joined(events: list, index: int = 0) -> str:
-    found = [choice for event in events for choice in event["choices"] if choice["index"] == index]
-    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in found)
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
 
 
 def test_chat_body(polite: Live):
@@ -67,8 +67,8 @@ def test_include_usage(polite: Live):
 
 def test_continuous_usage(polite: Live):
     events = polite.complete(stream=True, stream_options={"continuous_usage_stats": True}).events
-    told = [event["usage"]["completion_tokens"] for event in events]
-    assert told == sorted(told) and told[-1] == len(ids(TEXT)) + 1
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == len(ids(TEXT)) + 1
     assert events[0]["usage"]["prompt_tokens"] == 2
 
 
@@ -96,8 +96,8 @@ def events_of(batches: list[list[Piece]], keep_alive_s: float = 60.0, **streamin
     async def sent() -> list[str]:
         shape = Letters()
         shape.usage = Usage()
-        found = answer._events(pieces(), shape, answer.Streaming(**streaming), keep_alive_s)
-        return [data.decode().strip() async for data in found]
+        events = answer._events(pieces(), shape, answer.Streaming(**streaming), keep_alive_s)
+        return [data.decode().strip() async for data in events]
 
     return asyncio.run(sent())
 
@@ -129,8 +129,8 @@ def test_tokens_without_text_have_no_event_where_nobody_counts():
 def test_counts_and_text_of_what_is_held_back(text, fields):
     with live(behaviour(says(text)), chat_template=THINKING) as server:
         events = server.chat(stream=True, stream_options={"continuous_usage_stats": True}, **fields).events
-    told = [event["usage"]["completion_tokens"] for event in events]
-    assert joined(events) == text.split(">")[-1] and told == sorted(told) and told[-1] == len(ids(text)) + 1
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert joined(events) == text.split(">")[-1] and counts == sorted(counts) and counts[-1] == len(ids(text)) + 1
     assert not any("reasoning_content" in choice["delta"] for event in events for choice in event["choices"])
 
 
@@ -254,7 +254,7 @@ def test_chat_logprobs(polite: Live, stream):
 
 
 def test_completion_logprobs(polite: Live):
-    found = polite.complete(logprobs=1).json["choices"][0]["logprobs"]
+    logprobs = polite.complete(logprobs=1).json["choices"][0]["logprobs"]
     tokens = [
         "H",
         "e",
@@ -272,9 +272,9 @@ def test_completion_logprobs(polite: Live):
         "l",
         "d",
     ]
-    assert found["tokens"] == [*tokens, EOS]
-    assert found["text_offset"] == [0, 1, 2, 4, 5, 6, 8, 8, 9, 10, 11, 11, 12, 13, 14, 15]
-    assert found["top_logprobs"][0] == {"H": found["token_logprobs"][0]}
+    assert logprobs["tokens"] == [*tokens, EOS]
+    assert logprobs["text_offset"] == [0, 1, 2, 4, 5, 6, 8, 8, 9, 10, 11, 11, 12, 13, 14, 15]
+    assert logprobs["top_logprobs"][0] == {"H": logprobs["token_logprobs"][0]}
     assert polite.complete(logprobs=0).json["choices"][0]["logprobs"]["top_logprobs"][1] == {
         "e": pytest.approx(score(101, 0).logprob)
     }
@@ -287,17 +287,17 @@ def test_scoring_as_an_evaluation_harness_asks(endless: Live, max_tokens):
     answer = endless.complete(prompt=prompts, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1234)
     assert answer.json["usage"]["completion_tokens"] == 2 * max_tokens
     for prompt, text, choice in zip(prompts, ("the cat", "a dog!"), answer.json["choices"], strict=True):
-        found = choice["logprobs"]
+        logprobs = choice["logprobs"]
         assert choice["text"] == text + "a" * max_tokens
         assert choice["finish_reason"] == "length"
-        assert len(found["tokens"]) == len(found["token_logprobs"]) == len(prompt) + max_tokens
-        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-        assert found["token_logprobs"][1:] == pytest.approx(
+        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(prompt) + max_tokens
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        assert logprobs["token_logprobs"][1:] == pytest.approx(
             [score(i, 1).logprob for i in [*prompt, 97][1 : len(prompt) + max_tokens]]
         )
-        for token, top in list(zip(found["tokens"], found["top_logprobs"], strict=True))[1:]:
+        for token, top in list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:]:
             assert max(top, key=top.get) == token
-        assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][0] == 0
+        assert logprobs["text_offset"] == sorted(logprobs["text_offset"]) and logprobs["text_offset"][0] == 0
     sampling = endless.engine.submits[-1].sampling
     assert (sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs) == (1, 1, 1)
 

@@ -17,10 +17,10 @@ def parents_of(draft: Draft) -> Sequence[int]:
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
     """The tokens from the root to each node."""
-    found: list[tuple[int, ...]] = []
+    branches: list[tuple[int, ...]] = []
     for token, parent in zip(draft.tokens, parents_of(draft), strict=True):
-        found.append((*(found[parent] if parent >= 0 else ()), token))
-    return found
+        branches.append((*(branches[parent] if parent >= 0 else ()), token))
+    return branches
 
 
 def check(draft: Draft, nodes: int, depth: int) -> None:
@@ -28,16 +28,16 @@ def check(draft: Draft, nodes: int, depth: int) -> None:
     parents = parents_of(draft)
     assert len(draft.tokens) <= nodes
     assert all(-1 <= parent < node for node, parent in enumerate(parents)), "parents before children"
-    found = paths(draft)
-    assert len(set(found)) == len(found), "siblings differ"
-    assert all(len(path) <= depth for path in found)
+    branches = paths(draft)
+    assert len(set(branches)) == len(branches), "siblings differ"
+    assert all(len(path) <= depth for path in branches)
 
 
 def verify(target: Target, text: Sequence[int], draft: Draft) -> tuple[list[int], list[int]]:
     """(tokens gained, the word behind the last token and behind each node)."""
-    found = paths(draft)
-    drawn = [target([*text, *path]) for path in [(), *found]]
-    nodes = {path: node for node, path in enumerate(found)}
+    branches = paths(draft)
+    drawn = [target([*text, *path]) for path in [(), *branches]]
+    nodes = {path: node for node, path in enumerate(branches)}
     gained: list[int] = []
     at: int | None = -1
     while at is not None:

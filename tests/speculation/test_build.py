@@ -91,8 +91,8 @@ def test_the_text_is_that_of_plain_decoding(way: str, kind: int) -> None:
     for got, want in zip(engine(way).generate(PROMPTS, KINDS[kind]), plain(kind), strict=True):
         assert got.choices[0].token_ids == want.choices[0].token_ids
         assert got.choices[0].finish == want.choices[0].finish
-        for one, other in zip(got.choices[0].logprobs or (), want.choices[0].logprobs or (), strict=True):
-            assert one.token == other.token and one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        for logprob, other in zip(got.choices[0].logprobs or (), want.choices[0].logprobs or (), strict=True):
+            assert logprob.token == other.token and logprob.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def always_drafting(way: str, monkeypatch: pytest.MonkeyPatch) -> list[StepStats]:
@@ -121,8 +121,8 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine(way).generate([PROMPTS[1]], replace(KINDS[0], max_tokens=150))
     drafted, accepted = (sum(getattr(one, name) for one in steps) for name in ("drafted", "accepted"))
     assert drafted >= accepted > 0
-    assert accepted == sum(sum(one.accepted_at) for one in steps)
-    assert 0 < sum(one.drafts for one in steps) <= drafted
+    assert accepted == sum(sum(step.accepted_at) for step in steps)
+    assert 0 < sum(step.drafts for step in steps) <= drafted
 
 
 def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +134,16 @@ def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device, "apply_penalties", lambda rows, how: penalties.append(len(rows)) or apply(rows, how))
     sampling = replace(KINDS[0], temperature=0.2, presence_penalty=0.01, seed=3)
     llm.generate([PROMPTS[1], *[PROMPTS[2]] * 5], sampling)
-    assert sum(one.accepted for one in steps) > 0
-    told = sum(one.running + one.drafted for one in steps) + 6  # a step that ends a row no longer counts it as running
-    assert heads == penalties and sum(heads) <= told
+    assert sum(step.accepted for step in steps) > 0
+    total = (
+        sum(step.running + step.drafted for step in steps) + 6
+    )  # a step that ends a row no longer counts it as running
+    assert heads == penalties and sum(heads) <= total
 
 
 def test_what_auto_means() -> None:
     assert wanted("auto") == wanted("reference")
-    own, auto = ASSETS / "recurrent", EngineConfig(speculate="auto")
+    folder, auto = ASSETS / "recurrent", EngineConfig(speculate="auto")
     spec = read_model(shipped_model())[0]
     assert wanted_by(auto, spec, ASSETS, "cpu") == wanted_by(auto, spec, shipped_model(), "cuda") == wanted("auto")
     assert wanted_by(auto, replace(spec, quantization="int4"), shipped_model(), "cpu") == wanted("auto")
@@ -152,10 +154,10 @@ def test_what_auto_means() -> None:
 
 
 def test_what_users_of_vllm_write() -> None:
-    found = wanted('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}')
-    assert (found.host, found.most, found.sizes) == (("reference",), 5, (0, 1, 2, 3, 4, 5))  # type: ignore[attr-defined]
-    found = wanted('{"model": "some/folder", "num_speculative_tokens": 3}')
-    assert (found.device, found.folder, found.most) == ("draft", Path("some/folder"), 3)  # type: ignore[attr-defined]
+    actual = wanted('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}')
+    assert (actual.host, actual.most, actual.sizes) == (("reference",), 5, (0, 1, 2, 3, 4, 5))  # type: ignore[attr-defined]
+    actual = wanted('{"model": "some/folder", "num_speculative_tokens": 3}')
+    assert (actual.device, actual.folder, actual.most) == ("draft", Path("some/folder"), 3)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

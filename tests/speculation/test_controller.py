@@ -61,9 +61,9 @@ class Steps:
         verified, self.drafted = self.drafted, controller.choose(self.rows, controller.sizes[-1])
         right = 0
         for _ in range(self.rows if verified else 0):
-            own = next((node for node in range(verified) if self.chance.random() >= kept), verified)
-            controller.observe(verified, list(range(own)))
-            right += own
+            accepted = next((node for node in range(verified) if self.chance.random() >= kept), verified)
+            controller.observe(verified, list(range(accepted)))
+            right += accepted
         gained, took = 1 + right / self.rows, self.time(verified, self.drafted)
         self.used[verified] = self.used.get(verified, 0) + 1
         if verified or self.drafted:
@@ -78,15 +78,15 @@ class Steps:
 
     def run(self, controller: Controller, count: int, kept: float, length: int | None = None) -> float:
         """Tokens per row and second, against steps without drafts. length: steps between two requests that come new."""
-        found: list[tuple[float, float]] = []
+        points: list[tuple[float, float]] = []
         came = -1
-        while len(found) < count:
-            if length is not None and len(found) // length > came:
+        while len(points) < count:
+            if length is not None and len(points) // length > came:
                 controller.admit(self.rows, 1)
-                came = len(found) // length
-            found += self.step(controller, kept)
+                came = len(points) // length
+            points += self.step(controller, kept)
         plain = sum(self.time(0, 0) for _ in range(2000)) / 2000
-        return plain * sum(gained for gained, _ in found) / sum(seconds for _, seconds in found)
+        return plain * sum(gained for gained, _ in points) / sum(seconds for _, seconds in points)
 
 
 def seeds(rows: int) -> range:
@@ -412,8 +412,8 @@ def test_one_plain_step_may_stand_for_several() -> None:
         batch = batch_of(controller, 2)
         assert (batch.count, batch.plain) == (100, pytest.approx(0.003))
         assert controller.measure(Reading(2, 0.006, 3.0, 4, 4))[0] == pytest.approx(0.003)
-    one, other = (batch_of(controller, 2) for controller in controllers)
-    for budget, same in ((one.device, other.device), (one.host, other.host)):
+    first, other = (batch_of(controller, 2) for controller in controllers)
+    for budget, same in ((first.device, other.device), (first.host, other.host)):
         assert astuple(budget) == pytest.approx(astuple(same))
 
 

@@ -34,10 +34,10 @@ def test_without_a_list_it_says_all(spec: ModelSpec, tmp_path: Path) -> None:
     assert read_vocabulary(config(tmp_path), spec) == ()
 
 
-@pytest.mark.parametrize("found", [[1, 1], [-1], [8192], ["a"], [True], 5, None])
-def test_a_list_that_names_no_tokens_is_refused(spec: ModelSpec, tmp_path: Path, found: object) -> None:
+@pytest.mark.parametrize("listed", [[1, 1], [-1], [8192], ["a"], [True], 5, None])
+def test_a_list_that_names_no_tokens_is_refused(spec: ModelSpec, tmp_path: Path, listed: object) -> None:
     with pytest.raises(ConfigError, match="draft_vocabulary"):
-        read_vocabulary(config(tmp_path, draft_vocabulary=found), spec)
+        read_vocabulary(config(tmp_path, draft_vocabulary=listed), spec)
 
 
 def test_a_head_of_its_own_is_not_cut(spec: ModelSpec, tmp_path: Path) -> None:

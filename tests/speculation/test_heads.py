@@ -24,24 +24,24 @@ SPEC = ModelSpec("LlamaForCausalLM", VOCAB, WIDTH, (LayerSpec(2, 1, 8, 32, Rope(
 CPU = torch.device("cpu")
 
 
-def tensors(heads: int = 3, layers: int = 2, own: bool = False) -> dict[str, torch.Tensor]:
+def tensors(heads: int = 3, layers: int = 2, with_head: bool = False) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    found = {}
+    weights = {}
     for head, layer in itertools.product(range(heads), range(layers)):
-        found[f"{head}.{layer}.linear.weight"] = made(WIDTH, WIDTH)
-        found[f"{head}.{layer}.linear.bias"] = made(WIDTH)
-    if own:
-        found |= {f"{head}.{layers}.weight": made(VOCAB, WIDTH) for head in range(heads)}
-    return found
+        weights[f"{head}.{layer}.linear.weight"] = made(WIDTH, WIDTH)
+        weights[f"{head}.{layer}.linear.bias"] = made(WIDTH)
+    if with_head:
+        weights |= {f"{head}.{layers}.weight": made(VOCAB, WIDTH) for head in range(heads)}
+    return weights
 
 
-def save(folder: Path, found: dict[str, torch.Tensor], **config: object) -> Path:
+def save(folder: Path, weights: dict[str, torch.Tensor], **config: object) -> Path:
     folder.mkdir(exist_ok=True)
-    save_file(found, folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -50,25 +50,28 @@ def load(folder: Path) -> MedusaHeads:
     return load_heads(folder, SPEC, REFERENCE, torch.float32, CPU)
 
 
-def logits_one_by_one(found: dict[str, torch.Tensor], hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+def logits_one_by_one(weights: dict[str, torch.Tensor], hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """[S, heads, V] as the paper writes it, one head after the other."""
     every = []
-    for index in range(1 + max(int(name.split(".")[0]) for name in found)):
+    for index in range(1 + max(int(name.split(".")[0]) for name in weights)):
         state, layer = hidden, 0
-        while f"{index}.{layer}.linear.weight" in found:
+        while f"{index}.{layer}.linear.weight" in weights:
             name = f"{index}.{layer}.linear"
-            state, layer = state + F.silu(F.linear(state, found[f"{name}.weight"], found[f"{name}.bias"])), layer + 1
-        every.append(F.linear(state, found.get(f"{index}.{layer}.weight", head)))
+            state, layer = (
+                state + F.silu(F.linear(state, weights[f"{name}.weight"], weights[f"{name}.bias"])),
+                layer + 1,
+            )
+        every.append(F.linear(state, weights.get(f"{index}.{layer}.weight", head)))
     return torch.stack(every, 1)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_candidates_are_the_likeliest_of_each_head(own: bool, layers: int, tmp_path: Path) -> None:
-    found = tensors(layers=layers, own=own)
-    heads = load(save(tmp_path, found, medusa_num_heads=3, medusa_num_layers=layers))
+def test_candidates_are_the_likeliest_of_each_head(with_head: bool, layers: int, tmp_path: Path) -> None:
+    weights = tensors(layers=layers, with_head=with_head)
+    heads = load(save(tmp_path, weights, medusa_num_heads=3, medusa_num_layers=layers))
     hidden, head = torch.randn(5, WIDTH), torch.randn(VOCAB, WIDTH)
-    wanted = logits_one_by_one(found, hidden, head).topk(4, -1).indices.int()
+    wanted = logits_one_by_one(weights, hidden, head).topk(4, -1).indices.int()
     assert torch.equal(heads.candidates(hidden, (4, 2, 1), lambda x: F.linear(x, head)), wanted)
     assert torch.equal(heads.candidates(hidden, (4,), lambda x: F.linear(x, head)), wanted[:, :1])
     assert (heads.heads, heads.layers, heads.width) == (3, layers, WIDTH)
@@ -76,11 +79,11 @@ def test_candidates_are_the_likeliest_of_each_head(own: bool, layers: int, tmp_p
 
 def test_published_file(tmp_path: Path) -> None:
     """As the authors saved them: torch.save, no sizes in config.json, with or without the name of the module."""
-    found, hidden, head = tensors(), torch.randn(2, WIDTH), torch.randn(VOCAB, WIDTH)
+    weights, hidden, head = tensors(), torch.randn(2, WIDTH), torch.randn(VOCAB, WIDTH)
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 2, "version": "2"}))
-    wanted = logits_one_by_one(found, hidden, head).argmax(-1).int()
+    wanted = logits_one_by_one(weights, hidden, head).argmax(-1).int()
     for prefix in ("", "medusa_head."):
-        torch.save({prefix + name: one for name, one in found.items()}, tmp_path / "medusa_lm_head.pt")
+        torch.save({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "medusa_lm_head.pt")
         got = load(tmp_path).candidates(hidden, (1, 1, 1), lambda x: F.linear(x, head))
         assert torch.equal(got[..., 0], wanted)
 
@@ -101,7 +104,7 @@ def test_a_config_that_does_not_fit_is_refused(config: dict[str, object], said: 
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, tensors(own=True))
+    save(tmp_path, tensors(with_head=True))
     for spec, said in ((replace(SPEC, d_model=24), "0.0.linear.weight"), (replace(SPEC, vocab_size=41), "0.2.weight")):
         with pytest.raises(ConfigError, match=rf"{said} is .* use heads that were trained for this model"):
             load_heads(tmp_path, spec, REFERENCE, torch.float32, CPU)
@@ -143,23 +146,25 @@ def expected(nodes: tuple[Candidate, ...] | list[Candidate]) -> float:
 
 def every_tree(nodes: int) -> list[list[Candidate]]:
     """All trees of so many nodes, each written in some order of parents before children."""
-    found: list[list[Candidate]] = [[]]
+    trees: list[list[Candidate]] = [[]]
     for _ in range(nodes):
         grown = []
-        for one in found:
-            for parent in range(-1, len(one)):
-                head = one[parent].head + 1 if parent >= 0 else 0
+        for partial in trees:
+            for parent in range(-1, len(partial)):
+                head = partial[parent].head + 1 if parent >= 0 else 0
                 if head == len(ACCURACIES):
                     continue
-                taken = {node.rank for node in one if node.parent == parent}
-                grown += [[*one, Candidate(parent, head, r)] for r in range(len(ACCURACIES[head])) if r not in taken]
-        found = grown
-    return found
+                taken = {node.rank for node in partial if node.parent == parent}
+                grown += [
+                    [*partial, Candidate(parent, head, r)] for r in range(len(ACCURACIES[head])) if r not in taken
+                ]
+        trees = grown
+    return trees
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4])
 def test_no_tree_of_that_size_is_better(nodes: int) -> None:
-    best = max(expected(one) for one in every_tree(nodes))
+    best = max(expected(candidates) for candidates in every_tree(nodes))
     assert expected(tree(ACCURACIES, nodes)) == pytest.approx(best)
 
 

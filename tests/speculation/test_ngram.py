@@ -85,10 +85,10 @@ def test_several_places_make_a_tree() -> None:
 def test_a_copy_goes_on_behind_one_edit(edit: list[int], goes_on: int, behind: int) -> None:
     """Eight tokens are copied, then the ninth is replaced, gets one before it, or is left out; then `behind` more are copied."""
     end = goes_on + behind
-    found = paths(NGram().start([*SOURCE, 0, *SOURCE[:8], *edit, *SOURCE[goes_on:end]]).propose(32, 2))
-    assert (SOURCE[end],) in found
+    drafts = paths(NGram().start([*SOURCE, 0, *SOURCE[:8], *edit, *SOURCE[goes_on:end]]).propose(32, 2))
+    assert (SOURCE[end],) in drafts
     if behind or edit != [99]:
-        assert tuple(SOURCE[end : end + 2]) in found, "a match with tokens behind its edit is trusted further"
+        assert tuple(SOURCE[end : end + 2]) in drafts, "a match with tokens behind its edit is trusted further"
 
 
 def test_an_edit_needs_a_copy_before_it() -> None:
@@ -114,9 +114,9 @@ def test_documents_are_quoted_up_to_their_end() -> None:
 
 def test_requests_share_documents_and_not_what_they_say() -> None:
     drafter = NGram([SOURCE])
-    one = drafter.start(SOURCE[:8])
-    one.observe([77, 78, 79], EMPTY_DRAFT, [77])
-    assert one.propose(1, 1).tokens == ()
+    request = drafter.start(SOURCE[:8])
+    request.observe([77, 78, 79], EMPTY_DRAFT, [77])
+    assert request.propose(1, 1).tokens == ()
     assert drafter.start([0, 77, 78]).propose(8, 8) == EMPTY_DRAFT
     assert drafter.start([0, *SOURCE[:8]]).propose(1, 1).tokens == (SOURCE[8],)
 

@@ -180,12 +180,12 @@ def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.Monkey
         bench.turn()
         assert all(plans[-1].bound >= tokens + 1 for tokens in known if len(plans[-1].rows) == len(known))
     assert all(bench.tokens[str(number), 0] == oracle([number] * 3, 40) for number in range(2))
-    alike = [(one, other) for one, other in pairwise(plans) if list(other.n_draft) == list(one.n_draft) == [3, 3]]
+    alike = [(plan, other) for plan, other in pairwise(plans) if list(other.n_draft) == list(plan.n_draft) == [3, 3]]
     assert len(alike) > 5
-    for one, other in alike:
-        assert other.rows is one.rows and other.tree is one.tree and other.drafts is one.drafts
-        assert one.bound < other.bound <= one.bound + 8 and other.pages is not one.pages
-    changed = [other for one, other in pairwise(plans) if list(other.n_draft) != list(one.n_draft)]
+    for plan, other in alike:
+        assert other.rows is plan.rows and other.tree is plan.tree and other.drafts is plan.drafts
+        assert plan.bound < other.bound <= plan.bound + 8 and other.pages is not plan.pages
+    changed = [other for plan, other in pairwise(plans) if list(other.n_draft) != list(plan.n_draft)]
     assert all(len(plan.drafts) == len(plan.tree) == sum(plan.n_draft) for plan in plans) and changed
 
 

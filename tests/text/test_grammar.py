@@ -242,8 +242,8 @@ def test_the_one_text_that_is_left_may_be_that_of_an_added_token(
 def test_added_tokens_stay_what_they_are(kind: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, end_ids=[END])
-    found = set(allowed(compiler.compile(Grammar("regex", r"(.|\n)*")).start()))
-    assert not found & (tokenizer.special_ids | tokenizer.markup_ids) - {END} and len(found) > 256
+    token_ids = set(allowed(compiler.compile(Grammar("regex", r"(.|\n)*")).start()))
+    assert not token_ids & (tokenizer.special_ids | tokenizer.markup_ids) - {END} and len(token_ids) > 256
     state = compiler.compile(Grammar("lark", "start: <[1]>")).start()
     assert allowed(state) == [1]
     state.accept([1])
@@ -268,9 +268,9 @@ def test_added_tokens_that_are_also_merged_of_letters(tmp_path: Path) -> None:
 def test_a_vocabulary_of_pieces_with_scores_loses_the_names_too() -> None:
     tokens = [{"content": "<s>", "special": True}, {"content": "  ", "special": False}]
     model = {"unk_token": None, "vocab": [["<s>", 0.0], ["  ", -1.0], ["a", -2.0]]}
-    found = hide_added_tokens({"model": model, "added_tokens": tokens})
-    assert [token["content"] for token in found["added_tokens"]] == [name for name, _ in found["model"]["vocab"][:2]]
-    assert found["added_tokens"][0]["content"] not in ("<s>", "a") and tokens[1]["content"] == "  "
+    hidden = hide_added_tokens({"model": model, "added_tokens": tokens})
+    assert [token["content"] for token in hidden["added_tokens"]] == [name for name, _ in hidden["model"]["vocab"][:2]]
+    assert hidden["added_tokens"][0]["content"] not in ("<s>", "a") and tokens[1]["content"] == "  "
 
 
 def test_lark(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:

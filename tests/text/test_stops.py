@@ -12,10 +12,10 @@ LETTERS = st.text("abé", min_size=1, max_size=5)
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     """The whole text at once: the earliest end of any stop string, of those the longest stop."""
-    found = [(start + len(stop), -len(stop), stop) for stop in stops if (start := text.find(stop)) >= 0]
-    if not found:
+    matches = [(start + len(stop), -len(stop), stop) for stop in stops if (start := text.find(stop)) >= 0]
+    if not matches:
         return text, None
-    end, _, stop = min(found)
+    end, _, stop = min(matches)
     return text[: end if include else end - len(stop)], stop
 
 

@@ -83,9 +83,9 @@ def test_stream_at_any_borders(
 
 @pytest.mark.parametrize(("form", "output", "text", "calls"), CASES)
 def test_whole_outputs(form: ToolFormat, output: str, text: str, calls: list[tuple[str, str]]) -> None:
-    shown, found = parse_tool_calls(form, NAMES, output)
-    assert (shown, [(call.name, call.arguments) for call in found]) == (text, calls)
-    assert len({call.id for call in found}) == len(found) and all(call.id.startswith("call_") for call in found)
+    shown, parsed = parse_tool_calls(form, NAMES, output)
+    assert (shown, [(call.name, call.arguments) for call in parsed]) == (text, calls)
+    assert len({call.id for call in parsed}) == len(parsed) and all(call.id.startswith("call_") for call in parsed)
 
 
 def test_arguments_stream_as_they_come() -> None:

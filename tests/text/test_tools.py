@@ -148,13 +148,13 @@ def test_llama_text_begins_with_anything_but_a_brace(tagged: Tokenizer) -> None:
 
 
 def test_formats_come_from_the_template() -> None:
-    def found(source: str) -> ToolFormat | None:
+    def format_of(source: str) -> ToolFormat | None:
         return detect_format(ChatTemplate(source, {}))
 
-    assert found(templates.QWEN) is HERMES and found(templates.LLAMA3) is LLAMA3
-    assert found(templates.CHATML) is None and found(templates.MISTRAL) is None
-    assert found("{{ tools }}[TOOL_CALLS]") is None and found("{{ tools }}<tool_call><function=") is None
-    assert found("no place for them <tool_call>") is None
+    assert format_of(templates.QWEN) is HERMES and format_of(templates.LLAMA3) is LLAMA3
+    assert format_of(templates.CHATML) is None and format_of(templates.MISTRAL) is None
+    assert format_of("{{ tools }}[TOOL_CALLS]") is None and format_of("{{ tools }}<tool_call><function=") is None
+    assert format_of("no place for them <tool_call>") is None
 
 
 def test_functions_without_parameters_take_none() -> None:

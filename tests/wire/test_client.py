@@ -75,10 +75,10 @@ def request(name: str = "a", **sampling) -> Submit:
 
 
 async def take_all(subscription) -> list[Delta]:
-    found = []
+    deltas = []
     while not subscription.over:
-        found += await asyncio.wait_for(subscription.take(), 5)
-    return found
+        deltas += await asyncio.wait_for(subscription.take(), 5)
+    return deltas
 
 
 async def test_ready_brings_facts_and_loading_is_seen(peer):
@@ -92,7 +92,7 @@ async def test_ready_brings_facts_and_loading_is_seen(peer):
 
 
 async def test_deltas_reach_their_request_in_order(peer):
-    one, two = peer.client.submit(request("a")), peer.client.submit(request("b", n=2))
+    first, two = peer.client.submit(request("a")), peer.client.submit(request("b", n=2))
     assert await peer.hear() == request("a")
     assert await peer.hear() == request("b", n=2)
     assert peer.client.open_choices == 3
@@ -100,7 +100,7 @@ async def test_deltas_reach_their_request_in_order(peer):
         Deltas(1, [Delta("b", 1, [5])], None, ["a", "nobody"], [0, 0], [1, 9]),
         Deltas(2, [Delta("a", 0, [2], "stop"), Delta("b", 0, [6], "length"), Delta("b", 1, [7], "stop")], STATS),
     )
-    assert [delta.tokens for delta in await take_all(one)] == [[1], [2]]
+    assert [delta.tokens for delta in await take_all(first)] == [[1], [2]]
     assert [(delta.choice, delta.tokens) for delta in await take_all(two)] == [(1, [5]), (0, [6]), (1, [7])]
     assert peer.client.open_choices == 0
     assert peer.steps == [STATS] and peer.client.last_step == 7
@@ -161,7 +161,7 @@ async def test_control_is_answered_or_fails(peer):
 @pytest.mark.parametrize("end", ["eof", "failed", "gap", "garbage"])
 async def test_every_end_of_the_engine_reaches_every_request(peer, end):
     peer.send(Ready({}), Deltas(1, []))
-    one, two = peer.client.submit(request("a")), peer.client.submit(request("b", n=2))
+    first, two = peer.client.submit(request("a")), peer.client.submit(request("b", n=2))
     await peer.hear(), await peer.hear()
     peer.send(Deltas(2, [Delta("a", 0, [1])]))
     if end == "eof":
@@ -172,7 +172,7 @@ async def test_every_end_of_the_engine_reaches_every_request(peer, end):
         peer.send(Deltas(4, []))
     else:
         peer.writer.write(b"\x01\x00\x00\x00\xc1")
-    news = await take_all(one)
+    news = await take_all(first)
     assert news[0].tokens == [1] and news[-1].finish == "error"
     assert [(delta.choice, delta.finish) for delta in await take_all(two)] == [(0, "error"), (1, "error")]
     assert peer.client.failure and peer.client.failure == news[-1].error == peer.client.trouble

@@ -23,15 +23,15 @@ def pair():
 
 
 def read(sock: socket.socket, count: int) -> list:
-    held, found = FrameBuffer(), []
+    held, frames = FrameBuffer(), []
     sock.settimeout(5)
-    while len(found) < count:
+    while len(frames) < count:
         data = sock.recv(1 << 16)
         if not data:
             break
         held.feed(data)
-        found += [down_decoder().decode(body) for body in held.take()]
-    return found
+        frames += [down_decoder().decode(body) for body in held.take()]
+    return frames
 
 
 def test_drain_takes_what_is_there_and_does_not_wait(pair):
@@ -52,12 +52,12 @@ def test_send_never_blocks_and_loses_nothing(pair):
     frames = [Deltas(number, [Delta("a", 0, list(range(20000)))]) for number in range(300)]
     for frame in frames:
         inbox.send(frame)  # far more than a socket takes, and nobody reads yet
-    found: list = []
-    reader = threading.Thread(target=lambda: found.extend(read(sock, len(frames))))
+    received: list = []
+    reader = threading.Thread(target=lambda: received.extend(read(sock, len(frames))))
     reader.start()
     while reader.is_alive():
         inbox.wait(0.01)
-    assert found == frames
+    assert received == frames
 
 
 def test_wait_wakes_up_for_the_end_of_the_service(pair):

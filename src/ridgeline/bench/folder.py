@@ -35,7 +35,9 @@ def save(outcome: Outcome, out: str) -> Path:
             (folder / SUMMARY_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(summary(outcome)), indent=1))
         (folder / REPORT_FILE).write_text(html(outcome), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"Cannot write the results to --out {folder}: {error.strerror}.", param="out") from None
+        raise ConfigError(
+            f"Cannot write the results to --out {folder} ({error.strerror}): give another folder.", param="out"
+        ) from None
     return folder
 
 

@@ -78,7 +78,8 @@ class LoadConfig:
 
     rate: float | None = option(None, "requests per second; inf sends all at once", "--request-rate")
     burstiness: float | None = option(
-        None, "1: Poisson; less: bursts; inf: constant (default with a trace: that of the trace, scaled to the rate)"
+        None,
+        "burstiness of arrivals at --rate: 1 is Poisson, less is bursty, inf is constant (default: 1, or that of the trace)",
     )
     concurrency: int | None = option(
         None, f"maximum number of concurrent requests; without --rate, the end of an answer starts the next request "

@@ -37,13 +37,13 @@ async def probe(client: Client, wanted: Dialect, *, ids: bool | None, chat: bool
             replace(dialect, chat=use_chat, ids=False) for use_chat in (False, True) if chat in (None, use_chat)
         ]
     if not candidates:
-        raise ConfigError("The server has no /tokenize route, which prompts of token ids need: use --prompts text.")
+        raise ConfigError("Prompts of token ids need the route /tokenize, which the server lacks: use --prompts text.")
     error = ""
     for candidate in candidates:
         accepted, error = await _accepted_variant(client, candidate, token_ids)
         if accepted is not None:
             return accepted, Vocabulary(token_ids) if accepted.ids else await _measure_vocabulary(client, accepted)
-    raise RidgelineError(f"{client.address.url} refuses all forms of requests: {error}")
+    raise RidgelineError(f"{client.address.url} rejected all test requests. The last error was: {error}")
 
 
 async def fetch(client: Client, path: str, body: Any = None) -> Reply:
@@ -67,7 +67,9 @@ async def _model_card(client: Client, model: str) -> dict[str, Any]:
         cards = []
     if model and cards and model not in [card.get("id") for card in cards]:
         names = ", ".join(str(card.get("id")) for card in cards)
-        raise ConfigError(f"--model is {model!r}, but the server serves {names}.", param="model")
+        raise ConfigError(
+            f"--model is {model!r}, but the server serves {names}: give one of these names.", param="model"
+        )
     return next((card for card in cards if not model or card.get("id") == model), {})
 
 

@@ -47,7 +47,7 @@ def run_table(run: Run) -> RenderableType:
         )
         facts.add_row("missed", missed_limits or "nothing")
         for message in run.broken:
-            facts.add_row("broken", message)
+            facts.add_row("not met", message)
     facts.add_row(
         "completed",
         f"{rates['requests_per_s']:.4g}/s, {rates['requests_per_minute']:.4g}/min, at most {rates['most_at_once']} at once",

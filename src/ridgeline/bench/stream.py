@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
             end = data.find(b"\r\n\r\n")
             if end < 0:
                 if len(data) > _MAX_HEAD:
-                    raise ValueError("the HTTP head has no end")
+                    raise ValueError("the HTTP headers of the response are not complete")
                 self._raw = data
                 return
             self._head(data[:end], reply)

@@ -56,10 +56,10 @@ class SweepConfig:
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """Condition under which the SLO counts as met, and precision of the search."""
+    """When the SLO counts as met, and how precise the result is."""
 
     attain: float = option(0.9, "share of all offered requests that must meet the SLO, if --slo has no attain")
-    precision: float = option(0.05, "relative precision of the found rate at which the search ends")
+    precision: float = option(0.05, "end the search when the highest rate is known to this relative precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ async def run_trace(settings: BenchConfig, progress: RunProgress, options: Mappi
     """Print statistics of a trace."""
     if unused := [name for name in ("slo", "out", "label") if name in options]:
         raise ConfigError(
-            f"--{unused[0]} belongs to a run, and `bench trace` makes none: leave it out.", param=unused[0]
+            f"--{unused[0]} applies to runs, and `bench trace` sends no requests: leave it out.", param=unused[0]
         )
     figures = describe(read_trace(Path(options["target"])))
     if settings.result.json:
@@ -222,9 +222,11 @@ async def run_mock(settings: BenchConfig, progress: RunProgress, options: Mappin
     (values,) = split_options(_options_of(options, MockConfig), MockConfig, origin="flag")
     config = MockConfig(**values)
     if not (0 <= config.ttft_ms < math.inf and 0 <= config.itl_ms < math.inf):
-        raise ConfigError("--ttft-ms and --itl-ms must be finite and not below 0.", param="ttft_ms")
+        raise ConfigError("--ttft-ms and --itl-ms must be finite: give milliseconds of at least 0.", param="ttft_ms")
     if config.per_chunk < 1 or (config.slots is not None and config.slots < 1) or not 0 <= config.failing <= 1:
-        raise ConfigError("--per-chunk and --slots must be at least 1, --failing from 0 to 1.", param="per_chunk")
+        raise ConfigError(
+            "--per-chunk and --slots must be at least 1, and --failing a share from 0 to 1.", param="per_chunk"
+        )
     speed = Speed(config.ttft_ms / 1e3, config.itl_ms / 1e3, config.per_chunk, config.slots, config.failing)
     await serve_mock(
         speed,
@@ -288,7 +290,11 @@ def parser() -> Parser:
     actions = parser.add_subparsers(dest="action", metavar=f"{{{','.join(ACTIONS)}}}", required=True)
     for name, (text, configs, arguments) in ACTIONS.items():
         subparser = actions.add_parser(
-            name, help=text, description=text, argument_default=argparse.SUPPRESS, allow_abbrev=False
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
         )
         for argument in arguments:
             subparser.add_argument(
@@ -344,7 +350,7 @@ def _end(settings: BenchConfig, outcome: Outcome, table: RenderableType) -> int:
     if not any(run.completed for run in outcome.runs):
         problems.append("no request was answered")
     for reason in problems:
-        print(f"ridgeline: not valid: {reason}.", file=sys.stderr)
+        print(f"ridgeline: The result is not valid: {reason}.", file=sys.stderr)
     return 1 if problems else 0
 
 

@@ -38,7 +38,7 @@ from ridgeline.quality.scores import EngineScorer, Scorer, Scores, StoredScorer,
 from ridgeline.quality.served import Endpoint, ServerScorer
 from ridgeline.quality.tasks import Question, Tally, ask, count, read_tasks
 from ridgeline.quality.texts import Window, read_texts, windows
-from ridgeline.quality.verdict import LIMITS, Check, Comparison, check_limits, judge, report
+from ridgeline.quality.verdict import LIMITS, UNITS, Check, Comparison, check_limits, judge, report
 from ridgeline.text.tokenizer import Tokenizer
 
 WINDOW = 1024
@@ -86,7 +86,7 @@ def parser() -> Parser:
     _add_models(parser)
     limits = parser.add_argument_group("limits")
     for name, (figure, side) in LIMITS.items():
-        help_text = f"fail if {figure} is {'above' if side == 'max' else 'below'} this"
+        help_text = f"fail if {figure} ({UNITS[figure]}) is {'above' if side == 'max' else 'below'} this"
         limits.add_argument(f"--{name.replace('_', '-')}", type=finite_number, metavar="X", help=help_text)
     parser.add_argument("--json", action="store_true", default=False, help="print one JSON object instead of a table")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON to a file")

@@ -95,7 +95,7 @@ def parser() -> Parser:
     measurement.add_argument(
         "--tasks",
         metavar="FILE",
-        help="JSON lines with questions and their answers, or none (default: shipped questions for the shipped model)",
+        help="JSON lines with questions and their answers, or the word none (default: shipped questions for the shipped model)",
     )
     measurement.add_argument(
         "--speed-tokens",

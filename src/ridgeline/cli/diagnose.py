@@ -95,13 +95,13 @@ def _show(diagnosis: Diagnosis, console: Console) -> None:
         console.print("\nNo option of this server improves this workload; see docs/diagnosis.md.")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    for name in ("predicted", "cure", "effort", "risk to quality", "price", "command"):
+    for name in ("predicted", "remedy", "effort", "risk to quality", "disadvantage", "command"):
         table.add_column(name, overflow="fold")
     for advice in diagnosis.advice:
         cure = advice.cure
         gain = "measure it" if math.isnan(advice.gain) else f"-{advice.gain:.0%}"
         table.add_row(gain, cure.name, cure.effort, cure.risk, cure.trade, cure.command)
-    console.print("\n[bold]What to do[/bold] (predicted: reduction of the time that the bottleneck takes)")
+    console.print("\n[bold]Remedies[/bold] (predicted: change of the time that the bottleneck takes)")
     console.print(table, highlight=False)
 
 

@@ -198,6 +198,18 @@ def _model_help() -> str:
     return next(str(field.metadata["help"]) for field in fields(ModelConfig) if field.name == "model")
 
 
+_SAMPLING_HELP: Mapping[str, str] = {
+    "temperature": "0 is greedy decoding",
+    "top_p": "nucleus sampling: keep the most probable tokens up to this total probability",
+    "top_k": "keep this number of most probable tokens; 0 keeps all",
+    "min_p": "drop tokens below this share of the most probable token",
+    "repetition_penalty": "above 1: tokens of prompt and output get less probable",
+    "max_tokens": "maximum tokens of an answer",
+    "n": "number of answers to each prompt",
+    "stop": "stop string, which ends the answer; may be repeated",
+}
+
+
 def add_sampling(parser: Parser, names: Sequence[str] = SAMPLING) -> None:
     """Add flags for fields of SamplingParams."""
     group = parser.add_argument_group("sampling options")
@@ -205,12 +217,12 @@ def add_sampling(parser: Parser, names: Sequence[str] = SAMPLING) -> None:
     for name in names:
         flag = f"--{name.replace('_', '-')}"
         if name == "stop":
-            group.add_argument(
-                flag, action="append", metavar="TEXT", help="stop string: ends the answer; may be repeated"
-            )
+            group.add_argument(flag, action="append", metavar="TEXT", help=_SAMPLING_HELP[name])
         else:
             number = finite_number if types[name] is float else whole_number
-            group.add_argument(flag, type=number, metavar="X" if number is finite_number else "N")
+            group.add_argument(
+                flag, type=number, metavar="X" if number is finite_number else "N", help=_SAMPLING_HELP[name]
+            )
 
 
 def read_sampling(args: Arguments) -> dict[str, Any]:

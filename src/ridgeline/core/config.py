@@ -22,40 +22,45 @@ class ModelConfig:
     model: str = option("", "model folder or hub name; empty: the shipped model", "--model-path", "-m")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     load_format: str = option("auto", "auto reads safetensors; dummy fills random weights from config.json alone")
-    dtype: str = option("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
+    dtype: str = option("auto", "dtype of the model: auto (that of the checkpoint), bfloat16, float16 or float32")
     quantization: str = option(
         "",
-        "number format that layers are quantized to while loading: fp8, int8, int4, int3 (int4-g64, int4-channel-zp and so on), "
-        "w8a8, llm-int8, fp8-weight",
+        "number format to quantize the layers to while loading: fp8, fp8-weight, w8a8, llm-int8, int8, int4, int3 (with groups or "
+        "zero points: int4-g64, int4-channel-zp)",
         "-q",
     )
-    max_model_len: int | None = option(None, "maximum tokens of prompt plus answer", "--context-length", "-c")
-    seed: int = option(0, "seed of dummy weights and of requests without a seed")
+    max_model_len: int | None = option(
+        None, "maximum tokens of prompt plus answer (default: the model's)", "--context-length", "-c"
+    )
+    seed: int = option(0, "seed for dummy weights and for requests without a seed")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Batching, memory and the device."""
 
-    device: str = option("auto", "auto, cpu or cuda")
+    device: str = option("auto", "device that runs the model: auto, cpu or cuda")
     max_num_seqs: int | None = option(None, "maximum requests that run at once", "-np")
     max_num_batched_tokens: int | None = option(None, "maximum query tokens in one step (the prefill chunk)")
     gpu_memory_utilization: float = option(0.90, "share of the GPU's memory to use", "--mem-fraction-static")
-    kv_cache_memory: int | None = option(None, "bytes for the KV cache (default: what --gpu-memory-utilization leaves)")
+    kv_cache_memory: int | None = option(None, "bytes for the KV cache (default: within --gpu-memory-utilization)")
     block_size: int | None = option(None, "tokens per block of the KV cache")
     enable_prefix_caching: bool = option(True, "reuse the KV cache of equal prompt prefixes")
     batching: str = option("continuous", "batching policy: continuous, static:N or dynamic:N,WINDOW_MS")
-    steps_in_flight: int | None = option(None, "0: plan after each step; 1: plan while the device runs")
+    steps_in_flight: int | None = option(
+        None,
+        "0: plan after each step; 1: plan while the device runs (default: 0 on a CPU, 1 on a GPU)",
+    )
     speculate: str = option(
         "",
         "speculative decoding: auto, reference[:FILE], lookahead, recycling, recurrent:FOLDER, draft:FOLDER, medusa:FOLDER; "
-        "+ joins two of them",
+        "combine two of them with +",
         "--speculative-config",
     )
     draft_tokens: int | None = option(None, "maximum draft tokens per request and step", "--num-speculative-tokens")
     enforce_eager: bool = option(False, "run without CUDA graphs; on a CPU, without compiled operations")
     deterministic: bool = option(False, "the tokens of a request do not depend on other requests; slower")
-    threads: int | None = option(None, "CPU threads for the model")
+    threads: int | None = option(None, "CPU threads for the model (default: one per available core)")
     calibration: str = option("", "file that `ridgeline calibrate` wrote, for accurate predictions of step times")
 
 
@@ -66,7 +71,7 @@ class ServiceConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
     api_key: str | None = option(
-        None, "key that every route requires, except /health and the pages (the data of the pages requires it)"
+        None, "key that clients must send; only /health and the HTML pages without their data are open to everybody"
     )
     allowed_origins: str = option(
         "", "web origins whose pages may call the API from a browser: https://a.example,https://b.example, or * for all"
@@ -80,20 +85,23 @@ class ServiceConfig:
         "", "path prefix under which a proxy serves this server, as in /llm; the proxy may keep or strip it"
     )
     ssl_certfile: str | None = option(None, "PEM file of the certificate and its chain; the server then speaks HTTPS")
-    ssl_keyfile: str | None = option(None, "PEM file of the certificate's key; None if ssl_certfile has it")
+    ssl_keyfile: str | None = option(
+        None, "PEM file of the certificate's private key (default: --ssl-certfile contains it)"
+    )
     ssl_keyfile_password: str | None = option(None, "password of an encrypted key")
     served_model_name: str | None = option(None, "name of the model in the API")
     chat_template: str | None = option(None, "Jinja file (or text) that replaces the model's chat template")
     allow_special_in_content: bool = option(
-        False, "text in messages and tools that spells a special token becomes that token (default: it stays text)"
+        False,
+        "convert text in messages and tools that spells a special token to that token, instead of keeping it as text",
     )
     max_queue: int = option(1024, "maximum requests that may wait; further requests get status 429")
     max_body_mb: float = option(32.0, "largest request body in MiB")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
-    drain_s: float = option(30.0, "seconds in which running requests may finish after SIGTERM")
+    drain_s: float = option(30.0, "seconds after SIGTERM in which running requests may finish")
     engine_restarts: int = option(
         3,
-        "maximum restarts of a lost engine within --engine-restart-minutes; then the server exits with status 1; 0: no restart",
+        "maximum restarts of a lost engine within --engine-restart-minutes; after them the server exits with status 1",
     )
     engine_restart_minutes: float = option(10.0, "minutes during which a restart counts towards --engine-restarts")
     slo: str = option(
@@ -116,5 +124,5 @@ class ServiceConfig:
         "--quantization); with --shadow-url its name on that server",
     )
     shadow_limit: float = option(
-        0.05, "KL divergence of the last answers, in nats per token, above which a warning is logged"
+        0.05, "log a warning if the KL divergence of the last answers is above this (nats per token)"
     )

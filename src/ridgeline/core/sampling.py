@@ -73,7 +73,7 @@ class SamplingParams:
             raise RequestError(f"grammar is {self.grammar!r}: give a Grammar(kind, source).", param="grammar")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
-                "allowed_token_ids is empty, so that no token can be drawn: add token ids, or leave it out.",
+                "allowed_token_ids is empty, so no token can be drawn: add token ids, or leave the field out.",
                 param="allowed_token_ids",
             )
         _number("temperature", self.temperature, 0.0, 100.0)

@@ -319,8 +319,8 @@ def _remedy(spec: ModelSpec, engine: EngineConfig, memory: Memory, model: ModelC
         smallest = replace(engine, max_num_seqs=16, max_num_batched_tokens=512, kv_cache_memory=None)
         minimum, _ = _plan(replace(spec, max_len=min(spec.max_len, MIN_CONTEXT)), smallest, memory)
         fixed = minimum.weight_bytes + minimum.workspace_bytes + minimum.graph_bytes
-        return f"No option helps: use a smaller model, or a device with more than {_gib(int(fixed / 0.9))}."
-    return f"This works: {command(engine, memory, model, change)}"
+        return f"No option makes it fit: use a smaller model, or a device with more than {_gib(int(fixed / 0.9))}."
+    return f"This command works: {command(engine, memory, model, change)}"
 
 
 def command(engine: EngineConfig, memory: Memory, model: ModelConfig, change: dict[str, object]) -> str:

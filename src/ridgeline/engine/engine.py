@@ -159,7 +159,8 @@ class Engine:
         stop_ids = tuple(dict.fromkeys(ends + sampling.stop_token_ids))
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
-                f"stop_token_ids and the end tokens of the model are {len(stop_ids)} ids: at most {MAX_STOP_IDS} are possible.",
+                f"stop_token_ids and the end tokens of the model are {len(stop_ids)} ids, more than {MAX_STOP_IDS}: send "
+                "fewer stop_token_ids.",
                 param="stop_token_ids",
             )
         limit = min(setup.max_len, length + (sampling.max_tokens or setup.max_len))

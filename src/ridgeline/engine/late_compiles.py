@@ -47,10 +47,10 @@ class LateCompiles:
         seconds = now - self._began.pop(key, now)
         self._compiles.append(LateWork("compile", fn.name, seconds))
         log.warning(
-            "The compile of %s took %.3f s while requests waited, because start-up did not prepare it. Please report the model, "
-            "the options and this line.",
-            fn.name,
+            "Requests waited %.3f s while the kernel %s was compiled, because start-up did not compile it. Please report the "
+            "model, the options and this line.",
             seconds,
+            fn.name,
         )
 
 

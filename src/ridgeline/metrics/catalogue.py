@@ -44,8 +44,8 @@ GAUGES: Mapping[str, Entry] = {
     "num_requests_waiting": Entry("Requests that wait to be admitted."),
     "kv_cache_usage_perc": Entry("Share of KV blocks held by running requests, 0 to 1."),
     "kv_cache_cached_perc": Entry("Share of KV blocks that are free but still cache a prefix, 0 to 1.", ours=True),
-    "kv_waste_inside_perc": Entry("Leased slots that hold no token, as a share of leased slots.", ours=True),
-    "kv_waste_between_perc": Entry("Bytes of the cache lost to unequal groups of layers, as a share.", ours=True),
+    "kv_waste_inside_perc": Entry("Share of leased token slots that hold no token.", ours=True),
+    "kv_waste_between_perc": Entry("Share of the cache's bytes that unequal groups of layers waste.", ours=True),
     "shadow_kl": Entry(
         "KL divergence from the reference model over the last shadowed answers, in nats per token.", ours=True
     ),
@@ -73,7 +73,7 @@ COUNTERS: Mapping[str, Entry] = {
     "spec_decode_saved_seconds": Entry(
         "Seconds saved by drafts compared with steps without drafts, minus the cost of rejected drafts.", ours=True
     ),
-    "engine_restarts": Entry("Engine processes started in place of one that had ended or was stuck.", ours=True),
+    "engine_restarts": Entry("Engine processes started to replace one that had ended or was stuck.", ours=True),
     "request_success": Entry("Finished choices.", label="finished_reason"),
     "aborted_requests": Entry(
         "Requests that were refused or ended before their answer was complete.", "reason", ours=True
@@ -89,9 +89,9 @@ COUNTERS: Mapping[str, Entry] = {
         "Bytes that all steps had to move: weights as they are stored, keys and values read and written.", ours=True
     ),
     "energy_joules": Entry("Energy used by the device in joules, measured or estimated.", ours=True),
-    "late_compiles": Entry("Kernels compiled after Ready, while requests waited.", ours=True),
-    "late_captures": Entry("CUDA graphs captured after Ready: 0, as start-up captures every one.", ours=True),
-    "late_seconds": Entry("Seconds spent on kernels and graphs after Ready, by kind.", label="kind", ours=True),
+    "late_compiles": Entry("Kernels compiled after start-up, while requests waited.", ours=True),
+    "late_captures": Entry("CUDA graphs captured after start-up; expected to be 0.", ours=True),
+    "late_seconds": Entry("Seconds spent on kernels and graphs after start-up, by kind.", label="kind", ours=True),
     "step_device_seconds": Entry("Seconds the device spent on steps.", ours=True),
 }
 HISTOGRAMS: Mapping[str, Entry] = {
@@ -121,19 +121,19 @@ LIVE: Mapping[str, Entry] = {
     "prefix_hit_rate": Entry("Share of looked-up prompt tokens found in the prefix cache.", ours=True),
     "goodput_requests_per_second": Entry("Requests per second within their SLO.", ours=True),
     "slo_attainment": Entry(
-        "Share of judged requests that are good. Judged: all ended requests that have an SLO, failed ones too, without "
-        "those whose client disconnected before any limit was missed.",
+        "Share of judged requests that met their SLO. Judged are all ended requests that have an SLO, including failed ones, "
+        "except those whose client disconnected before a limit was missed.",
         ours=True,
     ),
     "slo_met": Entry("1 if the last minutes meet the percentiles and shares of the SLO, else 0.", ours=True),
     "device_busy": Entry("Share of time the device was running a step (GPU utilization).", ours=True),
     "mfu": Entry("FLOP/s while busy, as a share of the specified peak.", ours=True),
-    "mbu": Entry("Bytes per second that had to move while busy, as a share of the specified bandwidth.", ours=True),
+    "mbu": Entry("Bytes moved per second while busy, as a share of the specified bandwidth.", ours=True),
     "mfu_measured": Entry("MFU relative to the matrix product rate measured on this machine.", ours=True),
     "mbu_measured": Entry("MBU relative to the read bandwidth measured on this machine.", ours=True),
     "bubble": Entry("Share of time the device waited for the host although there was work.", ours=True),
     "prompt_share": Entry("Share of busy time in steps that computed prompt tokens.", ours=True),
-    "host_seconds_per_step": Entry("Scheduler's seconds per step.", ours=True),
+    "host_seconds_per_step": Entry("Seconds the scheduler spent per step.", ours=True),
     "mean_running": Entry("Mean number of requests on the device while it was busy.", ours=True),
     "decode_step_seconds": Entry("Device seconds of a step without prompt tokens.", ours=True),
     "decode_step_bytes": Entry("Bytes that a step without prompt tokens had to move.", ours=True),

@@ -92,9 +92,9 @@ def why(record: RequestRecord, slo: Slo, typical: Typical) -> dict[str, Any]:
 
 
 def _summary(record: RequestRecord, slo: Slo, judgement: str) -> str:
-    took = f"{_seconds(record.e2e_s)} for {_tokens(record.prompt_tokens)} in and {record.output_tokens} out"
+    took = f"{_seconds(record.e2e_s)} for {record.prompt_tokens} prompt and {record.output_tokens} output tokens"
     if judgement == "good":
-        return f"{took}; every limit met." if slo else f"{took}; no limits are declared (--slo, or x-slo- headers)."
+        return f"{took}; all limits were met." if slo else f"{took}; no limits are declared (--slo, or x-slo- headers)."
     missed = _missed(record, slo)
     clauses = [_cut_clause(record)] if record.cut else []
     return "; ".join([took, *clauses, *([f"missed {missed}"] if missed else [])]) + "."
@@ -112,23 +112,23 @@ def _parts(record: RequestRecord, typical: Typical) -> list[tuple[float, str]]:
     spent, arrival, computed = record.spent, record.arrival, record.prompt_tokens - record.cached_tokens
     cache_note = f", and the KV cache was {arrival.kv_used:.0%} full" if arrival.kv_used >= CACHE_FULL else ""
     queue = (
-        f"Waited {_seconds(spent.queue_s)} to be admitted{_against_usual(spent.queue_s, typical.queue_s)}: on arrival "
-        f"{_requests(arrival.waiting)} waited and {arrival.running} ran{cache_note}."
+        f"The request waited {_seconds(spent.queue_s)} to be admitted{_against_usual(spent.queue_s, typical.queue_s)}. On its "
+        f"arrival, {_requests(arrival.waiting)} waited and {arrival.running} ran{cache_note}."
     )
     prefill = (
-        f"First token {_seconds(spent.prefill_s)} after admission{_against_usual(spent.prefill_s, typical.prefill_s)}: "
-        f"{computed} prompt {_noun(computed, 'token')} computed, {record.cached_tokens} taken from the prefix cache."
+        f"The first token came {_seconds(spent.prefill_s)} after admission{_against_usual(spent.prefill_s, typical.prefill_s)}. "
+        f"Prompt tokens computed: {computed}, taken from the prefix cache: {record.cached_tokens}."
     )
     parts = [(spent.queue_s, queue), (spent.prefill_s, prefill), (spent.decode_s, _decode(record, typical))]
     if record.late:
         lost = sum(work.seconds for work in record.late)
         names = ", ".join(dict.fromkeys(f"{work.kind} of {work.name}" for work in record.late))
         parts.append(
-            (lost, f"{_seconds(lost)} without a step, because of work that start-up should have done: {names}.")
+            (lost, f"No step ran for {_seconds(lost)}, because of work that start-up should have done: {names}.")
         )
     if record.cut:
         return [(record.e2e_s, _cut_sentence(record)), *parts]
-    outside = f"{_seconds(record.elsewhere_s)} outside of the engine: text, HTTP, the client's reading."
+    outside = f"{_seconds(record.elsewhere_s)} passed outside of the engine: tokenizer, HTTP, reading by the client."
     return [*parts, (record.elsewhere_s, outside)]
 
 
@@ -154,14 +154,14 @@ def _decode(record: RequestRecord, typical: Typical) -> str:
     if device.device_s > 0:
         text += f", {device.row_s / device.device_s:.1f} requests running on average"
         if device.mixed_s / device.device_s >= MIXED_SHARE:
-            text += f", {device.mixed_s / device.device_s:.0%} of it in steps that also computed prompts"
+            text += f", {device.mixed_s / device.device_s:.0%} of the time in steps that also computed prompts"
     if spent.preempted:
         times = _noun(spent.preempted, "time")
-        text += f"; preempted {spent.preempted} {times} because KV blocks were missing, and computed again"
+        text += f"; it was preempted {spent.preempted} {times}, because KV blocks were missing, and recomputed"
     if record.hidden_tokens:
         text += f"; {_tokens(record.hidden_tokens)} of the output {'was' if record.hidden_tokens == 1 else 'were'} hidden reasoning"
     if spent.drafted:
-        text += f"; {spent.accepted} of {spent.drafted} drafted {_noun(spent.drafted, 'token')} accepted"
+        text += f"; {spent.accepted} of {spent.drafted} draft {_noun(spent.drafted, 'token')} accepted"
     return text + "."
 
 

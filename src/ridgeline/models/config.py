@@ -115,8 +115,8 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
     head_dim = values["head_dim"] or values["hidden_size"] // heads
     if heads % kv_heads or head_dim % 2:
         raise ConfigError(
-            f"config.json: {heads} heads over {kv_heads} key-value heads of size {head_dim} do not fit together "
-            "(num_attention_heads, num_key_value_heads, head_dim)."
+            f"config.json: num_attention_heads is {heads}, num_key_value_heads {kv_heads} and head_dim {head_dim}: the heads must "
+            "be a multiple of the key-value heads, and head_dim must be even."
         )
     global_rope, local_rope, max_len = read_rope(values, head_dim)
     softcap = values.get("attn_logit_softcapping")

@@ -48,7 +48,7 @@ def resolve_model(
     if folder.is_file():
         raise ConfigError(f"{folder} is a file: give the folder that contains config.json and *.safetensors.")
     if not _HUB_NAME.fullmatch(name):
-        raise ConfigError(f"The model folder {name} does not exist.")
+        raise ConfigError(f"The model folder {name} does not exist: check the path.")
     return _download(model, snapshot)
 
 
@@ -69,7 +69,10 @@ def _download(model: ModelConfig, snapshot: Callable[..., str] | None) -> Path:
             f"The licence of {name} must be accepted first: accept it on huggingface.co/{name}, then set HF_TOKEN."
         ) from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{name} has no --revision {model.revision!r}: give another.", param="revision") from None
+        raise ConfigError(
+            f"{name} has no revision {model.revision!r}: give another --revision.",
+            param="revision",
+        ) from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ConfigError(
             f"{name} is neither a local folder nor a public model on the hub: check the name. For a private model set HF_TOKEN."

@@ -71,7 +71,7 @@ def _compressed_tensors(section: Mapping[str, Any]) -> StoredAs:
         raise _refused("format", form, f". Supported: {', '.join(readers)}")
     groups = section.get("config_groups") or {}
     if len(groups) != 1:
-        raise _refused("config_groups", sorted(groups), "; one group for all linears is")
+        raise _refused("config_groups", sorted(groups), ". Supported: one group for all linears")
     group = next(iter(groups.values()))
     if group.get("targets") != ["Linear"]:
         raise _refused("targets", group.get("targets"), '. Supported: ["Linear"]')

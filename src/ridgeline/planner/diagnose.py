@@ -212,18 +212,20 @@ def _client(observation: Observation) -> float | None:
     return observation.outside_s / observation.e2e_s if observation.e2e_s else UNKNOWN if observation.client else None
 
 
+_FP8_RISK = "small: docs/log/2026-11-21-fp8-quality-shipped-model.md reports it for the shipped model"
+_FP8_DRIFT = "answers drift a little: measure it on your texts with `ridgeline compare`"
 CURES: tuple[Cure, ...] = (
     Cure("8-bit weights", ("decode bandwidth",), _fp8, "a restart",
-         "small: `docs/log/2026-11-21-fp8-quality-shipped-model.md` has KL and loss on our model",
-         "ridgeline serve MODEL --quantization fp8", "answers drift a little; check with your own text"),
-    Cure("8-bit products", ("prefill compute",), _fp8_prefill, "a restart", "small, as above",
-         "ridgeline serve MODEL --quantization fp8", "answers drift a little; check with your own text"),
-    Cure("8-bit weights leave room for KV", ("KV capacity",), _fp8_cache, "a restart", "small, as above",
-         "ridgeline serve MODEL --quantization fp8", "answers drift a little; check with your own text"),
+         _FP8_RISK,
+         "ridgeline serve MODEL --quantization fp8", _FP8_DRIFT),
+    Cure("8-bit products", ("prefill compute",), _fp8_prefill, "a restart", _FP8_RISK,
+         "ridgeline serve MODEL --quantization fp8", _FP8_DRIFT),
+    Cure("8-bit weights, more memory for KV", ("KV capacity",), _fp8_cache, "a restart", _FP8_RISK,
+         "ridgeline serve MODEL --quantization fp8", _FP8_DRIFT),
     Cure("more requests at once", ("queue",), _more_rows, "a restart", "none",
-         "ridgeline serve MODEL --max-num-seqs N (twice the present value)", "each request decodes a little slower"),
+         "ridgeline serve MODEL --max-num-seqs N (twice the current value)", "each request decodes a little slower"),
     Cure("prefix cache", ("prefill compute", "queue", "KV capacity"), _prefix, "a restart", "none",
-         "ridgeline serve MODEL --enable-prefix-caching true", "helps only if prompts share prefixes"),
+         "ridgeline serve MODEL --enable-prefix-caching", "helps only if prompts share prefixes"),
     Cure("smaller prompt chunks", ("prefill compute",), _smaller_chunks, "a restart", "none",
          "ridgeline serve MODEL --max-num-batched-tokens 2048", "steadier streams, later first tokens"),
     Cure("larger prompt chunks", ("prefill compute", "queue"), _longer_chunks, "a restart", "none",
@@ -311,12 +313,12 @@ def _distance(observation: Observation) -> list[str]:
     if observation.bandwidth_share == observation.bandwidth_share:
         floor = observation.step_bytes / observation.bandwidth
         sentences.append(
-            f"A decode step takes {observation.step_s * 1e3:.2f} ms and has {observation.step_bytes / 1e9:.2f} GB to move, "
+            f"A decode step takes {observation.step_s * 1e3:.2f} ms and moves {observation.step_bytes / 1e9:.2f} GB, "
             f"which takes at least {floor * 1e3:.2f} ms: it reaches {observation.bandwidth_share:.0%} of the bandwidth."
         )
     if observation.weight_share == observation.weight_share:
         sentences.append(
-            f"{observation.weight_share:.0%} of these bytes are weights, shared by all running requests; the rest is KV cache."
+            f"{observation.weight_share:.0%} of these bytes are weights, which all running requests share. The others are KV cache."
         )
     if observation.mfu == observation.mfu:
         sentences.append(

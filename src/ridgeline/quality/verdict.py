@@ -21,6 +21,16 @@ LIMITS: Mapping[str, tuple[str, Literal["max", "min"]]] = {
     "max_task_drop": ("task_drop", "max"),
 }
 """Name of a limit -> the figure it bounds, and whether the bound is a maximum or a minimum."""
+UNITS: Mapping[str, str] = {
+    "kl": "mean KL divergence in nats per token",
+    "kl_p99": "99th percentile of the KL divergence in nats",
+    "top1": "share of tokens with the same most probable token, 0 to 1",
+    "perplexity": "of the candidate",
+    "perplexity_change": "relative change of the perplexity, 0.01 is one percent",
+    "task_accuracy": "share of questions answered correctly, 0 to 1",
+    "task_drop": "lost share of questions answered correctly, 0 to 1",
+}
+"""Figure -> its meaning and unit, for the command line."""
 _RANGES = {
     "min_top1": (0, 1),
     "min_task_accuracy": (0, 1),

@@ -95,7 +95,7 @@ async def send_events(
                     await response.prepare(request)
                 await _write(request, response, data)
         except (ConnectionError, TimeoutError) as error:
-            log.info("stream %s: its client has gone (%s)", call.id, type(error).__name__)
+            log.info("stream %s: the client disconnected (%s)", call.id, type(error).__name__)
             if request.transport is not None:
                 request.transport.abort()
         except Exception as error:

@@ -153,7 +153,9 @@ PROMPT_FORMS = "a string, a list of strings, a list of token ids or a list of su
 
 _OBJECT = Record({}, open=True)
 _BOOL = Boolean()
-_LABEL = "a label: accepted, without effect here"
+_LABEL = "a label: it is accepted and has no effect"
+_NO_LIFETIME = "cached prefixes have no guaranteed lifetime"
+_NO_STORE = "the server does not store answers, so this has no effect"
 _BAD_BOOL: tuple[Any, ...] = ("yes", 1, [])
 _CHAT: tuple[Route, ...] = ("chat",)
 _TEXT: tuple[Route, ...] = ("completions",)
@@ -163,37 +165,37 @@ _TOOL = {"type": "function", "function": {"name": "look", "parameters": _RULE}}
 # fmt: off
 TABLE: tuple[Field, ...] = (
     # input
-    Field("model", Text(512), "the served name (or its root); another one is 404", (), (7, ["x"])),
+    Field("model", Text(512), "name of the served model (or its root); status 404 for another name", (), (7, ["x"])),
     Field("messages", Items(_OBJECT, MAX_MESSAGES, 1), "rendered with the model's chat template",
           ([{"role": "user", "content": "hi"}],), ("hi", [], [1], {}), _CHAT),
-    Field("prompt", Special(PROMPT_FORMS, _read_prompt), "text is tokenized, ids are taken as they are; each is answered n times",
+    Field("prompt", Special(PROMPT_FORMS, _read_prompt), "text is tokenized, token ids are used as they are; n choices per prompt",
           ("hi", ["hi", "you"], [1, 2], [[1, 2], [3]]), (7, [], [[]], [None], [-1], {"a": 1}, [1, "a"], [1.5]), _TEXT),
     # length
     Field("max_tokens", Integer(0, LONG), "maximum tokens of the answer; 0 only scores the prompt (completions with echo)",
           (1, 5), (-1, 1.5, "7", True)),
     Field("max_completion_tokens", Integer(1, LONG), "the same as max_tokens", (5,), (0, -1, "7"), _CHAT),
     Field("min_tokens", Integer(0, LONG), "minimum tokens before an end token", (0, 2), (-1, "2")),
-    Field("n", Integer(1, MAX_N), "choices, sharing their prompt", (1, 2), (0, MAX_N + 1, 1.5, "2")),
+    Field("n", Integer(1, MAX_N), "number of choices per prompt", (1, 2), (0, MAX_N + 1, 1.5, "2")),
     Field("best_of", Integer(1, MAX_N), "may only equal n: ranking more answers than are returned is not supported",
           (1,), (0, 7, "2"), _TEXT),
     # sampling
-    Field("temperature", Number(0, 2), "0 is greedy", (0, 0.7, 2), (-0.1, 2.1, "1", True)),
-    Field("top_p", Number(0, 1), "nucleus; 0 keeps the most probable token", (0, 0.5, 1), (-0.1, 1.1, "1")),
-    Field("top_k", Integer(-1, 1 << 20), "keep the k most probable; 0 and -1 switch it off", (-1, 0, 5), (-2, 1.5, "5")),
+    Field("temperature", Number(0, 2), "0 is greedy decoding", (0, 0.7, 2), (-0.1, 2.1, "1", True)),
+    Field("top_p", Number(0, 1), "nucleus sampling; 0 keeps only the most probable token", (0, 0.5, 1), (-0.1, 1.1, "1")),
+    Field("top_k", Integer(-1, 1 << 20), "keep the k most probable tokens; 0 and -1 keep all", (-1, 0, 5), (-2, 1.5, "5")),
     Field("min_p", Number(0, 1), "drop tokens below this share of the most probable one", (0, 0.1), (-1, 2, "0")),
     Field("presence_penalty", Number(-2, 2), "subtracted once from tokens of the output", (0, -2, 2), (3, "1")),
     Field("frequency_penalty", Number(-2, 2), "subtracted per occurrence in the output", (0, 1), (-3, "1")),
-    Field("repetition_penalty", Number(0, 100, above=True), "divides logits of tokens in prompt or output", (1, 1.2), (0, "1")),
-    Field("logit_bias", Biases(MAX_BIASES), "added to logits", ({"5": 1}, {}), ({"x": 1}, {"5": 101}, {"5": "a"}, [5])),
+    Field("repetition_penalty", Number(0, 100, above=True), "above 1 makes repetitions less probable", (1, 1.2), (0, "1")),
+    Field("logit_bias", Biases(MAX_BIASES), "added to logits by token id", ({"5": 1}, {}), ({"x": 1}, {"5": 101}, {"5": "a"}, [5])),
     Field("allowed_token_ids", TokenIds(MAX_ALLOWED_IDS), "only these tokens are drawn", ([5, 6],), ([-1], 5, ["a"])),
-    Field("seed", Integer(-(1 << 63), (1 << 63) - 1), "same seed, same draws", (0, 7), (1.5, "7", 1 << 64)),
+    Field("seed", Integer(-(1 << 63), (1 << 63) - 1), "the same seed draws the same tokens", (0, 7), (1.5, "7", 1 << 64)),
     # end of the answer
     Field("stop", Texts(MAX_STOPS), "strings that end the answer", ("x", ["x", "y"], []), (7, [""], "", [7], ["x"] * 17)),
     Field("stop_token_ids", TokenIds(MAX_STOP_IDS), "tokens that end the answer", ([5],), ([-1], "5", list(range(17)))),
-    Field("include_stop_str_in_output", _BOOL, "keep what stopped the answer", (True, False), _BAD_BOOL),
-    Field("ignore_eos", _BOOL, "the model's end tokens do not end it", (True, False), _BAD_BOOL),
+    Field("include_stop_str_in_output", _BOOL, "keep the stop string in the answer", (True, False), _BAD_BOOL),
+    Field("ignore_eos", _BOOL, "continue after the model's end tokens", (True, False), _BAD_BOOL),
     # output
-    Field("stream", _BOOL, "server-sent events", (False,), _BAD_BOOL),
+    Field("stream", _BOOL, "send the answer as server-sent events", (False,), _BAD_BOOL),
     Field("stream_options",
           Record({"include_usage": _BOOL, "continuous_usage_stats": _BOOL,
                   "include_obfuscation": Refused("chunks are not padded", (False,))}),
@@ -202,15 +204,15 @@ TABLE: tuple[Field, ...] = (
     Field("top_logprobs", Integer(0, MAX_LOGPROBS), "alternatives per token; needs logprobs", (), (-1, 21, "2"), _CHAT),
     Field("logprobs", Integer(0, MAX_LOGPROBS), "log-probabilities, with this number of alternatives per token",
           (0, 3), (-1, 21, "2", True), _TEXT),
-    Field("prompt_logprobs", Integer(0, MAX_LOGPROBS), "the same for the prompt's tokens; not with stream", (0, 1), (-1, 21, "1")),
-    Field("echo", _BOOL, "the prompt comes first", (True, False), _BAD_BOOL, _TEXT),
+    Field("prompt_logprobs", Integer(0, MAX_LOGPROBS), "the same for prompt tokens; not with stream", (0, 1), (-1, 21, "1")),
+    Field("echo", _BOOL, "put the prompt before the answer", (True, False), _BAD_BOOL, _TEXT),
     Field("skip_special_tokens", _BOOL, "hide special tokens in the text", (True, False), _BAD_BOOL),
     Field("include_reasoning", _BOOL, "false leaves reasoning_content out", (True, False), _BAD_BOOL, _CHAT),
     # structured output
-    Field("response_format", Special("an object with type", read_response_format), "a grammar on the output",
+    Field("response_format", Special("an object with type", read_response_format), "constrains the output to a grammar",
           ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": _RULE}}),
           ("json", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 7}})),
-    Field("structured_outputs", Special("an object", read_structured_outputs), "a grammar on the output",
+    Field("structured_outputs", Special("an object", read_structured_outputs), "constrains the output to a grammar",
           ({"json": _RULE}, {"regex": "[ab]+"}, {"choice": ["a", "b"]}, {"json_object": True}),
           ("x", {"xml": 1}, {"regex": 7}, {"choice": []}, {"regex": "a", "choice": ["a"]})),
     Field("guided_json", Special("a JSON schema", read_schema), "as structured_outputs.json", (_RULE,), (7, "{")),
@@ -239,25 +241,25 @@ TABLE: tuple[Field, ...] = (
           ("none", "low"), ("huge", 7), _CHAT),
     Field("verbosity", OneOf(VERBOSITIES), "variable verbosity of the template, if it reads it",
           ("low", "medium", "high"), ("huge", 7), _CHAT),
-    Field("verbosity", OneOf(VERBOSITIES), "a variable of chat templates, and a completion has none",
+    Field("verbosity", OneOf(VERBOSITIES), "a variable of chat templates: completions do not use a template, so it has no effect",
           ("low", "medium", "high"), ("huge", 7), _TEXT, neutral=()),
     # scheduling and caching
-    Field("priority", Integer(-(1 << 31), (1 << 31) - 1), "lower runs first", (0, -5), (1.5, "1")),
+    Field("priority", Integer(-(1 << 31), (1 << 31) - 1), "requests with a lower number run first", (0, -5), (1.5, "1")),
     Field("service_tier", OneOf(tuple(TIERS)), "a priority: flex runs after, priority and fast before the default",
           ("auto", "flex"), ("gold", 1)),
     Field("cache_salt", Text(256), "prefixes are shared only among equal salts", ("a",), (7,)),
-    Field("prompt_cache_key", Text(1024), "a hint for routing; every prefix is cached anyway", ("a",), (7,)),
+    Field("prompt_cache_key", Text(1024), "a routing hint without effect: every prefix is cached", ("a",), (7,)),
     Field("prompt_cache_options",
           Record({"mode": Refused("breakpoints are not supported", ("implicit",)),
-                  "ttl": Refused("a lifetime cannot be promised")}),
+                  "ttl": Refused(_NO_LIFETIME)}),
           "caching is always implicit", ({"mode": "implicit"}, {}), ({"mode": "explicit"}, {"ttl": "30m"}, 7)),
-    Field("prompt_cache_retention", Refused("a lifetime cannot be promised", ("in_memory",)), "", ("in_memory",), ("24h",)),
+    Field("prompt_cache_retention", Refused(_NO_LIFETIME, ("in_memory",)), "", ("in_memory",), ("24h",)),
     # labels
     Field("user", Text(1024), _LABEL, ("a",), (7,)),
     Field("safety_identifier", Text(1024), _LABEL, ("a",), (7,)),
-    Field("metadata", Record({}, open=True), "stored with an answer, and answers are not stored", ({"a": "b"}, {}), ("a", 7),
+    Field("metadata", Record({}, open=True), _NO_STORE, ({"a": "b"}, {}), ("a", 7),
           neutral=({},)),
-    Field("store", _BOOL, "true asks to store the answer, and answers are not stored", (False, True), ("x", 1), neutral=(False,)),
+    Field("store", _BOOL, _NO_STORE, (False, True), ("x", 1), neutral=(False,)),
     Field("session_id", Text(1024), _LABEL, ("a",), (7,)),
     Field("request_id", Text(256), "the request id, as the header x-request-id", ("a",), (7,)),
     # not supported
@@ -269,10 +271,10 @@ TABLE: tuple[Field, ...] = (
     Field("suffix", Refused(neutral=("",)), "", ("",), ("x",), _TEXT),
     Field("bad_words", Refused("use logit_bias with token ids", ([],)), "", ([],), (["x"],)),
     Field("thinking_token_budget", Refused(), "", (), (5,)),
-    Field("truncate_prompt_tokens", Refused("prompts are never cut, send a shorter one"), "", (), (5,)),
+    Field("truncate_prompt_tokens", Refused("prompts are never truncated, so send a shorter one"), "", (), (5,)),
     Field("use_beam_search", Refused(neutral=(False,)), "", (False,), (True,)),
     Field("length_penalty", Refused("beam search is not supported", (1, 1.0)), "", (1.0,), (0.5,)),
-    Field("logits_processors", Refused("a request may not bring code to run", ([],)), "", ([],), (["x"],)),
+    Field("logits_processors", Refused("requests cannot contain code", ([],)), "", ([],), (["x"],)),
 )
 # fmt: on
 

@@ -36,7 +36,8 @@ class Gate:
         if full and open_choices:
             ahead = max(open_choices - self.rows, waiting)
             raise Overloaded(
-                f"The queue is full ({ahead} requests wait, at most {self.max_queue} may): retry after the time in retry-after.",
+                f"The queue is full: {ahead} requests wait, and --max-queue is {self.max_queue}. Retry after the seconds in "
+                "the header retry-after.",
                 retry_after_s=self.retry_after(ahead),
             )
 

@@ -58,7 +58,7 @@ class GrammarChecks:
             raise UnsupportedField(error.message, param=param) from error
         except TimeoutError:
             raise Overloaded(
-                f"The grammar was not compiled within {self._deadline_s:g} s, time in the queue included: retry later.",
+                f"The grammar was not compiled within {self._deadline_s:g} s, including the wait in the queue: retry later.",
                 retry_after_s=self._deadline_s,
             ) from None
         finally:

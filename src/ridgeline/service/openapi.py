@@ -29,21 +29,21 @@ DOCUMENT = web.AppKey("document", bytes)
 OPEN = frozenset({"/", "/health", "/dashboard", "/chat", "/docs", "/openapi.json", "/dashboard/{name}"})
 """Paths that need no key."""
 TAGS = {
-    "inference": "What OpenAI clients use, and the tokenizer behind it.",
-    "operation": "Health, metrics, the ledger of requests, the caches.",
+    "inference": "Routes of the OpenAI API, and the tokenizer.",
+    "operation": "Health, metrics, ended requests, the prefix cache.",
     "pages": "Pages for browsers, and the description of this API.",
 }
 _SECURITY = {
     "bearer": {
         "type": "http",
         "scheme": "bearer",
-        "description": "A key of --api-key. Without --api-key none is needed.",
+        "description": "The key of --api-key. A server without --api-key requires none.",
     },
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key in another header."},
 }
 _TEMPLATE = re.compile(r"{(\w+)}")
 _TOKENIZE_DESCRIPTIONS = {
-    "model": "The served name; another one is 404.",
+    "model": "Name of the served model. Status 404 for another name.",
     "prompt": "Text to tokenize. Give either prompt or messages.",
     "messages": "A conversation, rendered with the model's chat template.",
     "tools": "Functions that the chat template shows to the model.",
@@ -51,7 +51,7 @@ _TOKENIZE_DESCRIPTIONS = {
     "add_generation_prompt": "Open the assistant's turn (default true).",
     "continue_final_message": "Leave the last message open; needs add_generation_prompt false.",
     "chat_template_kwargs": "Variables of the template.",
-    "return_token_strs": "Return each token's text, too.",
+    "return_token_strs": "Also return the text of each token.",
     "tokens": "Token ids.",
 }
 
@@ -98,9 +98,13 @@ _DECLARED: Mapping[str, Schema] = {
     for name, limit in HEADERS.items()
 }
 _REQUEST_ID: Mapping[str, Schema] = {
-    "x-request-id": {"type": "string", "description": "Your id for the request. /requests/{id} takes it."}
+    "x-request-id": {"type": "string", "description": "Your id for the request. /requests/{id} accepts it."}
 }
-_SINCE = {"type": "number", "minimum": 0, "description": "Unix seconds: return newer readings of the last hour, too."}
+_SINCE = {
+    "type": "number",
+    "minimum": 0,
+    "description": "Unix seconds: also return newer readings of the last hour.",
+}
 _ORDER = {
     "enum": ["recent", "slowest"],
     "default": "recent",
@@ -158,7 +162,7 @@ DETAILS: Mapping[str, Details] = {
 """By method and path. A route without an entry is described by its docstring and path."""
 _PATH_DESCRIPTIONS = {
     "id": "The id of the answer's body, or of its header x-request-id.",
-    "name": "A name, as /v1/models lists it; of a file under /dashboard/.",
+    "name": "Name of the model as /v1/models lists it, or of a file under /dashboard/.",
 }
 
 
@@ -243,9 +247,7 @@ def _parameters(path: str, details: Details) -> list[dict[str, Any]]:
 
 def _answer(details: Details) -> dict[str, Any]:
     description = (
-        "The answer; as server-sent events where the body has stream true."
-        if _EVENTS in details.answers
-        else "The answer."
+        "The answer. Server-sent events if the body has stream true." if _EVENTS in details.answers else "The answer."
     )
     headers = {"x-request-id": {"description": "The request's id.", "schema": {"type": "string"}}}
     content = {kind: {"schema": schema} for kind, schema in details.answers.items()}

@@ -156,7 +156,7 @@ class TokenIds:
 @dataclass(frozen=True, slots=True)
 class Biases:
     max_items: int
-    expects: str = "an object of token id to a number from -100 to 100"
+    expects: str = "an object that maps token ids to numbers from -100 to 100"
 
     def read(self, name: str, value: Any) -> tuple[tuple[int, float], ...]:
         if not isinstance(value, dict) or len(value) > self.max_items:
@@ -249,7 +249,7 @@ class Refused:
 def read_response_format(name: str, value: Any) -> Grammar | None:
     """OpenAI's `response_format`; None for text."""
     if not isinstance(value, dict):
-        raise wrong(name, value, "an object with type")
+        raise wrong(name, value, "an object with the member type")
     kind = value.get("type")
     if kind == "text":
         return None

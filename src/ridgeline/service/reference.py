@@ -72,10 +72,10 @@ class ServerReference:
             body["model"] = self._model
         async with self._session.post(self._url, json=body) as answer:
             if answer.status != 200:
-                raise ValueError(f"{self._url} answers {answer.status}")
+                raise ValueError(f"{self._url} answered {answer.status}")
             positions = (await answer.json())["choices"][0].get("prompt_logprobs") or []
         if len(positions) != len(ids):
-            raise ValueError(f"{self._url} does not honour prompt_logprobs")
+            raise ValueError(f"{self._url} ignores prompt_logprobs: give a --shadow-url that supports it")
         return [
             {int(token): float(entry["logprob"]) for token, entry in position.items()} for position in positions[1:]
         ]
@@ -91,7 +91,7 @@ class EngineReference:
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
-        self.name = model.model or "the weights as they come"
+        self.name = model.model or "the unquantized model"
         self._model, self._engine = model, engine
         self._process: EngineProcess | None = None
 
@@ -112,7 +112,8 @@ class EngineReference:
         reference_facts = await self._process.client.wait_ready()
         if reference_facts["vocab_size"] != facts["vocab_size"]:
             raise EngineFailed(
-                f"{self.name} has {reference_facts['vocab_size']} tokens, the served model {facts['vocab_size']}."
+                f"the vocabulary of {self.name} has {reference_facts['vocab_size']} tokens, that of the served model "
+                f"{facts['vocab_size']}: give a --shadow-model with the same tokenizer."
             )
         return max_len
 
@@ -166,7 +167,7 @@ async def scores(client: EngineClient, ids: list[int]) -> list[TopLogprobs]:
     finally:
         subscription.close()
     if prompt_logprobs is None or len(prompt_logprobs) != len(ids) - 1:
-        raise EngineFailed("the engine gave no scores.")
+        raise EngineFailed("the engine returned no scores.")
     return [_top_logprobs(entry) for entry in prompt_logprobs]
 
 

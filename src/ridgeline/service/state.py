@@ -37,7 +37,7 @@ class ModelCard:
         """Raises ModelNotFound for another model's name. A request without a model is accepted."""
         if name is not None and name not in (self.name, self.root):
             raise ModelNotFound(
-                f"The model {name[:80]!r} does not exist: this server has {self.name!r}.", param="model"
+                f"The model {name[:80]!r} does not exist: this server serves {self.name!r}.", param="model"
             )
 
 

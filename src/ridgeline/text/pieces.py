@@ -96,7 +96,9 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str]:
 
 def _stripped(step: dict[str, Any]) -> int:
     if step["content"] != " " or step["stop"]:
-        raise UnsupportedModel("tokenizer.json strips other things than leading spaces: only those are supported.")
+        raise UnsupportedModel(
+            "tokenizer.json strips characters other than leading spaces: only leading spaces are supported."
+        )
     return int(step["start"])
 
 

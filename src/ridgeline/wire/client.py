@@ -247,7 +247,9 @@ class EngineClient:
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
-            raise EngineFailed(f"The engine did not answer the order {order!r} within {timeout:g} s.") from None
+            raise EngineFailed(
+                f"The engine did not answer the command {order!r} within {timeout:g} s: check its log."
+            ) from None
         finally:
             self._replies.pop(name, None)
 

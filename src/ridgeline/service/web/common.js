@@ -10,7 +10,7 @@ export function askKey(target, again) {
   if (target.querySelector("form")) return;
   const form = document.createElement("form");
   form.className = "key";
-  form.innerHTML = `<label>This server needs an API key: <input type="password" name="key" autocomplete="off"></label>
+  form.innerHTML = `<label>This server requires an API key: <input type="password" name="key" autocomplete="off"></label>
     <button class="primary">Save in this browser</button>`;
   form.addEventListener("submit", event => {
     event.preventDefault();

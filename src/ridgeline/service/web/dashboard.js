@@ -1,5 +1,5 @@
 import {askKey, headers, text} from "./common.js";
-import {count, number, roofline, seconds, series} from "./charts.js";
+import {number, roofline, seconds, series} from "./charts.js";
 
 const EVERY_MS = 1000, KEPT = 360;
 const byId = id => document.getElementById(id);
@@ -52,7 +52,7 @@ function tiles(data) {
     ["Output tokens", number(figures.output_tokens_per_second), "per s", `prompt tokens: ${number(figures.prompt_tokens_per_second)} per s`],
     ["Requests", number(now.running), "running", `${number(now.waiting)} waiting · ${number(figures.requests_per_second)} ended per s`],
     figures.slo_attainment === undefined
-      ? ["Goodput", "–", "", data.slo_text ? "no request to judge yet" : "no SLO is declared (--slo)"]
+      ? ["Goodput", "–", "", data.slo_text ? "no request has ended in the last five minutes" : "no SLO is declared (--slo)"]
       : ["Goodput", number(figures.goodput_requests_per_second), "requests per s",
         `${percent(figures.slo_attainment)} of requests met ${data.slo_text || "their own limits"}`],
     ["Prefix cache", percent(figures.prefix_hit_rate), "hits", `${percent(now.kv_used)} of the KV cache in use`],
@@ -71,7 +71,7 @@ function tiles(data) {
   }));
 }
 
-// The hour that the server kept, and now.
+// Charts of the last hour.
 function charts(data) {
   const points = [...readings, data], times = points.map(point => point.at);
   const of = pick => points.map(point => pick(point) ?? NaN);
@@ -105,7 +105,7 @@ function charts(data) {
   else byId("roofnote").textContent = "The peak FLOP/s and bandwidth of this device are not known.";
 }
 
-// What ended before its answer did, and what missed the SLO.
+// Requests that ended early, and requests that missed the SLO.
 function ended(data) {
   const listed = (counts, words) => Object.entries(counts).map(([name, total]) => `${total} ${words[name] ?? "failed"}`).join(", ");
   const notes = [];
@@ -135,7 +135,7 @@ function use(data) {
   if (figures.input_tokens_per_output_token !== undefined)
     made.push(text("p", `One output token takes ${number(figures.input_tokens_per_output_token)} times as long as one prompt token.`, "note"));
   if (data.late.count)
-    made.push(text("p", `After start-up, requests waited ${seconds(data.late.seconds)} for ${count(data.late.count, "late kernel or CUDA graph")}; the log names them.`, "note"));
+    made.push(text("p", `Requests waited ${seconds(data.late.seconds)} for kernels or CUDA graphs that start-up had not prepared (${data.late.count}); the log names them.`, "note"));
   byId("use").replaceChildren(...(made.length ? made : [text("p", "No step has run in the last five minutes.", "note")]));
 }
 

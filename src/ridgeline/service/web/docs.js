@@ -27,7 +27,7 @@ function intro() {
   const made = byId("intro"), link = document.createElement("a");
   link.href = "openapi.json";
   link.textContent = "/openapi.json";
-  const file = text("p", "The same for programs, as OpenAPI 3.1: ");
+  const file = text("p", "The same description for programs, in OpenAPI 3.1: ");
   file.append(link, ".");
   made.append(text("h1", "API"), text("p", api.info.description), file);
   for (const scheme of Object.values(api.components.securitySchemes))
@@ -129,7 +129,7 @@ function attempt(path, method, operation) {
   area.spellcheck = false;
   const send = text("button", "Send", "primary"), status = text("span", "");
   row.append(send, status);
-  made.append(text("h3", "Try"), ...(example ? [area] : []), row, output);
+  made.append(text("h3", "Try it"), ...(example ? [area] : []), row, output);
   made.addEventListener("submit", async event => {
     event.preventDefault();
     send.disabled = true;
