@@ -102,14 +102,14 @@ def _serving(serves: Callable[[Callable[[Any], Any], Any], Any]) -> Callable[[An
     )
 
 
-def _norms_apart(own: Callable[[ProductShape], Any], shape: ProductShape) -> Any:
+def _norms_apart(function: Callable[[ProductShape], Any], shape: ProductShape) -> Any:
     """No product norms its input."""
-    return None if shape.norm else kernel_of(shape)
+    return None if shape.norm else function(shape)
 
 
-def _late(kernel_of: Callable[[AttentionShape], Any], shape: AttentionShape) -> Any:
+def _late(function: Callable[[AttentionShape], Any], shape: AttentionShape) -> Any:
     """Programs that share a processor ask for keys behind the wait."""
-    config = kernel_of(shape)
+    config = function(shape)
     return config if config is None or config.registers is None else config._replace(ahead=0, registers=None)
 
 

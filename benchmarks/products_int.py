@@ -72,8 +72,8 @@ def shipped(role: Role, tokens: int, matrix: IntMatrix) -> Choice:
     x = (tokens, matrix.out, matrix.d_in, DTYPE, DTYPE, matrix.codes.device, True)
     for kind in dict.fromkeys((role.kind, None)):
         shape = ProductShape(*x, kind=kind, bits=matrix.bits, group=matrix.group)
-        if (found := kernels.INTEGER.kernel_for(shape)) is not None:
-            return Choice(found[1], kind is not None)
+        if (kernel_for := kernels.INTEGER.kernel_for(shape)) is not None:
+            return Choice(kernel_for[1], kind is not None)
     return Choice(None)
 
 
@@ -256,10 +256,10 @@ SWEPT = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def vector_tiles(form: str, role: Role, tokens: int) -> list[IntVectorTile]:
     if tokens * role.k > integer_shapes.WIDEST_VECTORS:
         return []
-    variants = VECTORS[form, role.k] if tokens == 1 else VECTORS[form, role.k][:2]
+    item = VECTORS[form, role.k] if tokens == 1 else VECTORS[form, role.k][:2]
     return [
         IntVectorTile(rows, warps, programs)
-        for rows, warps in variants
+        for rows, warps in item
         for programs in (PROGRAMS[warps] if tokens == 1 else PROGRAMS[warps][:3:2])
     ]
 
@@ -276,8 +276,8 @@ def ring_tiles(form: str, role: Role, tokens: int) -> Iterator[IntRingTile]:
         tiles = -(-role.n // (sides * rows)) * -(-tokens // batch)
         most = max(1, min(8, shared // tiles, role.k // 512)) if role.kind is None else 1
         split = 1 << most.bit_length() - 1
-        for parts in sorted({split, max(1, split // 2)}) if stages > 1 else ():
-            yield IntRingTile(batch, block, warps, stages, registers, parts, shared)
+        for item in sorted({split, max(1, split // 2)}) if stages > 1 else ():
+            yield IntRingTile(batch, block, warps, stages, registers, item, shared)
 
 
 def stream_tiles(form: str, role: Role, tokens: int) -> Iterator[IntStreamTile]:
@@ -287,8 +287,8 @@ def stream_tiles(form: str, role: Role, tokens: int) -> Iterator[IntStreamTile]:
         tile, places = IntStreamTile(batch or 0, groups, step, each), integer_shapes.PROCESSORS * each
         most = max(1, min(8, places // -(-role.n // tile.rows), role.k // 512)) if role.kind is None else 1
         split = 1 << most.bit_length() - 1
-        for parts in sorted({split, max(1, split // 2)}):
-            yield replace(tile, split=parts)
+        for item in sorted({split, max(1, split // 2)}):
+            yield replace(tile, split=item)
 
 
 def candidates(form: str, role: Role, tokens: int) -> list[Choice]:
@@ -325,8 +325,8 @@ def compiled(forms: list[str]) -> list[tuple[str, Role, Choice, int]]:
             tile = choice.tile
             if not isinstance(tile, IntStreamTile):
                 tile = replace(tile, programs=1 if isinstance(tile, IntVectorTile) else 132)
-            case = (form, role, Choice(tile, True), tokens)
-            work[form, role.name != "out" and role, case[2]] = case
+            item = (form, role, Choice(tile, True), tokens)
+            work[form, role.name != "out" and role, item[2]] = item
     return list(work.values())
 
 
@@ -396,10 +396,10 @@ def main() -> None:
         began = time.monotonic()
         with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
             steps_made = pool.map(compile_step, itertools.product(options.forms, STEPS))
-            outcomes = pool.map(check_one, CHECKED)
+            actual = pool.map(check_one, CHECKED)
             if options.sweep:
                 list(pool.map(compile_one, compiled([form for form in options.forms if form in BITS])))
-            wrong = [what for each in outcomes for what in each]
+            wrong = [what for each in actual for what in each]
             list(steps_made)
         print(f"checked and compiled in {time.monotonic() - began:.0f} s", flush=True)
         for what in wrong[:12]:

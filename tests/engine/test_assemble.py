@@ -33,12 +33,12 @@ def test_stages_are_told_and_kept(tmp_path: Path) -> None:
 def test_a_stage_takes_the_time_since_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock moves on by a second with every reading, and it is read at each report of progress and at each stage's end."""
     save("llama-gqa", tmp_path)
-    told: list[tuple[str, int, int]] = []
+    reports: list[tuple[str, int, int]] = []
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=partial(next, count(10.0))))
     config = EngineConfig(device="cpu", kv_cache_memory=1 << 24)
-    seconds = assemble(ModelConfig(str(tmp_path)), config, lambda *what: told.append(what)).setup.facts["startup_s"]
-    assert len(told) > 1
-    assert seconds.pop("weights") == len(told) + 1
+    seconds = assemble(ModelConfig(str(tmp_path)), config, lambda *what: reports.append(what)).setup.facts["startup_s"]
+    assert len(reports) > 1
+    assert seconds.pop("weights") == len(reports) + 1
     assert seconds == dict.fromkeys(("device", "config", "ceilings", "runner", "grammar"), 1.0)
 
 

@@ -90,9 +90,9 @@ def pretend() -> None:
     hopper.kernel, hopper.attend = lambda *_: object(), lambda *_: None
     pretended = {"overlap": {"PDL": True, "launch_pdl": True}, "is_hopper": True, "processors": PROCESSORS}
     for name, said in pretended.items():
-        original = getattr(launch, name)
+        item = getattr(launch, name)
         for module in list(sys.modules.values()):
-            if getattr(module, name, None) is original:
+            if getattr(module, name, None) is item:
                 setattr(module, name, lambda device, said=said: said)
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], weight.shape[0])
     torch.Tensor.addmm_ = lambda stream, *_: stream
@@ -195,16 +195,16 @@ def missed(case: str, every: bool = False) -> list[str]:
     """Variants of kernels that steps ask for and warm-up did not, each with the first step that did. every: steps with
     drafts have all of CHUNKS beside them."""
     pretend()
-    names: list[str] = []
+    texts: list[str] = []
     with torch.inference_mode(), ZeroedIndices():
         drafting, quoting = case.endswith("drafts"), case.endswith("quotes")
         made, device_step, sizes = open_runner(*CASES[case], DRAFTS if drafting else (), QUOTES if quoting else 0)
-        with ahead._unlaunched(lambda kernel, wanted: found.append(_words(kernel, wanted))):
+        with ahead._unlaunched(lambda kernel, wanted: texts.append(_words(kernel, wanted))):
             warm_up.launch_all(device_step.one_layer_of_each_kind(), made.executor, sizes)
-            assert len(found) > 10, "warm-up launched nothing"
-            found.clear()
+            assert len(texts) > 10, "warm-up launched nothing"
+            texts.clear()
             made.executor.capture(lambda *_: None)
-            assert not found, "a capture runs what warm-up has run"
+            assert not texts, "a capture runs what warm-up has run"
             late = []
             spread = [*SPREAD, (8, 0, 5)][: 5 if quoting else 4] if drafting or quoting else [(0,)]
             decoding = DECODING[:: 4 if drafting or quoting else 1]
@@ -216,11 +216,11 @@ def missed(case: str, every: bool = False) -> list[str]:
                 if tree and not any(drafts):
                     continue  # the same steps as without a tree
                 for plan in plans(asking if place else chunks, decoding, sampling, drafts, tree):
-                    names.clear()
+                    texts.clear()
                     made.launch(plan)
                     error = made.collect().error
                     assert error is None, error
-                    late += [f"{_step(plan)} at {sampling.temperature}: {name}" for name in names]
+                    late += [f"{_step(plan)} at {sampling.temperature}: {text}" for text in texts]
     return late
 
 
@@ -231,8 +231,8 @@ def _step(plan: StepPlan) -> str:
 
 def _words(kernel: Any, wanted: dict[str, Any]) -> str:
     fixed = {kernel.arg_names[path[0]]: value for path, value in wanted["constants"].items()}
-    options = [f"{name}={value}" for name, value in fixed.items()]
-    return " ".join([kernel.fn.__name__, *map(str, wanted["signature"].values()), *options])
+    texts = [f"{name}={value}" for name, value in fixed.items()]
+    return " ".join([kernel.fn.__name__, *map(str, wanted["signature"].values()), *texts])
 
 
 if __name__ == "__main__":

@@ -195,8 +195,11 @@ def test_lists_are_as_good_as_tuples(llm: LLM):
     assert params == SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(end,), logit_bias=((end, 0.5),))
     assert end not in llm.generate(PROMPT, params)[0].choices[0].token_ids[:-1]
     more: tuple[dict[str, Any], ...] = ({"stop": [text]}, {"allowed_token_ids": [end]})
-    for sampling in (SamplingParams(temperature=0, **given) for given in more):
-        assert hash(sampling) == hash(sampling) and llm.generate(PROMPT, sampling)[0].text != whole.text
+    for sampling_params in (SamplingParams(temperature=0, **given) for given in more):
+        assert (
+            hash(sampling_params) == hash(sampling_params)
+            and llm.generate(PROMPT, sampling_params)[0].text != whole.text
+        )
 
 
 @pytest.mark.parametrize(
@@ -224,14 +227,14 @@ def test_values_of_the_wrong_kind_name_their_field(name: str, value: Any):
 
 def test_logprobs(llm: LLM, server: Served):
     params = SamplingParams(temperature=0, max_tokens=10, logprobs=3, prompt_logprobs=0)
-    completion = llm.generate(CODE, params)[0]
-    choice = completion.choices[0]
-    assert choice.logprobs is not None and completion.prompt_logprobs is not None
+    item = llm.generate(CODE, params)[0]
+    choice = item.choices[0]
+    assert choice.logprobs is not None and item.prompt_logprobs is not None
     assert [entry.token for entry in choice.logprobs] == choice.token_ids
     assert all(entry.logprob == max(entry.top_logprobs) and len(entry.top_ids) == 3 for entry in choice.logprobs)
-    assert [entry.token for entry in completion.prompt_logprobs] == completion.prompt_ids[1:]
+    assert [entry.token for entry in item.prompt_logprobs] == item.prompt_ids[1:]
     online = server.complete(CODE, temperature=0, max_tokens=10, logprobs=3, echo=True).json["choices"][0]["logprobs"]
-    scores = [entry.logprob for entry in (*completion.prompt_logprobs, *choice.logprobs)]
+    scores = [entry.logprob for entry in (*item.prompt_logprobs, *choice.logprobs)]
     assert online["token_logprobs"][0] is None
     assert online["token_logprobs"][1:] == pytest.approx(scores, abs=1e-4)
 
@@ -313,7 +316,7 @@ def test_a_closed_engine_has_given_all_back(monkeypatch: pytest.MonkeyPatch) -> 
 
     def build_runner(loaded: LoadedModel, *given: Any) -> Runner:
         made = runner.build_runner(loaded, *given)
-        held.extend(weakref.ref(one) for one in (made, loaded.decoder.embedding, made.rows.tokens))
+        held.extend(weakref.ref(made) for made in (made, loaded.decoder.embedding, made.rows.tokens))
         return made
 
     monkeypatch.setattr(assemble, "build_runner", build_runner)
@@ -323,7 +326,7 @@ def test_a_closed_engine_has_given_all_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert next(stream)
     model.close()
     assert list(stream) == []
-    assert [one() for one in held] == [None] * 3, "runner, weights, rows"
+    assert [item() for item in held] == [None] * 3, "runner, weights, rows"
     model.close()
     with pytest.raises(EngineFailed, match="closed: start a new one"):
         model.generate(PROMPT)

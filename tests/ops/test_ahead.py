@@ -88,7 +88,7 @@ def prepare_twice(cache: Path) -> None:
     knobs.cache.dir = str(cache)
     paper = PaperDriver()
     driver.set_active(paper)
-    reports: list[tuple[str, int, int]] = []
+    textses: list[tuple[str, int, int]] = []
     begun: list[int] = []
     hits: list[bool] = []
 
@@ -102,9 +102,9 @@ def prepare_twice(cache: Path) -> None:
         assert not paper.launched
 
     ahead.os.sched_getaffinity = lambda pid: {0, 1}  # type: ignore[attr-defined]
-    ahead.with_kernels(work, dry, lambda *report: reports.append(report))
+    ahead.with_kernels(work, dry, lambda *item: textses.append(item))
     assert begun == [0, 0]
-    assert reports == [(ahead.STAGE, number, len(STEPS)) for number in (1, 2, 3)]
+    assert textses == [(ahead.STAGE, number, len(STEPS)) for number in (1, 2, 3)]
     assert len(set(paper.launched)) == len(paper.launched) == len(STEPS)
     # Each launcher was built ahead, by another process, and found by its launch in this one.
     built = [line.split() for line in (cache / "built").read_text().splitlines()]
@@ -115,7 +115,7 @@ def prepare_twice(cache: Path) -> None:
     double.device_caches.clear()
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     begun.clear()
-    ahead.with_kernels(work, lambda: pytest.fail("nothing is missing"), lambda *report: reports.append(report))
+    ahead.with_kernels(work, lambda: pytest.fail("nothing is missing"), lambda *item: textses.append(item))
     assert begun == [len(STEPS)]
     double.device_caches.clear()
     work()
@@ -127,15 +127,15 @@ def prepare_with_errors(cache: Path) -> None:
     """A kernel that does not compile, and a warm-up that breaks off."""
     knobs.cache.dir = str(cache)
     driver.set_active(PaperDriver())
-    reports: list[tuple[str, int, int]] = []
+    textses: list[tuple[str, int, int]] = []
 
     def dry() -> None:
         broken[(1,)](torch.ones(16), N=16)
         double[(1,)](torch.ones(16), torch.ones(16), N=16)
         raise RuntimeError("the rest is unknown")
 
-    ahead.compile_all(dry, 2, lambda *report: reports.append(report))
-    assert reports == [(ahead.STAGE, 1, 2), (ahead.STAGE, 2, 2)]
+    ahead.compile_all(dry, 2, lambda *item: textses.append(item))
+    assert textses == [(ahead.STAGE, 1, 2), (ahead.STAGE, 2, 2)]
     assert not double.device_caches[0][0]
     assert not broken.device_caches[0][0]
 
@@ -151,14 +151,14 @@ def prepare_with_one_that_hangs(cache: Path) -> None:
         return time.sleep(600) if source.fn is double else ready(source, **given)
 
     ahead.triton.compile = hang
-    reports: list[tuple[str, int, int]] = []
+    textses: list[tuple[str, int, int]] = []
     began = time.monotonic()
 
     def dry() -> None:
         double[(1,)](torch.ones(16), torch.ones(16), N=16)
 
-    ahead.compile_all(dry, 2, lambda *report: reports.append(report))
-    assert reports == [(ahead.STAGE, 1, 1)]
+    ahead.compile_all(dry, 2, lambda *item: textses.append(item))
+    assert textses == [(ahead.STAGE, 1, 1)]
     assert time.monotonic() - began < 60
 
 
@@ -193,16 +193,16 @@ def name_in_any_order() -> None:
     """A kernel's key is the same whichever kernels were named or launched before it, and no constant in it stands beside
     another of the same name: Triton sorts these by where their modules lie in memory."""
     modules = [
-        importlib.import_module(f"{ridgeline.ops.triton.__name__}.{module.name}")
-        for module in pkgutil.iter_modules(ridgeline.ops.triton.__path__)
+        importlib.import_module(f"{ridgeline.ops.triton.__name__}.{iter_module.name}")
+        for iter_module in pkgutil.iter_modules(ridgeline.ops.triton.__path__)
     ]
     kernels = [value for module in modules for value in vars(module).values() if isinstance(value, JITCallable)]
     assert len(kernels) > 100
     results = []
     for seed in range(4):
-        everything = {id(kernel): kernel for kernel in (*kernels, *of_triton())}
-        for kernel in everything.values():
-            kernel.hash, kernel.used_global_vals = None, {}
+        everything = {id(item): item for item in (*kernels, *of_triton())}
+        for value in everything.values():
+            value.hash, value.used_global_vals = None, {}
         if seed < 3:
             ahead.name_all()
         random.Random(seed).shuffle(kernels)
@@ -219,8 +219,8 @@ def name_in_any_order() -> None:
 
 def of_triton() -> list[Any]:
     """Functions of Triton's own that kernels may call."""
-    namespaces = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("triton.") and module]
-    return [value for module in namespaces for value in module.values() if isinstance(value, JITCallable)]
+    item = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("triton.") and module]
+    return [value for module in item for value in module.values() if isinstance(value, JITCallable)]
 
 
 def test_memory_that_was_not_written_reads_as_zeros() -> None:
@@ -236,12 +236,12 @@ def test_memory_that_was_not_written_reads_as_zeros() -> None:
     torch.use_deterministic_algorithms(True)  # which fills such memory with NaN
     try:
         allocate()
-        assert len(made) == 5 and all(one.isnan().all() for one in made)
+        assert len(made) == 5 and all(item.isnan().all() for item in made)
         made.clear()
         ahead.compile_all(allocate, 1, lambda *_: None)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(made) == 5 and not any(one.any() for one in made)
+    assert len(made) == 5 and not any(item.any() for item in made)
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,12 @@ def test_memory_is_what_it_is_when_work_is_done_again(native: Ops) -> None:
         calls.append(1)
         return native.tokenwise.rms_norm(native.tokenwise.embed(table, ids, 2.0), weight, 1e-5, False)
 
-    captured = native.capture(work)
+    capture = native.capture(work)
     for step in range(5):
         ids.copy_(torch.tensor([step, 2 * step, 31 - step]))
-        output = captured.replay()
+        replay = capture.replay()
         want = torch.nn.functional.rms_norm(table[ids.long()] * 2.0, (48,), weight, 1e-5)
-        torch.testing.assert_close(output, want)
+        torch.testing.assert_close(replay, want)
     assert len(calls) == 2, "as it stands, then recorded"
 
 
@@ -89,8 +89,8 @@ def test_what_torch_computes_or_tells_is_not_recorded(native: Ops, more: Callabl
 
 def test_views_are_recorded(native: Ops) -> None:
     table, ids = torch.randn(32, 48), torch.tensor([3, 7, 1], dtype=torch.int32)
-    captured = native.capture(lambda: native.tokenwise.embed(table, ids, 1.0)[1:, :4].contiguous()[:1])
-    assert not recorded(captured), "of a part a copy is made"
+    capture = native.capture(lambda: native.tokenwise.embed(table, ids, 1.0)[1:, :4].contiguous()[:1])
+    assert not recorded(capture), "of a part a copy is made"
     part = native.capture(
         lambda: native.tokenwise.embed(table, ids.contiguous(), 1.0)[1:, None].expand(-1, 2, -1).unbind(1)[0]
     )
@@ -125,14 +125,14 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
             return native.matmul.integer.linear(normed, integer, bias)
         return eight[kind].linear(normed, matrices[kind], bias, torch.float32)
 
-    captured = native.capture(work)
-    assert recorded(captured)
+    capture = native.capture(work)
+    assert recorded(capture)
     for _ in range(3):
         x.normal_()
         held = base.normal_().clone()
-        output = captured.replay().clone()
+        copy = capture.replay().clone()
         base.copy_(held)
-        assert torch.equal(output, work()) and output.isfinite().all()
+        assert torch.equal(copy, work()) and copy.isfinite().all()
 
 
 def test_what_takes_much_memory_is_not_kept(native: Ops) -> None:
@@ -147,10 +147,10 @@ def test_a_recording_that_fails_leaves_nothing_behind(library: Library) -> None:
     def fails() -> None:
         raise ValueError("at the second time")
 
-    captured = CallListCapture(library)(fails)
+    result = CallListCapture(library)(fails)
     for _ in range(3):
         with pytest.raises(ValueError, match="second"):
-            captured.replay()
+            result.replay()
     assert library.log.calls is None
 
 
@@ -168,13 +168,13 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LocalEngine, Local
     with pytest.MonkeyPatch.context() as patch:
         # In float32, where tokens do not depend on how many nodes a step verifies.
         model = ModelConfig(dtype="float32")
-        found = LocalEngine.start(model, config)
+        start = LocalEngine.start(model, config)
         loaded = native_cpu.load
         patch.setattr(native_cpu, "load", lambda *given, **named: _plainly(loaded(*given, **named)))
         plain = LocalEngine.start(model, config)
-    yield captured, plain
-    for engine in (captured, plain):
-        engine.close()
+    yield start, plain
+    for item in (start, plain):
+        item.close()
 
 
 def _plainly(loaded: tuple[Ops | None, str]) -> tuple[Ops | None, str]:
@@ -284,8 +284,8 @@ def test_a_drafter_learns_from_steps_of_its_own(monkeypatch: pytest.MonkeyPatch)
     seen: list[int] = []
     see = Recycling.see
     monkeypatch.setattr(Recycling, "see", lambda *given: (seen.append(1), see(*given)))
-    wishes = iter([False] * 20 + [True] * 30 + [False] * 1000)
-    monkeypatch.setattr(Recycling, "learns", lambda drafter: next(wishes))
+    item = iter([False] * 20 + [True] * 30 + [False] * 1000)
+    monkeypatch.setattr(Recycling, "learns", lambda drafter: next(item))
     monkeypatch.setattr(Recycling, "draft", lambda *given: None)
     for number, (steps, learned) in enumerate(((30, 10), (40, 20))):
         seen.clear()

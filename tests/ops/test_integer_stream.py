@@ -83,7 +83,11 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
         group = 128 if bits == 4 else 1 << 20
         given = {"aligned": True, "bits": bits, "group": group} | more
         shapes = (ProductShape(count, 4096, 4096, dtype, dtype, device, **given) for count in tokens)
-        return [found[0].removeprefix("integer_") for one in shapes if (found := kernels.INTEGER.kernel_for(one))]
+        return [
+            kernel_for[0].removeprefix("integer_")
+            for shape in shapes
+            if (kernel_for := kernels.INTEGER.kernel_for(shape))
+        ]
 
     monkeypatch.setattr(kernels.cuda, "available", lambda: True)
     assert chosen(1, 2, 32, 33, 65) == ["stream", "stream", "stream", "ring", "ring"]

@@ -26,9 +26,9 @@ COUNT = 6
 
 @pytest.fixture(scope="module")
 def native(folder: Path) -> Ops:
-    library, what = native_cpu.load(folder)
-    assert library is not None, what
-    return library
+    result, what = native_cpu.load(folder)
+    assert result is not None, what
+    return result
 
 
 def load(family: str, folder: Path, dtype: str, ops: Ops) -> LoadedModel:
@@ -98,7 +98,7 @@ def test_a_chain_is_what_single_steps_draft(
     chain = Mock(side_effect=NativeChain.__call__)
     monkeypatch.setattr(NativeChain, "__call__", lambda *given: chain(*given))
     for temperature in (0.0, 0.9):
-        outputs = []
+        results = []
         for ops in (native, replace(native, programs=Programs())):
             model = load(family, tmp_path, dtype, ops)
             vocabulary = range(1, model.spec.vocab_size, 3) if few else ()
@@ -107,9 +107,9 @@ def test_a_chain_is_what_single_steps_draft(
             drafter = DraftModel(model, vocabulary)
             before = bench.state.tokens.clone()
             chain.reset_mock()
-            found.append(bench.draft(drafter, temperature)[1:])
+            results.append(bench.draft(drafter, temperature)[1:])
             assert chain.called == (ops is native)
-            drafted = found[-1][1][17 : 17 + COUNT]
+            drafted = results[-1][1][17 : 17 + COUNT]
             assert not torch.equal(drafted, before[2, 17 : 17 + COUNT])
-            assert not few or all(int(token) % 3 == 1 for token in drafted)
-        assert torch.equal(*outputs)
+            assert not few or all(int(item) % 3 == 1 for item in drafted)
+        assert torch.equal(*results)

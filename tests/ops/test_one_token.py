@@ -339,14 +339,14 @@ def test_layers_of_one_token(
     views, twins = ([replace(case.view, kv=case.view.kv.clone()) for _ in layers] for _ in range(2))
     stream = torch.randn(1, model, device=DEVICE).to(torch.bfloat16)
     want = one_after_the_other(layers, stream[0].double(), twins, case.step)
-    run, found = one_token.OneToken(layers, unexpected), []
+    run, result = one_token.OneToken(layers, unexpected), []
     for _ in range(3):
         got = run(stream.clone(), views, case.step)
         assert off(got[0], want) < (6e-2 if form == "fp8" else 1e-2)
-        outputs.append(got)
+        result.append(got)
     for view, twin in zip(views, twins, strict=True):
         assert off(view.kv, twin.kv.double()) < (6e-2 if form == "fp8" else 1e-2)
-    assert all(torch.equal(outputs[0], output) for output in outputs[1:])
+    assert all(torch.equal(result[0], item) for item in result[1:])
 
 
 @pytest.mark.gpu
@@ -365,8 +365,8 @@ def test_every_launch_gives_the_same(
     layers = [random_layer(model, features, shape, form, bias=False) for _ in range(3)]
     views = [replace(case.view, kv=case.view.kv.clone()) for _ in layers]
     run, stream = one_token.OneToken(layers, unexpected), torch.randn(1, model, device=DEVICE)
-    found = torch.cat([run(stream.to(torch.bfloat16), views, case.step) for _ in range(1000)])
-    assert (found == found[0]).all()
+    joined = torch.cat([run(stream.to(torch.bfloat16), views, case.step) for _ in range(1000)])
+    assert (joined == joined[0]).all()
 
 
 @pytest.mark.gpu

@@ -38,36 +38,36 @@ def case(seed: int, nodes: int, tree: bool) -> tuple[RowState, torch.Tensor, tor
         for node in range(1, nodes + 1):
             parent[row, node] = chance.randint(0, node - 1) if tree else node - 1
             taken = {
-                int(tokens[row, known + sibling - 1])
-                for sibling in range(1, node)
-                if parent[row, sibling] == parent[row, node]
+                int(tokens[row, known + index - 1])
+                for index in range(1, node)
+                if parent[row, index] == parent[row, node]
             }
-            free = [token for token in range(VOCAB) if token not in taken] or [100 + node]
+            free = [index for index in range(VOCAB) if index not in taken] or [100 + node]
             tokens[row, known + node - 1] = chance.choice(free)
-    row_ids = torch.tensor([3, 1, 4, 0, 0], dtype=torch.int32)
-    n_draft = torch.tensor([chance.randint(0, nodes) for _ in row_ids], dtype=torch.int32)
+    tensor = torch.tensor([3, 1, 4, 0, 0], dtype=torch.int32)
+    n_draft = torch.tensor([chance.randint(0, nodes) for _ in tensor], dtype=torch.int32)
     first = (n_draft + 1).cumsum(0).int() - n_draft - 1
     number = torch.Generator().manual_seed(seed + 1)
     drawn = torch.randint(0, VOCAB, (int((n_draft + 1).sum()),), dtype=torch.int32, generator=number)
     state = RowState(tokens, ints, torch.zeros(1, rows, 4, dtype=torch.int32), 16)
-    return state, row_ids, drawn, Drafted(first, n_draft, nodes + 1, parent.index_select(0, row_ids) if tree else None)
+    return state, tensor, drawn, Drafted(first, n_draft, nodes + 1, parent.index_select(0, tensor) if tree else None)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("nodes", [1, 3, 7, 12])
 @pytest.mark.parametrize("seed", range(8))
 def test_verify(seed: int, nodes: int, tree: bool) -> None:
-    state, row_ids, drawn, drafted = case(seed, nodes, tree)
+    state, result, drawn, drafted = case(seed, nodes, tree)
     there = replace(state, tokens=state.tokens.to(DEVICE), ints=state.ints.to(DEVICE), tables=state.tables.to(DEVICE))
     there = replace(there, tokens=there.tokens.clone(), ints=there.ints.clone())
-    want, want_path = plainly(state, row_ids, drawn, drafted)
+    want, want_path = plainly(state, result, drawn, drafted)
     parent = None if drafted.parent is None else drafted.parent.to(DEVICE)
     moved = Drafted(drafted.first.to(DEVICE), drafted.count.to(DEVICE), drafted.columns, parent)
-    got, path = verify(there, own.to(DEVICE), drawn.to(DEVICE), moved)
+    got, path = verify(there, result.to(DEVICE), drawn.to(DEVICE), moved)
     got, wide = got.cpu(), nodes + 1
     assert torch.equal(there.ints.cpu(), state.ints)
     assert torch.equal(got[:, :2], want[:, :2])
-    for index, row in enumerate(row_ids.tolist()):
+    for index, row in enumerate(result.tolist()):
         count, known = int(want[index, 0]), int(state.ints[row, Int.KNOWN])
         assert torch.equal(got[index, 2 : 2 + count], want[index, 2 : 2 + count])
         if row:

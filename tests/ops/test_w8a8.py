@@ -72,9 +72,9 @@ def test_products(tokens: int, dtype: torch.dtype) -> None:
     gated = REFERENCE.tokenwise.activate(W8A8_TRITON.linear(x, matrix, None).double(), "silu")
     close(W8A8_TRITON.linear_activate(x, matrix, None, "silu"), gated, dtype)
     normed = REFERENCE.tokenwise.rms_norm(x, gain, 1e-5, True)
-    output = W8A8_TRITON.linear(Normed(x, gain, 1e-5, True), matrix, None)
+    linear = W8A8_TRITON.linear(Normed(x, gain, 1e-5, True), matrix, None)
     # An input between two steps may fall to the other side.
-    assert float((output.double() - exact(normed, matrix)).norm() / exact(normed, matrix).norm()) < 5e-3
+    assert float((linear.double() - exact(normed, matrix)).norm() / exact(normed, matrix).norm()) < 5e-3
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -117,12 +117,12 @@ def test_rings_and_small_products_agree_to_the_last_bit(outputs: int, inputs: in
     stream = noise(128, outputs, seed=7).half()
     for tokens in (5, 33, 64, 128):
         given, onto = w8a8.codes(x[:tokens]), stream[:tokens]
-        (_, k), n, products = given.values.shape, matrix.codes.shape[0], []
+        (_, k), n, result = given.values.shape, matrix.codes.shape[0], []
         for registry in (kernels.W8A8, kernels.W8A8.without("ring")):
             for added, add in ((bias, False), (bias, True), (None, True)):
                 shape = ProductShape(tokens, n, k, torch.int8, x.dtype, x.device, True, add=add, bias=added is not None)
-                found.append(multiply(registry, shape, given, matrix, added, onto.clone() if add else None))
-        assert all(torch.equal(one, other) for one, other in zip(found[:3], found[3:], strict=True))
+                result.append(multiply(registry, shape, given, matrix, added, onto.clone() if add else None))
+        assert all(torch.equal(item, other) for item, other in zip(result[:3], result[3:], strict=True))
 
 
 def test_nothing_is_multiplied_for_no_tokens() -> None:

@@ -16,8 +16,8 @@ from .live import Live, behaviour, live, says
 def test_a_running_server_is_diagnosed(polite: Live, capsys: pytest.CaptureFixture[str]) -> None:
     polite.chat()
     assert main(["diagnose", f"http://127.0.0.1:{polite.port}/v1", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["bottleneck"] == "none" and "busy" in facts["evidence"][0]
+    content = json.loads(capsys.readouterr().out)
+    assert content["bottleneck"] == "none" and "busy" in content["evidence"][0]
     assert main(["diagnose", f"http://127.0.0.1:{polite.port}"]) == 0
     assert "Bottleneck: none" in capsys.readouterr().out
 
@@ -39,8 +39,8 @@ def test_a_run_is_diagnosed(endless: Live, tmp_path: Path, capsys: pytest.Captur
     held["ridgeline"]["cpu_s"] = 100 * held["ridgeline"]["seconds"]
     file.write_text(json.dumps(held))
     assert main(["diagnose", folder]) == 0
-    told = capsys.readouterr().out
-    assert "Bottleneck: client" in told and "the client was busy" in told
+    out = capsys.readouterr().out
+    assert "Bottleneck: client" in out and "the client was busy" in out
     state["latencies"] = {}
     file.write_text(json.dumps(held))
     assert main(["diagnose", folder, "--json"]) == 0

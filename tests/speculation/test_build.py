@@ -91,8 +91,8 @@ def test_the_text_is_that_of_plain_decoding(way: str, kind: int) -> None:
     for got, want in zip(engine(way).generate(PROMPTS, KINDS[kind]), plain(kind), strict=True):
         assert got.choices[0].token_ids == want.choices[0].token_ids
         assert got.choices[0].finish == want.choices[0].finish
-        for logprob, other in zip(got.choices[0].logprobs or (), want.choices[0].logprobs or (), strict=True):
-            assert logprob.token == other.token and logprob.logprob == pytest.approx(other.logprob, abs=1e-4)
+        for item, other in zip(got.choices[0].logprobs or (), want.choices[0].logprobs or (), strict=True):
+            assert item.token == other.token and item.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def always_drafting(way: str, monkeypatch: pytest.MonkeyPatch) -> list[StepStats]:
@@ -119,7 +119,7 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pays depends on who else uses the machine."""
     steps = always_drafting(way, monkeypatch)
     engine(way).generate([PROMPTS[1]], replace(KINDS[0], max_tokens=150))
-    drafted, accepted = (sum(getattr(one, name) for one in steps) for name in ("drafted", "accepted"))
+    drafted, accepted = (sum(getattr(step, name) for step in steps) for name in ("drafted", "accepted"))
     assert drafted >= accepted > 0
     assert accepted == sum(sum(step.accepted_at) for step in steps)
     assert 0 < sum(step.drafts for step in steps) <= drafted
@@ -143,12 +143,12 @@ def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_auto_means() -> None:
     assert wanted("auto") == wanted("reference")
-    folder, auto = ASSETS / "recurrent", EngineConfig(speculate="auto")
+    result, auto = ASSETS / "recurrent", EngineConfig(speculate="auto")
     spec = read_model(shipped_model())[0]
     assert wanted_by(auto, spec, ASSETS, "cpu") == wanted_by(auto, spec, shipped_model(), "cuda") == wanted("auto")
     assert wanted_by(auto, replace(spec, quantization="int4"), shipped_model(), "cpu") == wanted("auto")
-    found = wanted_by(auto, spec, shipped_model(), "cpu")
-    assert (found.host, found.device, found.folder) == (("reference",), "recurrent", own)
+    actual = wanted_by(auto, spec, shipped_model(), "cpu")
+    assert (actual.host, actual.device, actual.folder) == (("reference",), "recurrent", result)
     assert opened("auto").engine.setup.facts["speculate"] == ["reference", "recurrent"]
     assert not wanted("off").most and not wanted("").most  # type: ignore[attr-defined]
 

@@ -88,8 +88,8 @@ def rows(seed: int = 0) -> tuple[RowState, torch.Tensor, torch.Tensor]:
         tokens[row + 1, known:] = UNSAID
     hidden = torch.randn(len(KNOWN), SPEC.d_model, generator=chance)
     kv = torch.randn(1 + len(KNOWN) * PAGES, 2, LAYER.n_kv_heads, PAGE, LAYER.head_dim, generator=chance)
-    pages = 1 + torch.randperm(len(KNOWN) * PAGES, generator=chance).view(len(KNOWN), PAGES)
-    tables = torch.cat((torch.zeros(1, PAGES, dtype=torch.int32), pages.int())).unsqueeze(0)
+    count = 1 + torch.randperm(len(KNOWN) * PAGES, generator=chance).view(len(KNOWN), PAGES)
+    tables = torch.cat((torch.zeros(1, PAGES, dtype=torch.int32), count.int())).unsqueeze(0)
     return RowState(tokens, ints, tables, PAGE), hidden, kv
 
 
@@ -102,12 +102,12 @@ def held(row: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def following(draft: RecurrentModule, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
     """The module's next states of all rows, [len(KNOWN), d_model]; depth: tokens drafted so far."""
-    turn, outputs = rope_table(LAYER.rope, 600, CPU), []
-    for row, (row_state, token) in enumerate(zip(state, tokens, strict=True)):
+    turn, result = rope_table(LAYER.rope, 600, CPU), []
+    for row, (item, token) in enumerate(zip(state, tokens, strict=True)):
         (k, v), chains = held(row), KNOWN[row] - 1
-        wide = row_state.expand(1, chains, -1), token.expand(1, chains)
-        outputs.append(draft(*wide, k, v, turn[depth + 1 : depth + 1 + chains])[0, -1])
-    return torch.stack(outputs)
+        wide = item.expand(1, chains, -1), token.expand(1, chains)
+        result.append(draft(*wide, k, v, turn[depth + 1 : depth + 1 + chains])[0, -1])
+    return torch.stack(result)
 
 
 def drafted(
@@ -132,15 +132,15 @@ def drafted(
     worth = recurrent.draft(
         DraftRows(state, each, temperatures, hidden[list(asked)].to(dtype), 512, temperature == 0), count, views
     )
-    drawn = torch.stack([state.tokens[row + 1, KNOWN[row] : KNOWN[row] + count] for row in asked])
-    for row, said in zip(asked, drawn, strict=True):
+    stacked = torch.stack([state.tokens[row + 1, KNOWN[row] : KNOWN[row] + count] for row in asked])
+    for row, said in zip(asked, stacked, strict=True):
         before[row + 1, KNOWN[row] : KNOWN[row] + count] = said
     assert torch.equal(state.tokens, before)
-    return drawn, worth
+    return stacked, worth
 
 
 def scored(
-    draft: RecurrentModule, nodes: tuple[Candidate, ...], tokens: torch.Tensor, temperature: float
+    draft: RecurrentModule, nodes: tuple[Candidate, ...], tensor: torch.Tensor, temperature: float
 ) -> list[torch.Tensor]:
     """The perturbed logits [rows, outputs] that each node of a drafted tree was drawn from, with the noise of its place."""
     state, hidden, _ = rows()
@@ -153,15 +153,15 @@ def scored(
         place = torch.tensor(KNOWN, dtype=torch.int32) + node.head
         keys = draw_key(state.ints[1:, Int.KEY : Int.KEY + 2], place, Purpose.TOKEN)
         every.append(draft.lm_head(states[node.parent]) - temperature * exponential(keys, draft.ids.int()).log())
-        said[at] = tokens[:, at].long()
+        said[at] = tensor[:, at].long()
     return every
 
 
 def trained(folder: Path) -> RecurrentModule:
     """The module with the weights that are left in 4 bits."""
-    draft = module()
-    draft.load(load_recurrent(folder, SPEC))
-    return draft
+    actual = module()
+    actual.load(load_recurrent(folder, SPEC))
+    return actual
 
 
 @torch.no_grad()
@@ -172,8 +172,8 @@ def test_what_drafts_is_what_was_trained(folder: Path) -> None:
     for depth, wanted in enumerate(drafted(drafter(folder, REFERENCE), 0.0)[0].T):
         now = following(draft, now, tokens, depth)
         logits = draft.lm_head(now)
-        gathered = logits.gather(1, wanted.long().unsqueeze(1) // 2)
-        assert bool((gathered >= logits.max(1, keepdim=True).values - 1e-4).all()), "the likeliest, up to rounding"
+        actual = logits.gather(1, wanted.long().unsqueeze(1) // 2)
+        assert bool((actual >= logits.max(1, keepdim=True).values - 1e-4).all()), "the likeliest, up to rounding"
         tokens = wanted.long()
 
 
@@ -196,10 +196,10 @@ def test_what_it_learns_from() -> None:
         now, k, v = hidden[:, start], cache[1].k[:, :, : start + 1], cache[1].v[:, :, : start + 1]
         reached = torch.ones(2)
         for depth, at in enumerate(range(start + 1, start + 1 + DEPTH)):
-            rotation = turn[at].expand(start + 1, -1, -1)
-            now = draft(
-                now[:, None].expand(-1, start + 1, -1), text[:, at, None].expand(-1, start + 1), k, v, rotation
-            )[:, -1]
+            expand = turn[at].expand(start + 1, -1, -1)
+            now = draft(now[:, None].expand(-1, start + 1, -1), text[:, at, None].expand(-1, start + 1), k, v, expand)[
+                :, -1
+            ]
             q = (draft.lm_head(now) / 0.8).softmax(-1)
             refused[depth, :, start] = reached * (1 - torch.minimum(p[:, at], q).sum(-1))
             if at + 1 < 20:
@@ -265,13 +265,15 @@ def test_a_draft_goes_on_from_one_that_says_other_tokens(folder: Path) -> None:
 def test_a_tree_holds_the_likeliest_draws(folder: Path, temperature: float) -> None:
     """Behind each node that has children those of the highest perturbed logits, with the noise of their place, by rank."""
     assert any(node.rank > 1 for node in TREE) and any(node.parent >= 0 and node.rank for node in TREE)
-    drawn, worth = drafted(drafter(folder, REFERENCE, nodes=TREE), temperature, count=len(TREE))
+    result, worth = drafted(drafter(folder, REFERENCE, nodes=TREE), temperature, count=len(TREE))
     assert worth is None
-    for at, (node, scores) in enumerate(zip(TREE, scored(trained(folder), TREE, drawn, temperature), strict=True)):
+    for at, (node, scores) in enumerate(zip(TREE, scored(trained(folder), TREE, result, temperature), strict=True)):
         wanted = scores.topk(node.rank + 1).values[:, -1]
-        torch.testing.assert_close(scores.gather(1, drawn[:, at : at + 1].long() // 2)[:, 0], wanted, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            scores.gather(1, result[:, at : at + 1].long() // 2)[:, 0], wanted, rtol=0, atol=1e-4
+        )
     for parent in {node.parent for node in TREE}:
-        siblings = drawn[:, [at for at, node in enumerate(TREE) if node.parent == parent]]
+        siblings = result[:, [at for at, node in enumerate(TREE) if node.parent == parent]]
         assert all(len(set(row)) == len(row) for row in siblings.tolist())
 
 
@@ -293,37 +295,35 @@ def test_compiled_drafts_are_those_of_plain_operations(
     assert bool(compiled.parents) is (nodes is TREE)
     stopped = alike = asked = 0
     for count in range(1, len(nodes) + 1):
-        found, worth = drafted(compiled, temperature, count=count)
+        result, worth = drafted(compiled, temperature, count=count)
         assert runs.call_count == count
-        other, said = drafted(plain, temperature, count=count)[0], found != UNSAID
+        other, said = drafted(plain, temperature, count=count)[0], result != UNSAID
         assert runs.call_count == count, "plain operations run none of the compiled ones"
         assert torch.equal(other, drafted(drafter(folder, REFERENCE, nodes=nodes), temperature, count=count)[0])
-        alike += int((tokens == other)[said].sum())
+        alike += int((result == other)[said].sum())
         asked += int(said.sum())
-        other = torch.where(said, tokens, other)
+        other = torch.where(said, result, other)
         for at, scores in enumerate(scored(trained(folder), nodes[:count], other, temperature)):
             wanted = scores.topk(nodes[at].rank + 1).values[:, -1]
             lost = (wanted - scores.gather(1, other[:, at : at + 1].long() // 2)[:, 0])[said[:, at]]
             assert float(lost.abs().sum()) <= ROUNDED * len(lost), "as good a draw as the inputs' 8 bits can tell"
-        assert bool((tokens[tokens != UNSAID] % 2 == 0).all()), "only tokens that it may say"
-        drawn, expected = chances(folder, nodes[:count], other, temperature)
-        assert [bool(column.any()) for column in (tokens != UNSAID).T] == drawn
+        assert bool((result[result != UNSAID] % 2 == 0).all()), "only tokens that it may say"
+        drawn, item = chances(folder, nodes[:count], other, temperature)
+        assert [bool(column.any()) for column in (result != UNSAID).T] == drawn
         price = len(KNOWN) / (1 + CUT.node_cost * (len(KNOWN) - 1))
         costs = [price * CUT.node_cost * len(KNOWN) * size for size in range(1, count + 1)]
-        gains = [float(expected[:, : size + 1].detach().sum()) - cost for size, cost in enumerate(costs)]
+        gains = [float(item[:, : size + 1].detach().sum()) - cost for size, cost in enumerate(costs)]
         best = max((at for at in range(count) if at + 1 in (*CUT.sizes, count)), key=gains.__getitem__)
         assert worth is not None and set(worth.tolist()) == {best + 1 if gains[best] > 0 else 0}
         stopped += not all(drawn)
     assert stopped, "some drafts are cut"
     assert alike > 0.95 * asked
     together, _ = drafted(compiled, temperature)
-    for row, expected in enumerate(together):
-        tokens, _ = drafted(compiled, temperature, alone=row)
-        assert torch.equal(
-            torch.where(tokens == UNSAID, expected, tokens), torch.where(expected == UNSAID, tokens, expected)
-        )
-    tokens, _ = drafted(drafter(folder, native, torch.bfloat16, nodes), temperature, torch.bfloat16)
-    assert tokens.shape == (len(KNOWN), COUNT)
+    for row, item in enumerate(together):
+        result, _ = drafted(compiled, temperature, alone=row)
+        assert torch.equal(torch.where(result == UNSAID, item, result), torch.where(item == UNSAID, result, item))
+    result, _ = drafted(drafter(folder, native, torch.bfloat16, nodes), temperature, torch.bfloat16)
+    assert result.shape == (len(KNOWN), COUNT)
 
 
 @torch.no_grad()
@@ -338,30 +338,30 @@ def test_drafts_of_one_size_and_other_trees_take_turns(folder: Path) -> None:
     alone = []
     for nodes in forms:
         for count in (1, size):  # the first one ends what is kept of another tree
-            result = drafted(drafter(folder, native, nodes=nodes), 0.9, count=count)
-        alone.append(result)
+            actual = drafted(drafter(folder, native, nodes=nodes), 0.9, count=count)
+        alone.append(actual)
     for turn in (0, 1, 0, 0, 1):
-        result = drafted(drafter(folder, native, nodes=forms[turn]), 0.9, count=size)
-        assert all(torch.equal(part, other) for part, other in zip(result, alone[turn], strict=True))
+        actual = drafted(drafter(folder, native, nodes=forms[turn]), 0.9, count=size)
+        assert all(torch.equal(item, other) for item, other in zip(actual, alone[turn], strict=True))
 
 
 def chances(
-    folder: Path, nodes: tuple[Candidate, ...], tokens: torch.Tensor, temperature: float
+    folder: Path, nodes: tuple[Candidate, ...], tensor: torch.Tensor, temperature: float
 ) -> tuple[list[bool], torch.Tensor]:
     """Of a tree that was drafted whole: which nodes are reached by a draft that stops where no node of a level is likely, and the
     chances that it gives each, float32 [rows, nodes]."""
-    probabilities, drawn, ends = torch.zeros(len(KNOWN), len(nodes)), [False] * len(nodes), False
-    every = scored(trained(folder), nodes, tokens, temperature)
+    result, drawn, ends = torch.zeros(len(KNOWN), len(nodes)), [False] * len(nodes), False
+    every = scored(trained(folder), nodes, tensor, temperature)
     for depth in range(max(node.head for node in nodes) + 1):
         level = [at for at, node in enumerate(nodes) if node.head == depth]
         if ends:
             break
         for at in level:
-            share = every[at].softmax(1).gather(1, tokens[:, at : at + 1].long() // 2)[:, 0]
-            probabilities[:, at] = share * (1 if nodes[at].parent < 0 else probabilities[:, nodes[at].parent])
+            share = every[at].softmax(1).gather(1, tensor[:, at : at + 1].long() // 2)[:, 0]
+            result[:, at] = share * (1 if nodes[at].parent < 0 else result[:, nodes[at].parent])
             drawn[at] = True
-        ends = not bool((probabilities[:, level] > CUT.min_chance).any())
-    return drawn, probabilities
+        ends = not bool((result[:, level] > CUT.min_chance).any())
+    return drawn, result
 
 
 def test_what_is_verified_is_read_from_the_folder(folder: Path) -> None:
@@ -385,10 +385,10 @@ def test_what_is_verified_is_read_from_the_folder(folder: Path) -> None:
 
 def test_noise_is_the_targets(folder: Path) -> None:
     """Rows with other keys draw other tokens at the same places, and the same row the same again."""
-    single = drafter(folder, REFERENCE)
-    warm, _ = drafted(single, 3.0)
-    assert torch.equal(warm, drafted(single, 3.0)[0])
-    assert not torch.equal(warm, drafted(single, 0.0)[0])
+    item = drafter(folder, REFERENCE)
+    warm, _ = drafted(item, 3.0)
+    assert torch.equal(warm, drafted(item, 3.0)[0])
+    assert not torch.equal(warm, drafted(item, 0.0)[0])
 
 
 def test_the_shipped_draft_fits_the_shipped_model() -> None:
@@ -410,17 +410,17 @@ def test_the_shipped_draft_is_right_as_often_as_when_it_was_shipped() -> None:
     draft.load(weights)
     texts = [json.loads(line)["text"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[::5]]
     encoded = [tokenizer.encode(text[:2000], add_special_tokens=False)[:160] for text in texts]
-    read = torch.tensor([row for row in encoded if len(row) == 160])
+    read = torch.tensor([item for item in encoded if len(item) == 160])
     keys = torch.zeros(len(read), 2, dtype=torch.int32)
     said = generate(teacher, read[:, :64], 96, torch.zeros(len(read)), keys)
     for rows, first, together in ((read, 0.329, 0.60), (said, 0.627, 1.66)):
-        given, state, alive, losses = teacher_targets(teacher, draft, rows, 1.0), None, 1, []
+        given, state, alive, result = teacher_targets(teacher, draft, rows, 1.0), None, 1, []
         for depth in range(1, DEPTH + 1):
             here = given.at(depth)
             state = draft(given.hidden if state is None else state, here.text, here.k, here.v, here.rotary)
             alive = alive * (draft.lm_head(state).argmax(-1) == here.next_index)[:, 64 : 96 + 64 - DEPTH - 1]
-            losses.append(float(alive.double().mean()))
-        assert losses[0] > first and sum(losses) > together, losses
+            result.append(float(alive.double().mean()))
+        assert result[0] > first and sum(result) > together, result
 
 
 def test_folders_that_do_not_fit(folder: Path, tmp_path: Path) -> None:

@@ -34,10 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
     """The processes that the test starts."""
-    found: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *given, **named: found.append(popen(*given, **named)) or found[-1])
-    return found
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *given, **named: processes.append(popen(*given, **named)) or processes[-1]
+    )
+    return processes
 
 
 @pytest.fixture
