@@ -105,7 +105,7 @@ def timed(
         )
         engine.submit(Submit(f"{run}-{index}", ids, sampling, time.time(), cache=False))
     started = time.perf_counter()
-    for delta in engine.news():
+    for delta in engine.deltas():
         if delta.error:
             raise RuntimeError(delta.error)
         outputs += len(delta.tokens)

@@ -37,7 +37,7 @@ from ridgeline.ops.step import StepInputs
 from ridgeline.speculation import build
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import DeviceDrafter, DraftRows, NoDrafter, Views
-from ridgeline.speculation.guest import NO_SPECULATION, Speculation
+from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 from ridgeline.speculation.options import Wanted
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from ridgeline.wire.messages import StepStats
@@ -185,7 +185,7 @@ def _note(stats: StepStats) -> None:
 def start(model: Path, draft: Path | None, config: EngineConfig, script: Script) -> Engine:
     """An engine on random weights; draft: a draft model whose time is paid, None for a free drafter."""
     share = torch.zeros((), dtype=torch.int32, device=script.said.device)
-    wanted = Wanted(device="draft" if draft else "recycling", folder=draft, most=NODES)
+    wanted = Wanted(device="draft" if draft else "recycling", folder=draft, max_nodes=NODES)
 
     def opened(asked: Wanted, target: LoadedModel, encode: object, dummy: bool) -> tuple[Speculation, DeviceDrafter]:
         inner: DeviceDrafter = NoDrafter()

@@ -37,8 +37,8 @@ from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.models.hub import shipped_model
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.guest import NO_SPECULATION, Speculation
 from ridgeline.speculation.heads import Candidate, tree
+from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 from ridgeline.speculation.ngram import NGram, NGramProposer
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from ridgeline.text.tokenizer import Tokenizer

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from common import provenance
 
 from ridgeline.ops.reference import REFERENCE
-from ridgeline.ops.table import Normed, plain
+from ridgeline.ops.table import Normed, apply_norm
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.gemm_small import matrix_product
 from ridgeline.ops.triton.gemv import resident_product, vector_product
@@ -109,18 +109,18 @@ def shipped(role: Role, tokens: int, norm: bool = True, gate: bool = True) -> Ch
 def run(role: Role, choice: Choice, x: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     """rest: the norm's gain [k] or the stream [T, n], whichever the role needs."""
     given: torch.Tensor | Normed = Normed(x, rest, EPS, False) if role.norm else x
-    given = given if choice.norm else plain(given, rms_norm)
+    given = given if choice.norm else apply_norm(given, rms_norm)
     stream, kind = rest if role.add else None, role.kind if choice.gate else None
     if isinstance(choice.tile, ResidentTile):
         out = resident_product(given, weight, None, choice.tile, stream, kind)
     elif isinstance(choice.tile, VectorTile):
-        out = vector_product(plain(given, rms_norm), weight, None, choice.tile, stream)
+        out = vector_product(apply_norm(given, rms_norm), weight, None, choice.tile, stream)
     elif isinstance(choice.tile, MatrixTile):
-        out = matrix_product(plain(given, rms_norm), weight, None, choice.tile, stream, kind)
+        out = matrix_product(apply_norm(given, rms_norm), weight, None, choice.tile, stream, kind)
     elif isinstance(choice.tile, RingTile):
-        out = ring_product(plain(given, rms_norm), weight, None, choice.tile, stream, kind)
+        out = ring_product(apply_norm(given, rms_norm), weight, None, choice.tile, stream, kind)
     else:
-        values = plain(given, rms_norm)
+        values = apply_norm(given, rms_norm)
         out = F.linear(values, weight) if stream is None else stream.addmm_(values, weight.t())
     return activate(out, role.kind) if role.kind is not None and not choice.gate else out
 

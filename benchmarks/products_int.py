@@ -28,7 +28,7 @@ from products import EPS, MODELS, PROCESSES, Role, off, replayed
 
 from ridgeline.ops.reference import REFERENCE, dequantized
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import IntMatrix, LayerParts, Matrix, Normed, QkvShape, plain
+from ridgeline.ops.table import IntMatrix, LayerParts, Matrix, Normed, QkvShape, apply_norm
 from ridgeline.ops.triton import integer_shapes, kernels
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer import pack
@@ -83,9 +83,9 @@ def run(role: Role, choice: Choice, x: torch.Tensor, matrix: IntMatrix, rest: to
     stream = rest if role.add else None
     if isinstance(choice.tile, IntVectorTile):
         if x.shape[0] > 1:
-            given = plain(given, rms_norm)
+            given = apply_norm(given, rms_norm)
         return integer_vector_product(given, matrix, None, choice.tile, stream, role.kind)
-    values = plain(given, rms_norm)
+    values = apply_norm(given, rms_norm)
     if choice.tile is None:
         linear = INT_TRITON.linear(values, matrix, None) if stream is None else None
         out = INT_TRITON.linear_add(values, matrix, None, rest) if linear is None else linear
@@ -182,11 +182,11 @@ class Step:
             return run(role, choice, x, weight, rest)
         given = Normed(x, rest, EPS, False) if role.norm else x
         if role.kind is not None:
-            return TRITON.matmul.plain.linear_activate(given, weight, None, role.kind)
+            return TRITON.matmul.unquantized.linear_activate(given, weight, None, role.kind)
         return (
-            TRITON.matmul.plain.linear_add(x, weight, None, rest)
+            TRITON.matmul.unquantized.linear_add(x, weight, None, rest)
             if role.add
-            else TRITON.matmul.plain.linear(given, weight, None)
+            else TRITON.matmul.unquantized.linear(given, weight, None)
         )
 
     def __call__(self, stream: torch.Tensor, batch: Batch, choices: dict[str, Choice]) -> torch.Tensor:
@@ -202,7 +202,7 @@ class Step:
         return self.logits(stream)
 
     def logits(self, stream: torch.Tensor) -> torch.Tensor:
-        return TRITON.matmul.plain.linear(rms_norm(stream, self.gain, EPS, False), self.head, None)
+        return TRITON.matmul.unquantized.linear(rms_norm(stream, self.gain, EPS, False), self.head, None)
 
     def us(self, batch: Batch, choices: dict[str, Choice], repeats: int = 5) -> float:
         stream = torch.randn(batch.q.shape[0], self.head.shape[1], dtype=DTYPE, device="cuda")

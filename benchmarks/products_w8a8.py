@@ -34,7 +34,7 @@ from ridgeline.quant.format import LinearShape, Part, Share, Weight, WeightForma
 from ridgeline.quant.fp8 import Fp8Format
 from ridgeline.quant.integer import IntFormat
 from ridgeline.quant.mixed import MixedFormat
-from ridgeline.quant.plain import PlainFormat
+from ridgeline.quant.unquantized import UnquantizedFormat
 
 DTYPE = torch.bfloat16
 MODEL = MODELS[0]
@@ -60,7 +60,7 @@ def formats() -> dict[str, WeightFormat]:
     wide, mixed = NUMBER_FORMATS["w8a8"], NUMBER_FORMATS["llm-int8"]
     unfused = replace(TRITON, matmul=replace(TRITON.matmul, round_inliers=round_inliers))
     return {
-        "bf16": PlainFormat(TRITON.matmul.plain, DTYPE, cuda),
+        "bf16": UnquantizedFormat(TRITON.matmul.unquantized, DTYPE, cuda),
         "fp8": Fp8Format(TRITON.matmul.fp8, DTYPE, cuda),
         "int8": IntFormat(int8, NUMBER_FORMATS["int8"], DTYPE, cuda),
         "w8a8-unfused": IntFormat(rounding_inputs(int8), wide, DTYPE, cuda),

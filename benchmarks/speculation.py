@@ -174,7 +174,7 @@ class Timed:
         for _ in range(min(batch, len(waiting))):
             submit()
         self.full = True
-        for delta in self.engine.news():
+        for delta in self.engine.deltas():
             said[delta.id] += delta.tokens
             if delta.finish and waiting:
                 submit()

@@ -43,12 +43,12 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 """Package -> what its modules may import, beside each other. cli may import everything, and no package imports cli.
 `ridgeline.llm` (offline use) stands outside like bench: it knows the engine by its local client alone."""
 
-_GUEST = ("core", "speculation.guest", "speculation.state", "speculation.host")
+_INTERFACE = ("core", "speculation.interface", "speculation.state", "speculation.host")
 _CONTROLLER = ("core", "speculation.state", "speculation.host", "speculation.batch_state")
 _PLANNING = (
     "core", "metrics", "kv.blocks", "kv.prefix",
     "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.in_flight",
-    "speculation.guest", "speculation.state", "speculation.host",
+    "speculation.interface", "speculation.state", "speculation.host",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.blocks": ("core", "kv.blocks"),
@@ -58,9 +58,9 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "engine.leases": _PLANNING,
     "engine.request": _PLANNING,
     "engine.in_flight": _PLANNING,
-    "speculation.guest": _GUEST,
-    "speculation.state": _GUEST,
-    "speculation.host": _GUEST,
+    "speculation.interface": _INTERFACE,
+    "speculation.state": _INTERFACE,
+    "speculation.host": _INTERFACE,
     "speculation.controller": _CONTROLLER,
     "speculation.batch_state": _CONTROLLER,
     "engine.virtual": ("core",),
@@ -70,7 +70,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "hardware.table",
     "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
-    "engine.in_flight", "engine.loop", "engine.virtual", "speculation.guest", "speculation.speculator", "speculation.options",
+    "engine.in_flight", "engine.loop", "engine.virtual", "speculation.interface", "speculation.speculator", "speculation.options",
     "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip
 """Packages and modules that must not reach torch, directly or through others: they decide, serve and start without it."""

@@ -199,7 +199,7 @@ class LLM:
         try:
             for prompt in prompts:
                 self._engine.submit(Submit(prompt.id, prompt.completion.prompt_ids, prompt.sampling, time.time()))
-            for delta in self._engine.news():
+            for delta in self._engine.deltas():
                 prompt = by_id[delta.id]
                 yield delta.choice, prompt.take(delta)
                 if prompt.stopped_choice == delta.choice and not delta.finish:

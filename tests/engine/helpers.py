@@ -17,7 +17,7 @@ from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.kv.prefix import chain_root
-from ridgeline.speculation.guest import NO_SPECULATION, Speculation
+from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 from tests.engine.fake import FakeRunner, next_token
 
 VOCAB = 97

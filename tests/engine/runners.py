@@ -31,7 +31,7 @@ from ridgeline.ops.capture import Capture
 from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.speculation.device import DeviceDrafter, NoDrafter
-from ridgeline.speculation.guest import NO_SPECULATION, Speculation
+from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 from tests.models.families import save
 
 MAX_LEN = 192
@@ -52,7 +52,7 @@ def pair(family: str, device: str = "cpu") -> tuple[torch.nn.Module, LoadedModel
 
 
 def layout_of(model: LoadedModel, drafter: DeviceDrafter = NoDrafter()) -> KvLayout:
-    return kv_layout(model.spec, PAGE, guests=drafter.layers)
+    return kv_layout(model.spec, PAGE, drafter_layers=drafter.layers)
 
 
 def make_runner(

@@ -21,7 +21,7 @@ def test_steps_and_requests_are_accounted() -> None:
     for index, length in enumerate((40, 25)):
         sampling = SamplingParams(temperature=0.0, max_tokens=6 - index, ignore_eos=True)
         local.submit(Submit(f"r{index}", list(range(100, 100 + length)), sampling, 0.0, cache=False))
-    spent = {delta.id: delta.times for delta in local.news() if delta.finish}
+    spent = {delta.id: delta.times for delta in local.deltas() if delta.finish}
     cost = local.engine.setup.account.cost
     ran = [step for step in steps if step.steps]
     assert not cost.calibrated, "no file was given"

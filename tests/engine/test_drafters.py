@@ -16,8 +16,8 @@ from ridgeline.core.events import StepCounts
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views
 from ridgeline.speculation.draft_model import DraftModel
-from ridgeline.speculation.guest import RequestView
 from ridgeline.speculation.heads import MedusaHeads, tree
+from ridgeline.speculation.interface import RequestView
 from ridgeline.speculation.medusa import Medusa
 from ridgeline.speculation.recurrent import UNMEASURED, Recurrent, load_recurrent
 from ridgeline.speculation.recycling import Recycling

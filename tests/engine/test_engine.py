@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ridgeline.core.events import LateWork, News, StepCounts, Update
+from ridgeline.core.events import LateWork, StepCounts, StepUpdates, Update
 from ridgeline.engine import process
 from ridgeline.engine.account import Accounted
 from ridgeline.engine.engine import Engine
@@ -22,7 +22,7 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.process import serve
 from ridgeline.wire.frames import FrameBuffer, down_decoder, encode
 from ridgeline.wire.inbox import Inbox
-from ridgeline.wire.messages import Beat, Cancel, Control, Delta, Deltas, Finish, Reply, StepStats
+from ridgeline.wire.messages import Cancel, Control, Delta, Deltas, Finish, Heartbeat, Reply, StepStats
 from tests.engine.constrained import engine_of, make, submit
 from tests.engine.helpers import VOCAB, Bench, oracle
 
@@ -42,9 +42,9 @@ def turned(engine: Engine, steps: int, last_step: int) -> Any:
     scheduler = engine.loop.scheduler
     scheduler.last_step = last_step - steps
 
-    def turn() -> News:
+    def turn() -> StepUpdates:
         scheduler.last_step += steps
-        return News()
+        return StepUpdates()
 
     engine.loop.turn = turn  # type: ignore[method-assign]
     return engine.turn()
@@ -220,7 +220,7 @@ def test_the_local_engine_sleeps_until_a_batch_opens(monkeypatch: pytest.MonkeyP
 
 def test_a_long_step_does_not_stop_the_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats go out while the loop is held up in one step, and tell that it does not turn."""
-    monkeypatch.setattr(process, "BEAT_S", 0.005)
+    monkeypatch.setattr(process, "HEARTBEAT_S", 0.005)
     ours, theirs = socket.socketpair()
     engine = make()
     launch, go = engine.loop.runner.launch, threading.Event()
@@ -235,7 +235,7 @@ def test_a_long_step_does_not_stop_the_pulse(monkeypatch: pytest.MonkeyPatch) ->
         buffer.feed(ours.recv(1 << 16))
         messages = [decoder.decode(body) for body in buffer.take()]
         assert not any(isinstance(message, Deltas) and message.deltas for message in messages)
-        turns += [message.turn for message in messages if isinstance(message, Beat)]
+        turns += [message.turn for message in messages if isinstance(message, Heartbeat)]
     go.set()
     ours.sendall(encode(Control("x", "stop")))
     thread.join(20)
@@ -275,7 +275,7 @@ def test_the_process_serves_over_its_socket_until_told_to_stop() -> None:
         buffer.feed(ours.recv(1 << 16))
         for body in buffer.take():
             message = decoder.decode(body)
-            beats += isinstance(message, Beat)
+            beats += isinstance(message, Heartbeat)
             if isinstance(message, Deltas):
                 tokens += [token for delta in message.each() for token in delta.tokens]
     assert tokens == oracle([1, 2, 3], 4)

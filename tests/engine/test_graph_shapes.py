@@ -77,7 +77,9 @@ def test_which_steps_with_drafts_have_a_graph() -> None:
     assert padded(256, 128, 2) == StepShape.verifying(128, 1, False)
     assert padded(255, 128, 2) == StepShape.verifying(160, 1, False)
     assert padded(70, 66, 2) == StepShape.verifying(96, 1, False), "a step launched by Python takes longer"
-    assert padded(8, 4, 2, tree=True) is None and padded(5, 1, 5) is None and padded(8, 4, 2, plain=False) is None
+    assert (
+        padded(8, 4, 2, tree=True) is None and padded(5, 1, 5) is None and padded(8, 4, 2, fused_sampling=False) is None
+    )
     assert graphs.padded(StepShape(4, 3, 8, 3, 2, 3), plain=True) is None, "a row reads a part of its prompt"
 
 

@@ -23,7 +23,7 @@ from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import AttentionOps, Heads, Ops, QkvShape
 from ridgeline.parallel.mesh import ONE_DEVICE
-from ridgeline.quant.plain import PlainFormat
+from ridgeline.quant.unquantized import UnquantizedFormat
 from tests.engine import runners
 from tests.engine.runners import PROMPT, DeviceBench
 from tests.models.families import save
@@ -64,7 +64,9 @@ def normed(folder: Path, ops: Ops) -> LoadedModel:
     """The model in `folder`, its cache in the format NORMED, which has to be in KV_FORMATS."""
     model = build(folder, model=ModelConfig(max_model_len=runners.MAX_LEN), ops=REFERENCE, device=CPU)
     spec = replace(model.spec, kv_format=NORMED.name)
-    parts = Build(spec, ops, PlainFormat(ops.matmul.plain, torch.float32, CPU), ONE_DEVICE, torch.float32, CPU)
+    parts = Build(
+        spec, ops, UnquantizedFormat(ops.matmul.unquantized, torch.float32, CPU), ONE_DEVICE, torch.float32, CPU
+    )
     made = Decoder(parts, spec.max_len)
     load_checkpoint(made, folder)
     made.finish_loading()
@@ -109,7 +111,12 @@ def test_another_type_than_the_models_is_another_format(folder: Path) -> None:
     model = build(folder, model=ModelConfig(), ops=REFERENCE, device=CPU)
     spec = replace(model.spec, kv_format="bfloat16")
     parts = Build(
-        spec, REFERENCE, PlainFormat(REFERENCE.matmul.plain, torch.float32, CPU), ONE_DEVICE, torch.float32, CPU
+        spec,
+        REFERENCE,
+        UnquantizedFormat(REFERENCE.matmul.unquantized, torch.float32, CPU),
+        ONE_DEVICE,
+        torch.float32,
+        CPU,
     )
     with pytest.raises(ConfigError, match="bfloat16"):
         Decoder(parts, spec.max_len)

@@ -13,7 +13,7 @@ from ridgeline.core.plan import StepPlan
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.request import Lease
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.guest import NO_SPECULATION, Speculation
+from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from tests.engine.helpers import PLAIN, WINDOWED, Guesser, oracle, prompts
 from tests.engine.late import LateBench, at_once, never

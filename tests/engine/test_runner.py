@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ridgeline.core.draft import Draft
-from ridgeline.speculation.guest import Speculation
+from ridgeline.speculation.interface import Speculation
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, answer, layout_of, pair
 
 FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]

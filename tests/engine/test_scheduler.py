@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.guest import Speculation
+from ridgeline.speculation.interface import Speculation
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from tests.engine.helpers import PLAIN, WINDOWED, Bench, Guesser, oracle, prompts
 

@@ -21,7 +21,7 @@ from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.virtual import VirtualRunner
-from ridgeline.speculation.guest import NO_SPECULATION, RequestView, Speculation
+from ridgeline.speculation.interface import NO_SPECULATION, RequestView, Speculation
 from ridgeline.speculation.state import NO_STEP_DRAFTS, StepDrafts
 
 LAYER = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))

@@ -16,10 +16,10 @@ from ridgeline.models.layers import Build
 from ridgeline.models.weights import load_dummy
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, Matrix, plain
+from ridgeline.ops.table import Activation, Matrix, apply_norm
 from ridgeline.parallel.mesh import ONE_DEVICE
 from ridgeline.quant.format import Expected, LinearShape, Share, Weight
-from ridgeline.quant.plain import PlainFormat
+from ridgeline.quant.unquantized import UnquantizedFormat
 from tests.models.paged import PagedRows
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ class Scaled(Weight):
         return stream + self.apply(x, step)
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
-        return REFERENCE.tokenwise.activate(self.apply(plain(x, REFERENCE.tokenwise.rms_norm), step), kind)
+        return REFERENCE.tokenwise.activate(self.apply(apply_norm(x, REFERENCE.tokenwise.rms_norm), step), kind)
 
     def matrix(self) -> Matrix | None:
         return None
@@ -74,7 +74,7 @@ class Scaled(Weight):
 
 @dataclass(frozen=True)
 class ScaledFormat:
-    base: PlainFormat
+    base: UnquantizedFormat
     factors: torch.Tensor
     token_counts: list[int] = field(default_factory=list)
     name: str = "scaled"
@@ -86,7 +86,7 @@ class ScaledFormat:
 def model(factors: Sequence[float]) -> tuple[LoadedModel, ScaledFormat]:
     """The same random weights for any factors, one for each device row."""
     spec = read_spec({**CONFIG, "torch_dtype": "float32"})
-    form = ScaledFormat(PlainFormat(REFERENCE.matmul.plain, torch.float32, CPU), torch.tensor(factors))
+    form = ScaledFormat(UnquantizedFormat(REFERENCE.matmul.unquantized, torch.float32, CPU), torch.tensor(factors))
     decoder = Decoder(Build(spec, REFERENCE, form, ONE_DEVICE, torch.float32, CPU), spec.max_len)
     load_dummy(decoder, ModelConfig().seed)
     decoder.finish_loading()

@@ -12,10 +12,10 @@ from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import StepInputs
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.format import LinearShape, Part, Share
-from ridgeline.quant.plain import PlainFormat
+from ridgeline.quant.unquantized import UnquantizedFormat
 
 SPEC = ModelSpec("test", 8, 24, (), 64)
-FORM = PlainFormat(REFERENCE.matmul.plain, torch.float32, torch.device("cpu"))
+FORM = UnquantizedFormat(REFERENCE.matmul.unquantized, torch.float32, torch.device("cpu"))
 ZERO = torch.zeros(1, dtype=torch.int32)
 STEP = StepInputs(ZERO, torch.tensor([0, 5], dtype=torch.int32), ZERO + 5, ZERO.expand(5), ZERO.expand(5), 5, 5)
 

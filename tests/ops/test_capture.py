@@ -104,7 +104,7 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
     """Pointers, whole numbers and floats, as they come."""
     x, weight, bias, base = torch.randn(3, 64), torch.randn(128, 64), torch.randn(128), torch.randn(3, 128)
     normed = Normed(x, torch.rand(64), 0.125, True)
-    packed, small = native.matmul.plain.pack(weight), (weight * 8).to(torch.float8_e4m3fn)
+    packed, small = native.matmul.unquantized.pack(weight), (weight * 8).to(torch.float8_e4m3fn)
     scales, codes = torch.rand(128), torch.randint(1, 15, (128, 64), dtype=torch.uint8)
     eight = {"fp8": native.matmul.fp8, "weights in fp8": native.matmul.fp8_weight}
     matrices = {name: ops.pack(small, scales) for name, ops in eight.items()}
@@ -116,11 +116,11 @@ def test_each_function_is_given_its_own_arguments(native: Ops, kind: str) -> Non
         if kind == "gate":
             return native.tokenwise.activate(x, "gelu_tanh")
         if kind == "linear":
-            return native.matmul.plain.linear(normed, packed, bias)
+            return native.matmul.unquantized.linear(normed, packed, bias)
         if kind == "added":
-            return native.matmul.plain.linear_add(x, packed, bias, base)
+            return native.matmul.unquantized.linear_add(x, packed, bias, base)
         if kind == "gated":
-            return native.matmul.plain.linear_activate(normed, packed, bias, "silu")
+            return native.matmul.unquantized.linear_activate(normed, packed, bias, "silu")
         if kind == "integers":
             return native.matmul.integer.linear(normed, integer, bias)
         return eight[kind].linear(normed, matrices[kind], bias, torch.float32)
@@ -196,7 +196,7 @@ def test_an_engine_says_the_same(engines: tuple[LocalEngine, LocalEngine], rows:
             tokens = tokenizer.encode(text, add_special_tokens=False)
             wish = SamplingParams(**sampling, max_tokens=60 + 10 * at, ignore_eos=True, seed=at)
             engine.submit(Submit(f"{at}", tokens, wish, time.time(), cache=False))
-        for delta in engine.news():
+        for delta in engine.deltas():
             texts.setdefault(delta.id, []).extend(delta.tokens)
         said.append(texts)
     assert said[0] == said[1]
@@ -219,7 +219,7 @@ def test_requests_that_follow_are_served_by_what_was_captured(
         recorded.results.clear()
         for local in (engine, plain):
             local.submit(Submit(f"next {number}", list(range(20 + number, 40)), sampling, time.time(), cache=False))
-            said.append([token for delta in local.news() for token in delta.tokens])
+            said.append([token for delta in local.deltas() for token in delta.tokens])
         assert said[0] == said[1] and len(said[0]) == 12
         return sum(result.fresh for result in recorded.results)
 
@@ -269,7 +269,7 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
             tokens = [300 + number for number in range(4 + at % 3)] * 6
             sampling = SamplingParams(temperature=0.3 * (at % 2), max_tokens=30, ignore_eos=True, seed=at)
             engine.submit(Submit(f"{at}", tokens, sampling, time.time(), cache=False))
-        for delta in engine.news():
+        for delta in engine.deltas():
             texts.setdefault(delta.id, []).extend(delta.tokens)
         said.append(texts)
         engine.close()
@@ -291,7 +291,7 @@ def test_a_drafter_learns_from_steps_of_its_own(monkeypatch: pytest.MonkeyPatch)
         seen.clear()
         sampling = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
         engine.submit(Submit(f"learns {number}", list(range(20, 40)), sampling, time.time(), cache=False))
-        for _ in engine.news():
+        for _ in engine.deltas():
             pass
         assert abs(len(seen) - learned) <= 2
     engine.close()

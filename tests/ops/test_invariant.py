@@ -86,16 +86,16 @@ def test_a_row_is_the_same_among_any_number_of_tokens(n: int, k: int, dtype: tor
     weight, bias = torch.randn(n, k).to(DEVICE, dtype), torch.randn(n).to(DEVICE, dtype)
     x, stream = torch.randn(MOST, k).to(DEVICE, dtype), torch.randn(MOST, n).to(DEVICE, dtype)
     gain = torch.rand(k).add(0.5).to(DEVICE, dtype)
-    packed = INVARIANT.matmul.plain.pack(weight / 8)
+    packed = INVARIANT.matmul.unquantized.pack(weight / 8)
 
     def run(part: slice) -> tuple[torch.Tensor, ...]:
         deferred = Normed(x[part], gain, 1e-5, False)
         return (
-            INVARIANT.matmul.plain.linear(x[part], packed, None),
-            INVARIANT.matmul.plain.linear(deferred, packed, bias),
-            INVARIANT.matmul.plain.linear_add(x[part], packed, bias, stream[part].clone()),
-            INVARIANT.matmul.plain.linear_activate(deferred, packed, bias, "silu"),
-            INVARIANT.matmul.plain.linear_activate(x[part], packed, None, "gelu_tanh"),
+            INVARIANT.matmul.unquantized.linear(x[part], packed, None),
+            INVARIANT.matmul.unquantized.linear(deferred, packed, bias),
+            INVARIANT.matmul.unquantized.linear_add(x[part], packed, bias, stream[part].clone()),
+            INVARIANT.matmul.unquantized.linear_activate(deferred, packed, bias, "silu"),
+            INVARIANT.matmul.unquantized.linear_activate(x[part], packed, None, "gelu_tanh"),
         )
 
     whole = run(slice(0, MOST))
@@ -144,7 +144,7 @@ def test_launches_differ_by_tokens_and_sums_do_not(n: int, k: int) -> None:
 
 def test_rows_of_odd_width_are_refused() -> None:
     with pytest.raises(ConfigError, match="--deterministic"):
-        INVARIANT.matmul.plain.pack(torch.zeros(8, 13, dtype=torch.float16))
+        INVARIANT.matmul.unquantized.pack(torch.zeros(8, 13, dtype=torch.float16))
 
 
 def test_fp8_rows_are_the_same_among_any_number_of_tokens() -> None:

@@ -100,10 +100,10 @@ def test_cpu_qkv_write(
 @pytest.mark.parametrize("tokens", [1, 16, 130])
 def test_cpu_linear(dtype: torch.dtype, tokens: int) -> None:
     weight, bias, x = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype), torch.randn(tokens, 64).to(dtype)
-    packed = CPU.matmul.plain.pack(weight)
+    packed = CPU.matmul.unquantized.pack(weight)
     for bias_or_none in (None, bias):
         want = F.linear(x.double(), weight.double(), None if bias_or_none is None else bias_or_none.double())
-        close(CPU.matmul.plain.linear(x, packed, bias_or_none), want.to(dtype), dtype)
+        close(CPU.matmul.unquantized.linear(x, packed, bias_or_none), want.to(dtype), dtype)
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)
@@ -113,12 +113,22 @@ def test_what_joins_a_product(ops: Ops, dtype: torch.dtype, tokens: int) -> None
     """A norm before it, the stream added to it, the activation of a merged gate and up: by hand in float64."""
     x, weight, bias = torch.randn(tokens, 64).to(dtype), torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
     gain, stream = torch.randn(64).to(dtype), 10 * torch.randn(tokens, 96).to(dtype)
-    wide, packed, normed = x.double(), ops.matmul.plain.pack(weight), Normed(x, gain, 1e-2, True)
+    wide, packed, normed = x.double(), ops.matmul.unquantized.pack(weight), Normed(x, gain, 1e-2, True)
     values = wide / (wide.square().mean(1, keepdim=True) + 1e-2).sqrt() * (gain.double() + 1)
     for added in (None, bias):
         more = 0 if added is None else added.double()
-        close(ops.matmul.plain.linear(normed, packed, added), (values @ weight.double().t() + more).to(dtype), dtype, 3)
+        close(
+            ops.matmul.unquantized.linear(normed, packed, added),
+            (values @ weight.double().t() + more).to(dtype),
+            dtype,
+            3,
+        )
         want = stream.double() + wide @ weight.double().t() + more
-        close(ops.matmul.plain.linear_add(x, packed, added, stream.clone()), want.to(dtype), dtype, 3)
+        close(ops.matmul.unquantized.linear_add(x, packed, added, stream.clone()), want.to(dtype), dtype, 3)
         gate, up = (values @ weight.double().t() + more).chunk(2, 1)
-        close(ops.matmul.plain.linear_activate(normed, packed, added, "silu"), (F.silu(gate) * up).to(dtype), dtype, 3)
+        close(
+            ops.matmul.unquantized.linear_activate(normed, packed, added, "silu"),
+            (F.silu(gate) * up).to(dtype),
+            dtype,
+            3,
+        )

@@ -38,20 +38,20 @@ def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, bf16_error:
 @pytest.mark.parametrize("outputs, inputs", [(96, 64), (1, 1), (17, 33), (130, 70), (49, 5), (256, 512), (64, 1100)])
 def test_linear(ops: Ops, threads: int, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    packed = ops.matmul.plain.pack(weight)
+    packed = ops.matmul.unquantized.pack(weight)
     assert packed.shape[0] == outputs
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 32, 33, 47, 65, 150):
         x = torch.randn(rows, inputs).to(dtype)
         for bias_or_none in (None, bias):
             want = F.linear(x.double(), weight.double(), None if bias_or_none is None else bias_or_none.double())
-            close(ops.matmul.plain.linear(x, packed, bias_or_none), want.to(dtype), dtype)
+            close(ops.matmul.unquantized.linear(x, packed, bias_or_none), want.to(dtype), dtype)
 
 
 def test_linear_of_many_rows_and_inputs(ops: Ops, threads: int) -> None:
     """Rows that do not fit the cache at once."""
     weight, x = torch.randn(200, 2080).bfloat16(), torch.randn(700, 2080).bfloat16()
     close(
-        ops.matmul.plain.linear(x, ops.matmul.plain.pack(weight), None),
+        ops.matmul.unquantized.linear(x, ops.matmul.unquantized.pack(weight), None),
         F.linear(x.double(), weight.double()).bfloat16(),
         BF16,
     )
@@ -59,20 +59,20 @@ def test_linear_of_many_rows_and_inputs(ops: Ops, threads: int) -> None:
 
 def test_linear_takes_rows_that_do_not_lie_in_order(ops: Ops) -> None:
     weight, x = torch.randn(32, 48), torch.randn(5, 96)[:, ::2]
-    close(ops.matmul.plain.linear(x, ops.matmul.plain.pack(weight), None), F.linear(x, weight), F32)
+    close(ops.matmul.unquantized.linear(x, ops.matmul.unquantized.pack(weight), None), F.linear(x, weight), F32)
 
 
 def test_a_packed_weight_stands_alone(ops: Ops) -> None:
     weight, x = torch.randn(40, 64).bfloat16(), torch.randn(3, 64).bfloat16()
-    packed = ops.matmul.plain.pack(weight)
-    want = ops.matmul.plain.linear(x, packed, None)
+    packed = ops.matmul.unquantized.pack(weight)
+    want = ops.matmul.unquantized.linear(x, packed, None)
     weight.zero_()
-    assert torch.equal(ops.matmul.plain.linear(x, packed, None), want)
+    assert torch.equal(ops.matmul.unquantized.linear(x, packed, None), want)
 
 
 def test_float16_falls_back(ops: Ops) -> None:
     weight, x = torch.randn(40, 64).half(), torch.randn(3, 64).half()
-    assert torch.equal(ops.matmul.plain.linear(x, ops.matmul.plain.pack(weight), None), F.linear(x, weight))
+    assert torch.equal(ops.matmul.unquantized.linear(x, ops.matmul.unquantized.pack(weight), None), F.linear(x, weight))
     assert ops.tokenwise.rms_norm(x, torch.ones(64).half(), 1e-5, False).dtype == torch.float16
 
 
@@ -92,7 +92,7 @@ def test_norms(ops: Ops, dtype: torch.dtype, rows: int, size: int, offset: bool)
 def test_what_joins_a_product(ops: Ops, threads: int, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     """A norm that is still to be done, the stream added to a product, the activation of one."""
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    norm, packed = torch.randn(inputs).to(dtype), ops.matmul.plain.pack(weight)
+    norm, packed = torch.randn(inputs).to(dtype), ops.matmul.unquantized.pack(weight)
     for rows in (*range(1, 10), 13, 16, 17, 40):
         # A traceback shows the arguments, `rows` among them.
         check_joined(ops, packed, weight, bias, norm, rows)
@@ -107,23 +107,27 @@ def check_joined(
     x, stream = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype)
     normed, wide_normed = Normed(x, norm, 1e-5, False), Normed(x.double(), norm.double(), 1e-5, False)
     wide, wide_weight, wide_bias = x.double(), weight.double(), bias.double()
-    want = REFERENCE.matmul.plain.linear(wide_normed, wide_weight, wide_bias).to(dtype)
-    close(ops.matmul.plain.linear(normed, packed, bias), want, dtype)
+    want = REFERENCE.matmul.unquantized.linear(wide_normed, wide_weight, wide_bias).to(dtype)
+    close(ops.matmul.unquantized.linear(normed, packed, bias), want, dtype)
     for bias_or_none, wide_one in ((None, None), (bias, wide_bias)):
-        want = REFERENCE.matmul.plain.linear_add(wide, wide_weight, wide_one, stream.double()).to(dtype)
-        close(ops.matmul.plain.linear_add(x, packed, bias_or_none, stream.clone()), want, dtype)
+        want = REFERENCE.matmul.unquantized.linear_add(wide, wide_weight, wide_one, stream.double()).to(dtype)
+        close(ops.matmul.unquantized.linear_add(x, packed, bias_or_none, stream.clone()), want, dtype)
     for given, wide_given, kind in ((normed, wide_normed, "silu"), (x, wide, "gelu_tanh")):
-        want = REFERENCE.matmul.plain.linear_activate(wide_given, wide_weight, wide_bias, kind).to(dtype)
+        want = REFERENCE.matmul.unquantized.linear_activate(wide_given, wide_weight, wide_bias, kind).to(dtype)
         # The rounding of a few large sums weighs most here.
-        close(ops.matmul.plain.linear_activate(given, packed, bias, kind), want, dtype, bf16_error=1e-2)
+        close(ops.matmul.unquantized.linear_activate(given, packed, bias, kind), want, dtype, bf16_error=1e-2)
 
 
 def test_the_stream_holds_the_result(ops: Ops) -> None:
     weight, x, stream = torch.randn(32, 48), torch.randn(5, 48), torch.randn(5, 32)
-    out = ops.matmul.plain.linear_add(x, ops.matmul.plain.pack(weight), None, stream)
+    out = ops.matmul.unquantized.linear_add(x, ops.matmul.unquantized.pack(weight), None, stream)
     assert out.data_ptr() == stream.data_ptr()
     apart = torch.randn(5, 64)[:, ::2]
-    close(ops.matmul.plain.linear_add(x, ops.matmul.plain.pack(weight), None, apart), apart + F.linear(x, weight), F32)
+    close(
+        ops.matmul.unquantized.linear_add(x, ops.matmul.unquantized.pack(weight), None, apart),
+        apart + F.linear(x, weight),
+        F32,
+    )
 
 
 def test_norm_of_zeros_is_zero_and_nan_stays(ops: Ops) -> None:
@@ -339,12 +343,14 @@ def run_layers(
     for parts, view in zip(layers, views, strict=True):
         eps, offset = parts.shape.norm_eps, parts.shape.norm_offset
         normed = Normed(stream, parts.attention_norm, eps, offset)
-        qkv = ops.matmul.plain.linear(normed, parts.qkv.packed, parts.qkv.bias)
+        qkv = ops.matmul.unquantized.linear(normed, parts.qkv.packed, parts.qkv.bias)
         out, _ = ops.attention.attend(*ops.attention.qkv_write(qkv, parts.shape, view, step), view, step)
-        stream = ops.matmul.plain.linear_add(out.flatten(1), parts.out.packed, parts.out.bias, stream)
+        stream = ops.matmul.unquantized.linear_add(out.flatten(1), parts.out.packed, parts.out.bias, stream)
         normed = Normed(stream, parts.feed_forward_norm, eps, offset)
-        inner = ops.matmul.plain.linear_activate(normed, parts.gate_up.packed, parts.gate_up.bias, parts.activation)
-        stream = ops.matmul.plain.linear_add(inner, parts.down.packed, parts.down.bias, stream)
+        inner = ops.matmul.unquantized.linear_activate(
+            normed, parts.gate_up.packed, parts.gate_up.bias, parts.activation
+        )
+        stream = ops.matmul.unquantized.linear_add(inner, parts.down.packed, parts.down.bias, stream)
     return stream
 
 
@@ -371,7 +377,7 @@ def test_layers_in_one_call(
     packed: list[LayerParts] = []
     apart: list[LayerParts] = []
     for seed in range(3):
-        for kept, pack in ((packed, ops.matmul.plain.pack), (apart, single.matmul.plain.pack)):
+        for kept, pack in ((packed, ops.matmul.unquantized.pack), (apart, single.matmul.unquantized.pack)):
             torch.manual_seed(seed)
             kept.append(layer_parts(dtype, pack, options))
     stream = torch.randn(len(case.q), 96).to(dtype)
@@ -395,7 +401,7 @@ def test_layers_by_any_number_of_threads(
     case, options = batch(rows).to("cpu", F32), {"d_ff": 1536}
     packed, apart = [], []
     for seed in range(3):
-        for kept, pack in ((packed, ops.matmul.plain.pack), (apart, REFERENCE.matmul.plain.pack)):
+        for kept, pack in ((packed, ops.matmul.unquantized.pack), (apart, REFERENCE.matmul.unquantized.pack)):
             torch.manual_seed(seed)
             kept.append(layer_parts(F32, pack, options))
     stream = torch.randn(len(case.q), 96)
@@ -415,7 +421,7 @@ def test_layers_by_any_number_of_threads(
 def test_views_of_the_first_layers_run_these_alone(ops: Ops, batch: Callable[..., Any]) -> None:
     case = batch(MIXED).to("cpu", F32)
     torch.manual_seed(0)
-    parts = [layer_parts(F32, ops.matmul.plain.pack, {}) for _ in range(3)]
+    parts = [layer_parts(F32, ops.matmul.unquantized.pack, {}) for _ in range(3)]
     run, stream = ops.programs.layers(parts, lambda stream, views, step: stream), torch.randn(len(case.q), 96)
     views, twins = ([replace(case.view, kv=case.view.kv.clone()) for _ in parts] for _ in range(2))
     before = views[2].kv.clone()
@@ -427,14 +433,14 @@ def test_views_of_the_first_layers_run_these_alone(ops: Ops, batch: Callable[...
 
 @pytest.mark.parametrize("options", [{"d_ff": 40}])
 def test_layers_of_other_sizes_run_one_by_one(ops: Ops, options: dict[str, Any]) -> None:
-    assert ops.programs.layers([layer_parts(F32, ops.matmul.plain.pack, options)], refuse) is refuse
+    assert ops.programs.layers([layer_parts(F32, ops.matmul.unquantized.pack, options)], refuse) is refuse
     half = layer_parts(torch.float16, lambda weight: weight, {})
     assert ops.programs.layers([half], refuse) is refuse
 
 
 def test_layers_over_a_cache_of_other_numbers_run_one_by_one(ops: Ops, batch: Callable[..., Any]) -> None:
     case = batch(DECODE).to("cpu", BF16)
-    run = ops.programs.layers([layer_parts(F32, ops.matmul.plain.pack, {})], refuse)
+    run = ops.programs.layers([layer_parts(F32, ops.matmul.unquantized.pack, {})], refuse)
     with pytest.raises(AssertionError, match="one call"):
         run(torch.randn(len(case.q), 96), [case.view], case.step)
 

@@ -37,14 +37,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_row_is_the_same_among_any_number_of_rows(ops: Ops, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x, stream = torch.randn(70, inputs).to(dtype), torch.randn(70, outputs).to(dtype)
     weight, gain = torch.randn(outputs, inputs).to(dtype) / 8, torch.rand(inputs).to(dtype)
-    packed = ops.matmul.plain.pack(weight)
+    packed = ops.matmul.unquantized.pack(weight)
 
     def run(part: slice) -> tuple[torch.Tensor, ...]:
-        gated = [ops.matmul.plain.linear_activate(x[part], packed, None, "silu")] if outputs % 2 == 0 else []
+        gated = [ops.matmul.unquantized.linear_activate(x[part], packed, None, "silu")] if outputs % 2 == 0 else []
         deferred = Normed(x[part], gain, 1e-5, False)
         return (
-            ops.matmul.plain.linear(deferred, packed, None),
-            ops.matmul.plain.linear_add(x[part], packed, None, stream[part].clone()),
+            ops.matmul.unquantized.linear(deferred, packed, None),
+            ops.matmul.unquantized.linear_add(x[part], packed, None, stream[part].clone()),
             *gated,
         )
 

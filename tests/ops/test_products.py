@@ -29,7 +29,7 @@ def error(out: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, plain: torch.Tensor | None = None) -> None:
-    """Error against float64; shape and dtype as PlainOps.linear promises. plain: the reference's result, one operation after
+    """Error against float64; shape and dtype as FloatOps.linear promises. plain: the reference's result, one operation after
     the other, each rounded to dtype: an error no larger than its own is right too."""
     assert out.shape == want.shape
     assert out.dtype == dtype
@@ -179,9 +179,9 @@ def test_what_joins_a_product(tokens: int) -> None:
     stream = torch.randn(tokens, 96, device=DEVICE).to(dtype)
     for added in (None, bias):
         outs = (
-            TRITON.matmul.plain.linear(deferred, TRITON.matmul.plain.pack(weight), added),
-            TRITON.matmul.plain.linear_add(x, TRITON.matmul.plain.pack(weight), added, stream.clone()),
-            TRITON.matmul.plain.linear_activate(deferred, TRITON.matmul.plain.pack(weight), added, "silu"),
+            TRITON.matmul.unquantized.linear(deferred, TRITON.matmul.unquantized.pack(weight), added),
+            TRITON.matmul.unquantized.linear_add(x, TRITON.matmul.unquantized.pack(weight), added, stream.clone()),
+            TRITON.matmul.unquantized.linear_activate(deferred, TRITON.matmul.unquantized.pack(weight), added, "silu"),
         )
         more = 0 if added is None else added.double()
         sums = values(deferred) @ weight.double().T + more
@@ -191,9 +191,9 @@ def test_what_joins_a_product(tokens: int) -> None:
             REFERENCE.tokenwise.activate(sums, "silu"),
         )
         plains = (
-            REFERENCE.matmul.plain.linear(deferred, weight, added),
-            REFERENCE.matmul.plain.linear_add(x, weight, added, stream),
-            REFERENCE.matmul.plain.linear_activate(deferred, weight, added, "silu"),
+            REFERENCE.matmul.unquantized.linear(deferred, weight, added),
+            REFERENCE.matmul.unquantized.linear_add(x, weight, added, stream),
+            REFERENCE.matmul.unquantized.linear_activate(deferred, weight, added, "silu"),
         )
         for out, want, plain in zip(outs, wants, plains, strict=True):
             assert out.shape == want.shape
@@ -215,7 +215,7 @@ def test_rows_may_be_part_of_a_wider_tensor() -> None:
     x = wide[:, 256:]
     near(vector_product(x[:3], weight, bias, VectorTile(1, 256, 2)), x[:3], weight, bias)
     near(matrix_product(x, weight, bias, MatrixTile(16, 64, 64, 4, 2)), x, weight, bias)
-    near(TRITON.matmul.plain.linear(x, weight, bias), x, weight, bias)
+    near(TRITON.matmul.unquantized.linear(x, weight, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4, 5, 64, 256, 300])
@@ -223,7 +223,7 @@ def test_rows_may_be_part_of_a_wider_tensor() -> None:
 def test_linear(tokens: int, n: int, k: int) -> None:
     """Whatever path a shape takes."""
     x, weight, bias = operands(tokens, n, k, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
-    out = TRITON.matmul.plain.linear(x, TRITON.matmul.plain.pack(weight), bias)
+    out = TRITON.matmul.unquantized.linear(x, TRITON.matmul.unquantized.pack(weight), bias)
     assert out.shape == (tokens, n)
     if tokens:
         near(out, x, weight, bias)
@@ -287,7 +287,7 @@ def test_a_captured_chain_of_products(tokens: int) -> None:
     def chain() -> list[torch.Tensor]:
         outs = [first]
         for weight in weights:
-            outs.append(TRITON.matmul.plain.linear(outs[-1], weight, None))
+            outs.append(TRITON.matmul.unquantized.linear(outs[-1], weight, None))
         return outs
 
     chain()

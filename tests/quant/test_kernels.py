@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ridgeline.ops.reference import REFERENCE, fp8_activate, quantize
-from ridgeline.ops.table import Activation, Fp8Matrix, Normed, Scaled, plain
+from ridgeline.ops.table import Activation, Fp8Matrix, Normed, Scaled, apply_norm
 
 pytest.importorskip("triton")
 
@@ -96,7 +96,7 @@ def matrix(outputs: int, inputs: int) -> Fp8Matrix:
 
 def exact(x: Activation, weights: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """The formula in float64."""
-    given = x if isinstance(x, Scaled) else quantize(plain(x, REFERENCE.tokenwise.rms_norm))
+    given = x if isinstance(x, Scaled) else quantize(apply_norm(x, REFERENCE.tokenwise.rms_norm))
     wide = given.values.double() * given.scales.double().unsqueeze(1)
     out = wide @ (weights.values.double() * weights.scales.double().unsqueeze(1)).t()
     return out if bias is None else out + bias.double()

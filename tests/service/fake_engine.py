@@ -12,7 +12,6 @@ from ridgeline.core.plan import TokenLogprobs
 from ridgeline.wire.client import EngineTimeouts
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
-    Beat,
     Cancel,
     Control,
     Delta,
@@ -20,6 +19,7 @@ from ridgeline.wire.messages import (
     Down,
     Failed,
     Finish,
+    Heartbeat,
     Loading,
     Ready,
     Reply,
@@ -174,9 +174,9 @@ class FakeEngine:
                 return
 
     async def _rest(self) -> None:
-        """Beat until a message comes."""
+        """Heartbeat until a message comes."""
         while not self._wake.is_set():
-            self.send(Beat(self._step, bool(self._waiting)))
+            self.send(Heartbeat(self._step, bool(self._waiting)))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self.behaviour.beat_s)
 

@@ -150,14 +150,14 @@ def test_what_auto_means() -> None:
     actual = wanted_by(auto, spec, shipped_model(), "cpu")
     assert (actual.host, actual.device, actual.folder) == (("reference",), "recurrent", result)
     assert opened("auto").engine.setup.facts["speculate"] == ["reference", "recurrent"]
-    assert not wanted("off").most and not wanted("").most  # type: ignore[attr-defined]
+    assert not wanted("off").max_nodes and not wanted("").max_nodes  # type: ignore[attr-defined]
 
 
 def test_what_users_of_vllm_write() -> None:
     actual = wanted('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}')
-    assert (actual.host, actual.most, actual.sizes) == (("reference",), 5, (0, 1, 2, 3, 4, 5))  # type: ignore[attr-defined]
+    assert (actual.host, actual.max_nodes, actual.sizes) == (("reference",), 5, (0, 1, 2, 3, 4, 5))  # type: ignore[attr-defined]
     actual = wanted('{"model": "some/folder", "num_speculative_tokens": 3}')
-    assert (actual.device, actual.folder, actual.most) == ("draft", Path("some/folder"), 3)  # type: ignore[attr-defined]
+    assert (actual.device, actual.folder, actual.max_nodes) == ("draft", Path("some/folder"), 3)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ class Steps:
         if verified or self.drafted:
             controller.measure(Reading(self.rows, took, gained, verified, self.drafted))
             return [(gained, took)]
-        controller.measure_plain(self.rows, took)
+        controller.measure_undrafted(self.rows, took)
         rest = [(1.0, self.time(0, 0)) for _ in range(controller.idle_steps(self.rows, host=False, device=True))]
         for _, seconds in rest:
-            controller.measure_plain(self.rows, seconds)
+            controller.measure_undrafted(self.rows, seconds)
         self.used[0] += len(rest)
         return [(gained, took), *rest]
 
@@ -223,7 +223,7 @@ def test_what_is_saved() -> None:
     controller = Controller((0, 4), fixed=True)
     assert controller.measure(Reading(2, 1.5, 3.0, 4, 4))[0] == pytest.approx(3.0), "all there is to compare with"
     for _ in range(60):
-        controller.measure_plain(2, 1.0)
+        controller.measure_undrafted(2, 1.0)
     assert controller.measure(Reading(2, 1.2, 3.0, 4, 4))[0] == pytest.approx(1.8, rel=0.02)
 
 
@@ -245,7 +245,7 @@ def ask(controller: Controller, steps: int, gained: float, took: float, rows: in
             quoted += 0.2 * (gained - price - quoted)
             tokens, total, calls = tokens + 1 + gained / rows, total + took, calls + 1
         else:
-            controller.measure_plain(rows, 1.0)
+            controller.measure_undrafted(rows, 1.0)
             tokens, total = tokens + 1, total + 1
     return tokens / total, calls
 
@@ -267,7 +267,7 @@ def test_questions_that_pay_are_asked_and_found_again() -> None:
 
 def test_losses_of_device_drafts_do_not_silence_the_host_drafter() -> None:
     controller = Controller((0, 4))
-    controller.measure_plain(1, 1.0, 100)
+    controller.measure_undrafted(1, 1.0, 100)
     for _ in range(30):
         controller.measure(Reading(1, 2.5, 1.0, 4, 4))
     assert controller.may_call(1) and ask(controller, 300, 1.5, 1.4)[1] > 250
@@ -289,7 +289,7 @@ def test_losses_of_the_host_drafter_do_not_silence_device_drafts() -> None:
 def test_a_step_in_which_both_drafted_is_booked_to_both() -> None:
     """The host drafter's part is what its calls and nodes are known to take and what its nodes gained."""
     controller = Controller((0, 4))
-    controller.measure_plain(1, 1.0, 100)
+    controller.measure_undrafted(1, 1.0, 100)
     for _ in range(60):
         controller.measure(asked(1, 1.6, 0.0, 4.0))
     batch = batch_of(controller, 1)
@@ -303,14 +303,14 @@ def test_a_debt_is_forgiven_by_the_share_of_new_requests() -> None:
     """Where many come, one after the other, calls that lose are still rare."""
     for rows in (1, 8):
         controller, calls, tokens, seconds = Controller(SIZES), 0, 0.0, 0.0
-        controller.measure_plain(rows, 1.0, 100)
+        controller.measure_undrafted(rows, 1.0, 100)
         for step in range(4000):
             if step % 12 == 0:
                 controller.admit(rows, 1)
             if asks := controller.may_call(rows):
                 controller.measure(asked(rows, 2.5, 0.5, 1.0))
             else:
-                controller.measure_plain(rows, 1.0)
+                controller.measure_undrafted(rows, 1.0)
             calls, tokens, seconds = calls + asks, tokens + 1 + 0.5 * asks, seconds + 1 + 1.5 * asks
         assert calls > 10 and (rows == 1 or tokens / seconds > 0.97)
 
@@ -318,7 +318,7 @@ def test_a_debt_is_forgiven_by_the_share_of_new_requests() -> None:
 def test_what_a_new_shape_takes_says_nothing_of_its_later_steps() -> None:
     """To build and to record it takes many plain steps: they are no regret, and no reading."""
     controller = Controller((0, 4))
-    controller.measure_plain(1, 1.0, 100)
+    controller.measure_undrafted(1, 1.0, 100)
     for _ in range(2):
         controller.measure(Reading(1, 4.0, 2.0, 4, 4, fresh=True))
         _, price = controller.measure(asked(1, 4.0, 1.0, 4.0, fresh=True))
@@ -333,7 +333,7 @@ def test_what_a_new_shape_takes_says_nothing_of_its_later_steps() -> None:
 def test_new_shapes_without_end_are_regret() -> None:
     """As where of many rows each drafts another number of nodes."""
     controller = Controller((0, 4))
-    controller.measure_plain(8, 1.0, 100)
+    controller.measure_undrafted(8, 1.0, 100)
     for _ in range(6):
         controller.measure(Reading(8, 2.5, 1.5, 4, 4, fresh=True))
         controller.measure(asked(8, 2.5, 0.5, 4.0, calls=8, fresh=True))
@@ -345,7 +345,7 @@ def test_new_shapes_without_end_are_regret() -> None:
 def test_nodes_worth_verifying_for_one_request() -> None:
     controller = Controller((0, 1, 2, 4, 8))
     assert controller.host_nodes(1, 0.95) == 8
-    controller.measure_plain(1, 1.0)
+    controller.measure_undrafted(1, 1.0)
     for _ in range(50):
         controller.measure(asked(1, 1.1, 1.0, 4.0))
     assert controller.host_nodes(1, 0.95) == 8
@@ -372,7 +372,7 @@ def test_what_is_known_of_plain_steps_does_not_stay_too_high() -> None:
     before: the machine has become faster."""
     controller = Controller((0, 4))
     for seconds in (1.0, *[0.001] * 20):
-        controller.measure_plain(1, seconds)
+        controller.measure_undrafted(1, seconds)
     assert controller.measure(Reading(1, 0.0, 2.0, 4, 4))[0] == pytest.approx(0.002, rel=0.3), "seconds saved"
     for _ in range(30):
         controller.measure(Reading(1, 0.0005, 1.0, 0, 4))
@@ -406,11 +406,11 @@ def test_one_plain_step_may_stand_for_several() -> None:
     controllers = Controller((0, 4)), Controller((0, 4))
     for _ in range(25):
         for _ in range(4):
-            controllers[0].measure_plain(2, 0.003)
-        controllers[1].measure_plain(2, 0.003, 4)
+            controllers[0].measure_undrafted(2, 0.003)
+        controllers[1].measure_undrafted(2, 0.003, 4)
     for controller in controllers:
         batch = batch_of(controller, 2)
-        assert (batch.count, batch.plain) == (100, pytest.approx(0.003))
+        assert (batch.count, batch.fused_sampling) == (100, pytest.approx(0.003))
         assert controller.measure(Reading(2, 0.006, 3.0, 4, 4))[0] == pytest.approx(0.003)
     first, other = (batch_of(controller, 2) for controller in controllers)
     for budget, same in ((first.device, other.device), (first.host, other.host)):
@@ -419,7 +419,7 @@ def test_one_plain_step_may_stand_for_several() -> None:
 
 def test_calls_are_paid_by_the_host_drafter_and_earned_while_the_device_drafts() -> None:
     controller = Controller((0, 2, 4))
-    controller.measure_plain(1, 1.0, 100)
+    controller.measure_undrafted(1, 1.0, 100)
     batch = batch_of(controller, 1)
     batch.host.balance = 0.0
     assert not controller.probe_calls(1, new=False)
@@ -438,12 +438,12 @@ def test_a_draft_model_that_reads_what_it_missed_is_worth_less() -> None:
 
     def started(read_time: float) -> int:
         controller, chosen = Controller((0, 1)), 0
-        controller.measure_plain(64, 1.0, 16)
+        controller.measure_undrafted(64, 1.0, 16)
         off = 16.0
         for _ in range(2000):
             nodes = controller.choose(64, 1)
             if not nodes:
-                controller.measure_plain(64, 1.0)
+                controller.measure_undrafted(64, 1.0)
                 off += 1
                 continue
             chosen += 1

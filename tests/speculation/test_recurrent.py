@@ -243,7 +243,7 @@ def test_matrices_that_no_format_names_are_in_8_bits(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_recurrent(folder, SPEC)
     wanted = (codes.float() - 128) * scales.float().unsqueeze(1)
-    assert torch.equal(weights.plain("mix", torch.float32, CPU), wanted)
+    assert torch.equal(weights.dense("mix", torch.float32, CPU), wanted)
     x = torch.randn(2, SPEC.d_model)
     torch.testing.assert_close(INT_REFERENCE.linear(x, weights.matrices["mix"], None), x @ wanted.T)
 

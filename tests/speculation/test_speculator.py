@@ -12,8 +12,8 @@ from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.speculation import speculator
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.guest import RequestView
 from ridgeline.speculation.host import repeats
+from ridgeline.speculation.interface import RequestView
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from ridgeline.speculation.state import Reading, StepDrafts
 from tests.engine.helpers import VOCAB, Bench, oracle
@@ -241,7 +241,7 @@ def test_a_step_is_measured_by_the_controller_that_chose_its_drafts(depth: int, 
         def idle_steps(self, rows: int, host: bool, device: bool) -> int:
             return 0
 
-        def measure_plain(self, rows: int, seconds: float, steps: int = 1) -> None:
+        def measure_undrafted(self, rows: int, seconds: float, steps: int = 1) -> None:
             measured.add((self, rows))
 
         def measure(self, step: Reading) -> tuple[float, float]:
@@ -316,9 +316,9 @@ def test_all_plain_steps_are_counted_though_few_are_measured(depth: int) -> None
     plain: list[bool] = []
 
     class Watched(Controller):
-        def measure_plain(self, rows: int, seconds: float, steps: int = 1) -> None:
+        def measure_undrafted(self, rows: int, seconds: float, steps: int = 1) -> None:
             counted.append(steps)
-            super().measure_plain(rows, seconds, steps)
+            super().measure_undrafted(rows, seconds, steps)
 
         def choose(self, rows: int, most: int) -> int:
             return 2 if len(plain) % 3 == 1 else 0

@@ -15,13 +15,13 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.wire.client import FAILURES, STALL_S, EngineClient, EngineTimeouts
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
-    Beat,
     Cancel,
     Control,
     Delta,
     Deltas,
     Failed,
     Finish,
+    Heartbeat,
     Loading,
     Ready,
     Reply,
@@ -262,7 +262,7 @@ async def test_trouble_tells_slow_from_stuck(peer):
         for turn in turns:
             peer.now += every
             heard = peer.client.last_heard
-            peer.send(Beat(turn, True))
+            peer.send(Heartbeat(turn, True))
             while peer.client.last_heard == heard:
                 await asyncio.sleep(0)
 
@@ -311,7 +311,7 @@ async def test_who_was_stopped_itself_reads_before_it_gives_up(peer):
     """After a pause of this process the clock has gone on, and the engine's beats wait in the socket."""
     await ready(peer)
     peer.now += SILENCE_S + 1
-    peer.send(Beat(1, False))
+    peer.send(Heartbeat(1, False))
     waiting = asyncio.ensure_future(peer.client.wait_lost())
     while peer.client.last_heard != peer.now:
         await asyncio.sleep(0.01)

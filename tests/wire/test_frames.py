@@ -17,13 +17,13 @@ from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.wire.config import encode_config, receive_config
 from ridgeline.wire.frames import LENGTH, FrameBuffer, body_length, down_decoder, encode, read_body, up_decoder
 from ridgeline.wire.messages import (
-    Beat,
     Cancel,
     Control,
     Delta,
     Deltas,
     Failed,
     Finish,
+    Heartbeat,
     Loading,
     Ready,
     Reply,
@@ -50,7 +50,7 @@ DOWN = [
     Deltas(2, [], None, ["a", "b"], [0, 3], [17, 128_000]),
     Ready({"max_len": 5, "nested": {"a": [1.5]}}),
     Loading("weights", 1, 2),
-    Beat(5, True),
+    Heartbeat(5, True),
     Reply("c", {"free": 1}),
     Failed("because", "DoesNotFit"),
 ]
@@ -88,7 +88,7 @@ def test_a_length_that_cannot_be_ends_the_stream():
 
 async def test_read_body_ends_with_the_stream_also_inside_a_frame():
     reader = asyncio.StreamReader()
-    frame = encode(Beat(1, False))
+    frame = encode(Heartbeat(1, False))
     reader.feed_data(frame + frame[:-1])
     reader.feed_eof()
     assert await read_body(reader) == frame[LENGTH.size :]

@@ -10,7 +10,7 @@ import pytest
 
 from ridgeline.wire.frames import LENGTH, FrameBuffer, down_decoder, encode
 from ridgeline.wire.inbox import Inbox
-from ridgeline.wire.messages import Beat, Cancel, Delta, Deltas, Failed, Reply
+from ridgeline.wire.messages import Cancel, Delta, Deltas, Failed, Heartbeat, Reply
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_wait_wakes_up_for_the_end_of_the_service(pair):
     assert inbox.wait(5)
     assert inbox.drain() == []
     assert inbox.gone
-    inbox.send(Beat(1, False))
+    inbox.send(Heartbeat(1, False))
     assert inbox.wait(None)
 
 

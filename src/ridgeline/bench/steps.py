@@ -183,7 +183,7 @@ class _Run:
         if not self._shape.rows:
             self._arrive()
         started: set[str] = set()
-        for delta in self._local.news():
+        for delta in self._local.deltas():
             if delta.error:
                 raise EngineFailed(f"Measuring a step failed: {delta.error}")
             first = delta.id not in started

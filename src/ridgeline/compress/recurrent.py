@@ -150,7 +150,7 @@ class RecurrentModule(nn.Module):
     def load(self, weights: RecurrentWeights) -> None:
         """Load the weights of a saved draft that attends to the same layer. Of its head only the common vocabulary is loaded."""
         matrices = {
-            name: weights.plain(name, torch.float32, torch.device("cpu")) for name in ("gate_up", "head", *MODULES)
+            name: weights.dense(name, torch.float32, torch.device("cpu")) for name in ("gate_up", "head", *MODULES)
         }
         gate, up = matrices.pop("gate_up").chunk(2)
         head, row_of_id = (

@@ -25,26 +25,26 @@ class Update:
 
 
 @dataclass(slots=True)
-class News:
+class StepUpdates:
     """All updates of one step.
 
     Most choices gain one token and nothing else. These are stored in three parallel lists: request id, choice and token. All other
-    updates are in `updates`.
+    updates are in `others`.
     """
 
-    updates: list[Update] = field(default_factory=list)
+    others: list[Update] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     choices: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.ids or self.updates)
+        return bool(self.ids or self.others)
 
     def each(self) -> Iterator[Update]:
         """One update per choice."""
         for request, choice, token in zip(self.ids, self.choices, self.tokens, strict=True):
             yield Update(request, choice, [token])
-        yield from self.updates
+        yield from self.others
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ def _plan(
             f"request a token. Lower --max-num-seqs to {step_tokens} or raise --max-num-batched-tokens.",
             param="max_num_batched_tokens",
         )
-    layout = kv_layout(spec, chosen["block_size"], guests=drafters.layers)
+    layout = kv_layout(spec, chosen["block_size"], drafter_layers=drafters.layers)
     usable = memory.usable(engine)
     workspace = workspace_bytes(spec, max(rows, drafters.logit_rows), step_tokens, memory.kind)
     graphs = GRAPHS if memory.kind == "cuda" and not engine.enforce_eager else 0

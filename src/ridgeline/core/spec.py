@@ -454,13 +454,16 @@ class KvLayout:
         return total
 
 
-def kv_layout(spec: ModelSpec, page_tokens: int, guests: tuple[LayerSpec, ...] = ()) -> KvLayout:
+def kv_layout(spec: ModelSpec, page_tokens: int, drafter_layers: tuple[LayerSpec, ...] = ()) -> KvLayout:
     """Divide the layers into groups of one kind (window, KV heads, head size) with pages of equal size.
 
     A kind with more layers than the smallest kind (Gemma 3: five local layers to one global) is cut into groups of that smallest
-    number of layers, so that pages are interchangeable. The last group of a kind may be padded. guests: layers of a draft model,
-    with indices after the spec's. Each joins the smallest group without a window, so that one lease and one prefix hit serve both
-    models. For one rank of a mesh pass `spec.on_rank(ranks)`.
+    number of layers, so that pages are interchangeable. The last group of a kind may be padded. For one rank of a mesh pass
+    `spec.on_rank(ranks)`.
+
+    Args:
+        drafter_layers: layers of a draft model, with indices after the spec's. Each joins the smallest group without a window, so
+            that one lease and one prefix hit serve both models.
     """
     kinds: dict[tuple[int | None, int], list[int]] = {}
     for index, layer in enumerate(spec.layers):
@@ -474,7 +477,7 @@ def kv_layout(spec: ModelSpec, page_tokens: int, guests: tuple[LayerSpec, ...] =
         for first in range(0, len(members), per_piece):
             part = tuple(members[first : first + per_piece])
             groups.append(KvGroup(part, window, token_bytes * len(part)))
-    for index, draft_layer in enumerate(guests, len(spec.layers)):
+    for index, draft_layer in enumerate(drafter_layers, len(spec.layers)):
         # A draft layer with a window masks its attention; its pages are not freed.
         unwindowed = [group for group in groups if group.window is None] or [KvGroup((), None, 0)]
         host = min(unwindowed, key=lambda group: group.token_bytes)

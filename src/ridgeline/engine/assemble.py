@@ -95,7 +95,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         plan.n_pages,
         graphs=not config.enforce_eager,
         drafts=wanted.sizes if wanted.device else (),
-        host_drafts=wanted.most if wanted.host else 0,
+        host_drafts=wanted.max_nodes if wanted.host else 0,
     )
     runner = build_runner(loaded, plan.layout, sizes, stages.progress, drafter)
     stages.ends("runner")

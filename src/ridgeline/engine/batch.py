@@ -100,7 +100,7 @@ class Batch:
         return self.sampled if self.nodes is None else self.nodes.rows
 
     @property
-    def plain(self) -> bool:
+    def fused_sampling(self) -> bool:
         """Rows need only temperature, top_k, top_p and min_p: no logits processor, no log-probabilities, no prompt scores."""
         return self.inputs is NO_INPUTS and self.scores is None
 
@@ -182,14 +182,14 @@ class BatchBuilder:
         self._nodes = 1 + self._n_draft[self._where]
         self._greedy = bool(table.greedy[drawing].all())
         self._inputs = self._scores = None
-        if plan.masks or not table.plain[drawing].all():
+        if plan.masks or not table.fused_sampling[drawing].all():
             self._inputs = LogitsInputsBuilder(plan.masks, table, drawing, self._nodes)
         if plan.score_ids and Logits.ALL in plan.logits:
             self._scores = ScoreBuilder(plan, table)
 
     @property
-    def plain(self) -> bool:
-        """See Batch.plain."""
+    def fused_sampling(self) -> bool:
+        """See Batch.fused_sampling."""
         return self._inputs is None and self._scores is None
 
     def _check(self, vocab: int) -> None:

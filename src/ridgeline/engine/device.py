@@ -86,8 +86,8 @@ class DeviceStep:
         )
         layers = tuple(zip(store.kv, store.scales, store.groups, facts, strict=True))
         self._layers = layers[: len(spec.layers)]
-        guests = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
-        self._guest_views = partial(self._views, guests)
+        drafter_layers = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
+        self._drafter_views = partial(self._views, drafter_layers)
         """Views of the drafter's own layers, then of the target's layers that it attends to."""
         self.longest = rows.tables.shape[2] * rows.page_tokens
 
@@ -124,7 +124,7 @@ class DeviceStep:
             wanted = torch.cat((wanted, batch.scores.at))
         hidden = self.decoder.forward(gathered.tokens, self._views(self._layers, gathered.slots), step, wanted)
         if ragged is not None and batch.shape.chunked:
-            self.drafter.read(gathered.tokens, self._guest_views, gathered.slots, step)
+            self.drafter.read(gathered.tokens, self._drafter_views, gathered.slots, step)
         if ragged is not None and (hidden.is_cuda or batch.shape.chunked):
             # A row that has ended advances by 0 here: all its tokens are computed.
             advance = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
@@ -134,7 +134,7 @@ class DeviceStep:
     def read(self, batch: Batch) -> None:
         """Run the drafter over the query tokens of a batch."""
         gathered, step = self._gathered(batch, self.longest)
-        self.drafter.read(gathered.tokens, self._guest_views, gathered.slots, step)
+        self.drafter.read(gathered.tokens, self._drafter_views, gathered.slots, step)
 
     def _gathered(self, batch: Batch, max_length: int) -> tuple[Gathered, StepInputs]:
         rows, ragged = batch.rows, batch.ragged
@@ -185,7 +185,7 @@ class DeviceStep:
         """Draft `ahead` nodes for the next step of device rows int32 [S], after their last known tokens. hidden: from finish.
         Returns the result of DeviceDrafter.draft."""
         behind = DraftRows(self.rows.state, rows, self.rows.temperature, hidden, self.longest, greedy)
-        return self.drafter.draft(behind, ahead, self._guest_views)
+        return self.drafter.draft(behind, ahead, self._drafter_views)
 
     def _score(self, scores: Scores, hidden: torch.Tensor) -> Ranked | None:
         if not len(hidden):

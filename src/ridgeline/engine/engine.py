@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ridgeline.core.errors import RequestError, RidgelineError
-from ridgeline.core.events import News, Update
+from ridgeline.core.events import StepUpdates, Update
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.engine.account import Account, Accounted
 from ridgeline.engine.late_compiles import LateCompiles
@@ -226,26 +226,26 @@ class Engine:
         scheduler, before = self._scheduler, self._scheduler.last_step
         if self._waiting:
             self._take_compiled()
-        news = self.loop.turn()
+        updates = self.loop.turn()
         if self._refused:
-            news.updates, self._refused = self._refused + news.updates, []
+            updates.others, self._refused = self._refused + updates.others, []
         steps = int(scheduler.last_step != before)
         # Without a step in flight, no step record will report arrivals and departures.
         queue_changed = not (steps or scheduler.steps_in_flight) and self._reported_counts != (
             len(scheduler.running),
             scheduler.queued,
         )
-        if not (news or steps or queue_changed):
+        if not (updates or steps or queue_changed):
             return None
         started = time.perf_counter()
-        frame = self._frame(news, self._stats(steps) if steps or queue_changed else None)
+        frame = self._frame(updates, self._stats(steps) if steps or queue_changed else None)
         self.reply_s = time.perf_counter() - started
         return frame
 
-    def _frame(self, news: News, stats: StepStats | None) -> Deltas:
+    def _frame(self, updates: StepUpdates, stats: StepStats | None) -> Deltas:
         self._sequence += 1
-        deltas = [_delta(update) for update in news.updates]
-        return Deltas(self._sequence, deltas, stats, news.ids, news.choices, news.tokens)
+        deltas = [_delta(update) for update in updates.others]
+        return Deltas(self._sequence, deltas, stats, updates.ids, updates.choices, updates.tokens)
 
     def _stats(self, steps: int) -> StepStats:
         scheduler, loop, counts = self._scheduler, self.loop, self.loop.take_counts()

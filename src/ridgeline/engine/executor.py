@@ -51,8 +51,8 @@ class Executor:
         self._step, self._inference = step, torch.inference_mode()
         self._last: LoadedStep | None = None
 
-    def padded(self, shape: StepShape, plain: bool) -> StepShape | None:
-        """The shape to which a step must be padded for a graph; None: no padding. plain: see Batch.plain."""
+    def padded(self, shape: StepShape, fused_sampling: bool) -> StepShape | None:
+        """The shape to which a step must be padded for a graph; None: no padding. fused_sampling: see Batch.fused_sampling."""
         return None
 
     def capture(self, progress: Progress) -> None:
@@ -124,7 +124,7 @@ class CapturedExecutor(Executor):
 
     def load(self, plan: StepPlan, batch: Batch, padded: bool) -> LoadedStep:
         loaded = super().load(plan, batch, padded)
-        if batch.shape.chunked or not batch.plain or is_behind(plan):
+        if batch.shape.chunked or not batch.fused_sampling or is_behind(plan):
             return loaded
         key = batch.shape, batch.ahead, batch.greedy
         if (kept := self._kept.pop(key, None)) is None:

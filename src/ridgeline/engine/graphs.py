@@ -73,22 +73,22 @@ class GraphExecutor(Executor):
 
     # --- which graph --------------------------------------------------------------------------------------------------
 
-    def padded(self, shape: StepShape, plain: bool) -> StepShape | None:
+    def padded(self, shape: StepShape, fused_sampling: bool) -> StepShape | None:
         """The smallest shape with a graph that fits the step."""
         if shape.decode:
             return self._bucket(shape.rows)
         if shape.width > 1:
-            return self._draft_shape(shape, plain)
+            return self._draft_shape(shape, fused_sampling)
         fitting = (mixed for mixed in self._mixed if mixed.tokens >= shape.tokens and mixed.rows > shape.rows)
         return next(fitting, None)
 
     def _bucket(self, rows: int) -> StepShape | None:
         return next((shape for shape in self._buckets if shape.rows >= rows), None)
 
-    def _draft_shape(self, shape: StepShape, plain: bool) -> StepShape | None:
+    def _draft_shape(self, shape: StepShape, fused_sampling: bool) -> StepShape | None:
         """The shape for a step with drafts in which every row draws. Rows may have fewer nodes if a padding row takes the
         remainder."""
-        if shape.chunked or not plain:
+        if shape.chunked or not fused_sampling:
             return None
         for padded in self._drafts[shape.tree]:
             full = padded.rows == shape.rows and padded.tokens == shape.tokens
@@ -112,7 +112,7 @@ class GraphExecutor(Executor):
 
     def _run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
         batch, draws, shape = loaded.batch, loaded.draws, loaded.batch.shape
-        if loaded.padded and batch.plain and not shape.chunked:
+        if loaded.padded and batch.fused_sampling and not shape.chunked:
             packed = self._replay("step", shape, self._slots(shape, plan.bound))
         else:
             if loaded.padded and batch.scores is None:
@@ -123,7 +123,7 @@ class GraphExecutor(Executor):
             if not draws and batch.scores is None:
                 return Outcome(None)  # a padded step would draw for the scratch row
             rows = self._bucket(draws)
-            if not batch.plain or shape.width > 1 or not draws or rows is None:
+            if not batch.fused_sampling or shape.width > 1 or not draws or rows is None:
                 return self._finish(loaded, plan, hidden, self._step.drafter.learns())
             if not loaded.padded:
                 self._hidden[: len(hidden)].copy_(hidden)

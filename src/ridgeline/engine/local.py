@@ -17,7 +17,7 @@ from ridgeline.wire.messages import Cancel, Delta, Deltas, Down, Finish, StepSta
 
 
 class LocalEngine:
-    """Runs requests in the caller's thread: call `submit` at any time, iterate `news` until all requests have ended.
+    """Runs requests in the caller's thread: call `submit` at any time, iterate `deltas` until all requests have ended.
 
     on_step: called with the record of every step.
     """
@@ -47,18 +47,18 @@ class LocalEngine:
         return self._engine
 
     def submit(self, request: Submit) -> None:
-        """Queue a request. It runs when `news` is iterated."""
+        """Queue a request. It runs when `deltas` is iterated."""
         self.engine.handle(request)
         self._open[request.id] = request.sampling.n
 
     def finish(self, request_id: str, choice: int, reason: str, kept: int) -> None:
-        """End a choice early (a stop string was seen). It sends no more news."""
+        """End a choice early (a stop string was seen). It sends no more deltas."""
         self.engine.handle(Finish(request_id, choice, reason, kept))
         self._ended(request_id)
 
-    def news(self) -> Iterator[Delta]:
-        """News of all open requests until the last one ends. Closing the iterator cancels the open requests. So does Ctrl-C, which
-        takes effect between two steps: the engine stays usable."""
+    def deltas(self) -> Iterator[Delta]:
+        """Deltas of all open requests until the last one ends. Closing the iterator cancels the open requests. So
+        does Ctrl-C, between two steps: the engine stays usable."""
         with UninterruptedCalls() as uninterrupted:
             try:
                 while self._open:
@@ -78,10 +78,10 @@ class LocalEngine:
                     uninterrupted(self._engine.turn)
 
     def run(self, requests: Iterable[Submit]) -> Iterator[Delta]:
-        """Submit all requests and yield their news."""
+        """Submit all requests and yield their deltas."""
         for request in requests:
             self.submit(request)
-        yield from self.news()
+        yield from self.deltas()
 
     def close(self) -> None:
         """Release the device memory. Open requests end, and the engine cannot be used any more."""

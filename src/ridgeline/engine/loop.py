@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ridgeline.core.events import News, StepCounts
+from ridgeline.core.events import StepCounts, StepUpdates
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.engine.scheduler import Scheduler
 
@@ -54,7 +54,7 @@ class Loop:
         self._depth = steps_in_flight
         self._clock = clock
 
-    def turn(self) -> News:
+    def turn(self) -> StepUpdates:
         """Launch a step if one can be planned. Commit the oldest step if more than steps_in_flight are launched or none was
         planned."""
         scheduler = self.scheduler
@@ -70,13 +70,13 @@ class Loop:
         if scheduler.steps_in_flight > (self._depth if plan is not None else 0):
             result = self.runner.collect()
             started = time.perf_counter()
-            news = scheduler.commit(result, self._clock())
+            updates = scheduler.commit(result, self._clock())
             self.commit_s = time.perf_counter() - started
             self.device_s = result.device_s
             self.idle_s = 0.0 if result.step == self._fresh else result.gap_s
             self._drained = not (scheduler.running or scheduler.waiting or scheduler.steps_in_flight)
-            return news
-        return News(scheduler.take_updates())
+            return updates
+        return StepUpdates(scheduler.take_updates())
 
     def wait_seconds(self) -> float:
         """Seconds until the next turn can make progress, unless a request arrives; 0 while there is work, infinite when idle."""

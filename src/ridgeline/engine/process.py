@@ -15,10 +15,10 @@ from ridgeline.engine.engine import Engine
 from ridgeline.hardware.probe import process_age_s
 from ridgeline.wire.config import EngineOrder
 from ridgeline.wire.inbox import Inbox
-from ridgeline.wire.messages import Beat, Failed, Loading, Ready
+from ridgeline.wire.messages import Failed, Heartbeat, Loading, Ready
 
-BEAT_S = 0.5
-"""Seconds between two Beat messages, which /health reads."""
+HEARTBEAT_S = 0.5
+"""Seconds between two Heartbeat messages, which /health reads."""
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def run(sock: socket.socket, config: EngineOrder) -> int:
 
 
 def serve(engine: Engine, inbox: Inbox) -> None:
-    """Run the loop while there is work, sleep while there is none, and send a Beat every BEAT_S seconds."""
+    """Run the loop while there is work, sleep while there is none, and send a Heartbeat every HEARTBEAT_S seconds."""
     ended = threading.Event()
     pulse = threading.Thread(target=_beat, args=(engine, inbox, ended), daemon=True)
     pulse.start()
@@ -58,13 +58,13 @@ def serve(engine: Engine, inbox: Inbox) -> None:
             for message in inbox.drain():
                 for answer in engine.handle(message):
                     inbox.send(answer)
-            news = engine.turn()
-            if news is not None:
+            deltas = engine.turn()
+            if deltas is not None:
                 started = time.perf_counter()
-                inbox.send(news)
+                inbox.send(deltas)
                 engine.reply_s += time.perf_counter() - started
             elif (wait_seconds := engine.wait_seconds()) > 0:
-                inbox.wait(min(wait_seconds, BEAT_S))
+                inbox.wait(min(wait_seconds, HEARTBEAT_S))
     finally:
         ended.set()
         pulse.join()
@@ -72,6 +72,6 @@ def serve(engine: Engine, inbox: Inbox) -> None:
 
 
 def _beat(engine: Engine, inbox: Inbox, ended: threading.Event) -> None:
-    """Send a Beat with the number of turns every BEAT_S seconds, also during a long step."""
-    while not ended.wait(BEAT_S):
-        inbox.send(Beat(engine.loop.turns, not engine.idle))
+    """Send a Heartbeat with the number of turns every HEARTBEAT_S seconds, also during a long step."""
+    while not ended.wait(HEARTBEAT_S):
+        inbox.send(Heartbeat(engine.loop.turns, not engine.idle))

@@ -52,7 +52,7 @@ class RowTable:
     """`rows` usable rows (1 .. rows) and the scratch row, for requests of at most `max_len` tokens over `vocab` tokens.
 
     Host columns, by row: generation [rows + 2], 0 for a free row, -1 in the first and the last element, to which numbers out of
-    range are clipped; greedy [rows + 1]; plain [rows + 1], the request needs only temperature, top_k, top_p and min_p.
+    range are clipped; greedy [rows + 1]; fused_sampling [rows + 1], the request needs only temperature, top_k, top_p and min_p.
     """
 
     def __init__(self, layout: KvLayout, rows: int, max_len: int, vocab: int, device: torch.device) -> None:
@@ -85,7 +85,7 @@ class RowTable:
         self.generation = np.zeros(rows + 2, dtype=np.int32)
         self.generation[[0, -1]] = -1
         self.greedy = np.ones(rows + 1, dtype=bool)
-        self.plain = np.ones(rows + 1, dtype=bool)
+        self.fused_sampling = np.ones(rows + 1, dtype=bool)
         self._requests: dict[int, RowRequest] = {}
 
     # --- which request holds a row ------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class RowTable:
         for row in plan.leaves:
             self._free(row)
         for join in plan.joins:
-            if 0 < join.row < len(self.plain):
+            if 0 < join.row < len(self.fused_sampling):
                 self._take(join)
 
     def forget(self, plan: StepPlan) -> None:
@@ -130,7 +130,7 @@ class RowTable:
         self._requests[row] = RowRequest(join, allowed)
         self.generation[row], self.greedy[row] = join.generation, sampling.greedy
         processed = sampling.penalized or sampling.min_tokens > 0 or bool(sampling.logit_bias) or allowed is not None
-        self.plain[row] = not (processed or sampling.logprobs is not None)
+        self.fused_sampling[row] = not (processed or sampling.logprobs is not None)
 
     def _free(self, row: int) -> None:
         if self._requests.pop(row, None) is not None:

@@ -171,7 +171,7 @@ class Runner:
             if loaded is None and plan.rows:
                 try:
                     builder = BatchBuilder(plan, self.rows)
-                    padded = self.executor.padded(builder.shape, builder.plain)
+                    padded = self.executor.padded(builder.shape, builder.fused_sampling)
                     builder.pack(packet, padded or builder.shape)
                 except RidgelineError as error:
                     refusal = error

@@ -20,14 +20,14 @@ from operator import attrgetter
 
 from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.errors import RidgelineError
-from ridgeline.core.events import News, StepCounts, Update
+from ridgeline.core.events import StepCounts, StepUpdates, Update
 from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.in_flight import Share, StepInFlight
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.policy import Admission, Limits
 from ridgeline.engine.request import Constraint, Lease, Request, State
-from ridgeline.speculation.guest import NO_SPECULATION, Speculation
+from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 
 _POLL_S = 0.0005
 """Seconds between two checks while all running requests wait for grammar masks or transfers."""
@@ -377,8 +377,8 @@ class Scheduler:
 
     # --- commit -----------------------------------------------------------------------------------------------------
 
-    def commit(self, result: StepResult, now: float) -> News:
-        """Apply the result of the oldest step in flight. Returns the news for the service."""
+    def commit(self, result: StepResult, now: float) -> StepUpdates:
+        """Apply the result of the oldest step in flight. Returns the updates for the service."""
         step = self._flight.popleft()
         self.last_step = result.step
         self.counts.failed += result.error is not None
@@ -386,7 +386,7 @@ class Scheduler:
             self._end_transfer(request, arrived, now)
         gained: list[Request] = []
         tokens, offset = result.tokens, 0
-        news = News()
+        updates = StepUpdates()
         before, self._price = self._price, self._price + result.device_s / max(1, step.plan.n_tokens)
         rows = zip(step.requests, step.plan.n_query, result.counts, result.flags, strict=True)
         for place, (request, n_query, count, flag) in enumerate(rows):
@@ -395,7 +395,7 @@ class Scheduler:
             if n_query == count == 1 and computed < request.watch and not flag:
                 request.computed = computed
                 request.tokens.append(tokens[offset])
-                news.tokens.append(tokens[offset])
+                updates.tokens.append(tokens[offset])
                 gained.append(request)
             elif request.state is State.LEAVING:
                 self.counts.dropped += count
@@ -407,7 +407,7 @@ class Scheduler:
                 self.finish(request, "error", "The device lost an upload of the request: send it again.")
             else:
                 request.pay(before, self._price, n_query)
-                self._commit_share(step, place, tokens[offset : offset + count], result, now, news)
+                self._commit_share(step, place, tokens[offset : offset + count], result, now, updates)
             offset += count
         if step.requests:
             self.counts.saved_s += self._speculation.end_step(step.drafts, step.plan, step.requests, result)
@@ -415,9 +415,9 @@ class Scheduler:
         self.committed = [request.computed for request in step.requests], step.plan.n_query, draws
         self.counts.output_tokens += len(gained)
         if gained:
-            news.ids, news.choices = [request.id for request in gained], [request.choice for request in gained]
-        news.updates += self.take_updates()
-        return news
+            updates.ids, updates.choices = [request.id for request in gained], [request.choice for request in gained]
+        updates.others += self.take_updates()
+        return updates
 
     def _end_transfer(self, request: Request, arrived: bool, now: float) -> None:
         """The transfer of a request has ended. Content that did not arrive is computed."""
@@ -429,7 +429,7 @@ class Scheduler:
         self._join(self._next.plan, request, now)
 
     def _commit_share(
-        self, step: StepInFlight, place: int, tokens: list[int], result: StepResult, now: float, news: News
+        self, step: StepInFlight, place: int, tokens: list[int], result: StepResult, now: float, updates: StepUpdates
     ) -> None:
         """Commit one row (slow path: any number of query tokens, drafts and flags)."""
         request, plan = step.requests[place], step.plan
@@ -452,17 +452,17 @@ class Scheduler:
                 self.counts.verified(n_draft, len(tokens) - 1)
                 request.speculation.count(n_draft, len(tokens) - 1)
                 self._speculation.observe(request, step.shares[place].draft, tokens, result, place)
-            self._take_tokens(request, place, tokens, result, now, news)
-        plain = request.constraint is None and request.sampling.logprobs is None
-        if request.cached_sent and plain:
+            self._take_tokens(request, place, tokens, result, now, updates)
+        unconstrained = request.constraint is None and request.sampling.logprobs is None
+        if request.cached_sent and unconstrained:
             request.watch = watch if request.state is State.RUNNING else 0
 
     def _take_tokens(
-        self, request: Request, place: int, tokens: list[int], result: StepResult, now: float, news: News
+        self, request: Request, place: int, tokens: list[int], result: StepResult, now: float, updates: StepUpdates
     ) -> None:
         self.counts.output_tokens += len(tokens)
         update = Update(request.id, request.choice, tokens)
-        news.updates.append(update)
+        updates.others.append(update)
         if request.first_token < 0:
             request.first_token = now
             update.times = request.times(now)

@@ -22,7 +22,7 @@ from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
 from ridgeline.quant.integer import IntFormat
 from ridgeline.quant.mixed import MixedFormat
-from ridgeline.quant.plain import PlainFormat
+from ridgeline.quant.unquantized import UnquantizedFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OLDEST_FP8 = (8, 9)
@@ -66,7 +66,7 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
     """Weight format of the layers' linears. Raises ConfigError if the device does not support it."""
     dtype, matmul = DTYPES[spec.dtype], ops.matmul
     if not spec.quantization:
-        return PlainFormat(matmul.plain, dtype, device)
+        return UnquantizedFormat(matmul.unquantized, dtype, device)
     if spec.quantization == "fp8-weight":
         return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, inputs=False)
     if spec.quantization != "fp8":

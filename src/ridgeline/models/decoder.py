@@ -14,7 +14,7 @@ from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import LayerParts, RunLayers
 from ridgeline.quant.format import LinearShape, Part, Share
-from ridgeline.quant.plain import PlainFormat
+from ridgeline.quant.unquantized import UnquantizedFormat
 
 
 class Decoder:
@@ -23,7 +23,7 @@ class Decoder:
     Head and embedding are not quantized. A tied head uses the embedding matrix.
     """
 
-    __slots__ = ("spec", "layers", "embedding", "final_norm", "head", "scale", "_build", "_plain", "_run")
+    __slots__ = ("spec", "layers", "embedding", "final_norm", "head", "scale", "_build", "_unquantized", "_run")
 
     def __init__(self, build: Build, max_len: int) -> None:
         """Allocates weights on build.device, and rotary tables for max_len + SPARE_POSITIONS positions.
@@ -43,9 +43,9 @@ class Decoder:
         self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in spec.layers)
         self.embedding = torch.empty(spec.vocab_size, spec.d_model, dtype=build.dtype, device=build.device)
         self.final_norm = build.vector(spec.d_model)
-        self._plain = PlainFormat(build.ops.matmul.plain, build.dtype, build.device)
+        self._unquantized = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
         vocabulary = Part(spec.vocab_size, spec.vocab_size)
-        self.head = None if spec.tied else self._plain.create(LinearShape(spec.d_model, (vocabulary,)), Share())
+        self.head = None if spec.tied else self._unquantized.create(LinearShape(spec.d_model, (vocabulary,)), Share())
         # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
         self._run: RunLayers = self._run_layers
@@ -54,12 +54,12 @@ class Decoder:
         """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
         self.embedding.copy_(tensor)
         if self.spec.tied:
-            self.head = self._plain.adopt(self.embedding)
+            self.head = self._unquantized.adopt(self.embedding)
 
     def restrict_vocabulary(self, ids: torch.Tensor) -> None:
         """Restrict logits to the tokens ids int32 [N], in this order. The head must be tied."""
         assert self.spec.tied
-        self.head = self._plain.adopt(self.embedding.index_select(0, ids))
+        self.head = self._unquantized.adopt(self.embedding.index_select(0, ids))
 
     def finish_loading(self) -> None:
         """All weights are loaded and keep their addresses: let the operations choose a program that runs all layers."""

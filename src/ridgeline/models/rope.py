@@ -111,22 +111,22 @@ def _yarn_attention(keys: Mapping[str, Any], factor: float) -> float:
 
 def inverse_frequencies(rope: Rope) -> torch.Tensor:
     """float32 [dim / 2]: radians per position of each pair."""
-    plain = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
     if rope.scaling == "linear":
-        return plain / rope.factor
+        return frequencies / rope.factor
     if rope.scaling == "llama3":
-        turns = rope.original_max_len * plain / (2 * math.pi)
+        turns = rope.original_max_len * frequencies / (2 * math.pi)
         kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         kept = kept.clamp(0.0, 1.0)
-        return (1 - kept) * plain / rope.factor + kept * plain
+        return (1 - kept) * frequencies / rope.factor + kept * frequencies
     if rope.scaling == "yarn":
         low = math.floor(_yarn_dim(rope, rope.beta_fast))
         high = math.ceil(_yarn_dim(rope, rope.beta_slow))
         first, last = max(low, 0), min(high, rope.dim - 1)
         ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
         stretched = ramp.clamp(0.0, 1.0)
-        return plain / rope.factor * stretched + plain * (1 - stretched)
-    return plain
+        return frequencies / rope.factor * stretched + frequencies * (1 - stretched)
+    return frequencies
 
 
 def _yarn_dim(rope: Rope, turns: float) -> float:

@@ -56,8 +56,8 @@ def read_stored(config: Mapping[str, Any]) -> StoredAs:
         raise _refused("quant_method", method, f". Supported: {', '.join(readers)}")
     for key, value in section.items():
         # kv_cache_scheme, sparsity_config, transform_config and unknown keys may change the computation.
-        plain = value in _EMPTY or (key == "sparsity_config" and (_dense(value) or _sparse(section)))
-        if key not in (*_ALWAYS, *_KNOWN[method].split()) and not plain:
+        harmless = value in _EMPTY or (key == "sparsity_config" and (_dense(value) or _sparse(section)))
+        if key not in (*_ALWAYS, *_KNOWN[method].split()) and not harmless:
             raise _refused(key, value)
     return readers[method](section)
 
@@ -77,7 +77,7 @@ def _compressed_tensors(section: Mapping[str, Any]) -> StoredAs:
         raise _refused("targets", group.get("targets"), '. Supported: ["Linear"]')
     if group.get("output_activations") not in _EMPTY:
         raise _refused("output_activations", group["output_activations"])
-    _layers(section.get("ignore"), "ignore", head_is_plain=False)
+    _layers(section.get("ignore"), "ignore", head_is_unquantized=False)
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     return readers[form](weights, inputs)
 
@@ -136,7 +136,7 @@ def _fp8(section: Mapping[str, Any]) -> StoredAs:
     if section.get("fmt", "e4m3") != "e4m3":
         raise _refused("fmt", section["fmt"], ". Supported: e4m3")
     for key in ("ignored_layers", "modules_to_not_convert"):
-        _layers(section.get(key), key, head_is_plain=True)
+        _layers(section.get(key), key, head_is_unquantized=True)
     return StoredAs("fp8", "tensor")
 
 
@@ -157,7 +157,7 @@ def _awq(section: Mapping[str, Any]) -> StoredAs:
         raise _refused("version", section["version"], ". Supported: gemm")
     if section.get("lm_head"):
         raise _refused("lm_head", section["lm_head"], f": {HEAD} must not be quantized")
-    _layers(section.get("modules_to_not_convert"), "modules_to_not_convert", head_is_plain=True)
+    _layers(section.get("modules_to_not_convert"), "modules_to_not_convert", head_is_unquantized=True)
     return _integers(
         Published("awq", section.get("bits", 0), _group(section), bool(section.get("zero_point", True))), "bits"
     )
@@ -180,12 +180,12 @@ def _integers(form: Published, key: str) -> StoredAs:
     return StoredAs(name, integers=form)
 
 
-def _layers(names: Any, key: str, *, head_is_plain: bool) -> None:
+def _layers(names: Any, key: str, *, head_is_unquantized: bool) -> None:
     """Check the list of unquantized linears: the head must be unquantized, and all others quantized."""
     unquantized = [name for name in names or () if name != HEAD]
     if unquantized:
         raise _refused(key, unquantized, f". Supported: only {HEAD}, all other linears must be quantized")
-    if not head_is_plain and HEAD not in (names or ()):
+    if not head_is_unquantized and HEAD not in (names or ()):
         raise _refused(key, names, f": {HEAD} must be in the list, because a quantized {HEAD} is not supported")
 
 

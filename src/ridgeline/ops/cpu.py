@@ -14,7 +14,16 @@ import torch.nn.functional as F
 
 from ridgeline.ops.reference import REFERENCE, TREE_BITS
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import AttentionOps, Ops, Plain, PlainOps, QkvShape, TokenwiseOps, norm_then_add, plain
+from ridgeline.ops.table import (
+    AttentionOps,
+    FloatInput,
+    FloatOps,
+    Ops,
+    QkvShape,
+    TokenwiseOps,
+    apply_norm,
+    norm_then_add,
+)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
@@ -295,9 +304,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)  # type: ignore[no-any-return]
 
 
-def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See reference.linear."""
-    x = plain(x, rms_norm)
+    x = apply_norm(x, rms_norm)
     if packed.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, packed, bias)
@@ -308,7 +317,7 @@ def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None,
     return linear(x, packed, bias).add_(stream)
 
 
-def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def linear_activate(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """See reference.linear_activate."""
     return activate(linear(x, packed, bias), kind)
 
@@ -319,7 +328,7 @@ CPU = Ops(
     attention=AttentionOps(qkv_write, attention),
     matmul=replace(
         REFERENCE.matmul,
-        plain=PlainOps(pack, linear, linear_add, linear_activate),
+        unquantized=FloatOps(pack, linear, linear_add, linear_activate),
         without_kernel=frozenset({"fp8", "fp8_weight", "integer"}),
     ),
 )

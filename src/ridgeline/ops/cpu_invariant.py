@@ -19,14 +19,14 @@ from ridgeline.ops.sample import sample as sample_together
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     AttentionOps,
+    FloatInput,
+    FloatOps,
     Ops,
-    Plain,
-    PlainOps,
     QkvShape,
     SamplerOps,
     TokenwiseOps,
+    apply_norm,
     norm_then_add,
-    plain,
 )
 
 
@@ -110,9 +110,9 @@ def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     return _joined([cpu.activate(token, kind) for token in _rows(gate_up)], gate_up[:, : gate_up.shape[1] // 2])
 
 
-def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See reference.linear."""
-    x = plain(x, rms_norm)
+    x = apply_norm(x, rms_norm)
     return _joined([cpu.linear(token, packed, bias) for token in _rows(x)], x.new_empty((0, packed.shape[0])))
 
 
@@ -121,7 +121,7 @@ def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None,
     return linear(x, packed, bias).add_(stream)
 
 
-def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def linear_activate(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """See reference.linear_activate."""
     return activate(linear(x, packed, bias), kind)
 
@@ -147,6 +147,6 @@ CPU_INVARIANT = Ops(
     name="cpu, batch-invariant",
     tokenwise=TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate),
     attention=AttentionOps(qkv_write, attention),
-    matmul=replace(cpu.CPU.matmul, plain=PlainOps(cpu.pack, linear, linear_add, linear_activate)),
+    matmul=replace(cpu.CPU.matmul, unquantized=FloatOps(cpu.pack, linear, linear_add, linear_activate)),
     sampler=SamplerOps(sample=sample, draw=draw_with(sample)),
 )

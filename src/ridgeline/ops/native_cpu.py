@@ -31,14 +31,14 @@ from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     AttentionOps,
     ChainParts,
+    FloatInput,
+    FloatOps,
     Fp8Matrix,
     IntOps,
     LayerParts,
     MatmulOps,
     Normed,
     Ops,
-    Plain,
-    PlainOps,
     Programs,
     QkvShape,
     RecurrentParts,
@@ -47,9 +47,9 @@ from ridgeline.ops.table import (
     RunRecurrent,
     SamplerOps,
     TokenwiseOps,
+    apply_norm,
     embedded,
     norm_then_add,
-    plain,
 )
 
 PAD_INPUTS = {torch.bfloat16: 32, torch.float32: 1}
@@ -168,7 +168,7 @@ class NativeOps:
         kernels.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs)
         return packed[:outputs]
 
-    def linear(self, x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See reference.linear."""
         return self._product(x, packed, bias)
 
@@ -180,7 +180,9 @@ class NativeOps:
             return self.linear(x, packed, bias).add_(stream)
         return self._product(x, packed, bias, stream)
 
-    def linear_activate(self, x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    def linear_activate(
+        self, x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None, kind: str
+    ) -> torch.Tensor:
         """See reference.linear_activate. Fuses the activation if each half consists of whole blocks of outputs."""
         if packed.shape[0] % (2 * LANES):
             return self.activate(self.linear(x, packed, bias), kind)
@@ -188,7 +190,7 @@ class NativeOps:
 
     def _product(
         self,
-        x: Plain,
+        x: FloatInput,
         packed: torch.Tensor,
         bias: torch.Tensor | None,
         stream: torch.Tensor | None = None,
@@ -199,7 +201,7 @@ class NativeOps:
         source = x.x if isinstance(x, Normed) else x
         kernels = self._kernels.get(source.dtype)
         if kernels is None or (norm is not None and norm.weight.dtype is not source.dtype):
-            return self._unfused(plain(x, self.rms_norm), packed, bias, stream, kind)
+            return self._unfused(apply_norm(x, self.rms_norm), packed, bias, stream, kind)
         source = source if source.is_contiguous() else source.contiguous()
         rows, inputs = source.shape
         outputs = packed.shape[0]
@@ -375,7 +377,7 @@ def _table(library: Library, fixed: bool) -> Ops:
         tokenwise=TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.embed),
         attention=AttentionOps(ops.qkv_write, ops.attention),
         matmul=MatmulOps(
-            plain=PlainOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate),
+            unquantized=FloatOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate),
             fp8=fp8_ops(library, arena, ops.activate, fixed=fixed, weight_only=False),
             fp8_weight=fp8_ops(library, arena, ops.activate, fixed=fixed, weight_only=True),
             integer=integer,

@@ -10,7 +10,7 @@ import torch
 from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import GATES, IntWeights, Library
 from ridgeline.ops.reference import ROW_CODES, int_pack
-from ridgeline.ops.table import IntMatrix, IntOps, Normed, Plain, plain
+from ridgeline.ops.table import FloatInput, IntMatrix, IntOps, Normed, apply_norm
 
 RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
 
@@ -50,7 +50,7 @@ class NativeInteger:
         packed.view(-1, groups, LANES).copy_(padded.view(-1, LANES, groups).transpose(1, 2))
         return packed[:outputs]
 
-    def linear(self, x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         """See reference.int_linear."""
         return self._product(x, matrix, bias)
 
@@ -62,7 +62,7 @@ class NativeInteger:
             return self._product(x, matrix, bias).add_(stream)
         return self._product(x, matrix, bias, stream)
 
-    def linear_activate(self, x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    def linear_activate(self, x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
         """See reference.int_linear_activate. Fuses the activation if each half consists of whole blocks of outputs."""
         if matrix.out % (2 * LANES):
             return self._activate(self._product(x, matrix, bias), kind)
@@ -70,7 +70,7 @@ class NativeInteger:
 
     def _product(
         self,
-        x: Plain,
+        x: FloatInput,
         matrix: IntMatrix,
         bias: torch.Tensor | None,
         stream: torch.Tensor | None = None,
@@ -81,7 +81,7 @@ class NativeInteger:
         source = x.x if isinstance(x, Normed) else x
         kernels = self._kernels.get(source.dtype)
         if kernels is None or (norm is not None and norm.weight.dtype is not source.dtype):
-            return self._in_float32(plain(x, self._norm), matrix, bias, stream, kind)
+            return self._in_float32(apply_norm(x, self._norm), matrix, bias, stream, kind)
         source = source if source.is_contiguous() else source.contiguous()
         rows, inputs = source.shape
         out = source.new_empty((rows, matrix.out if kind is None else matrix.out // 2)) if stream is None else stream

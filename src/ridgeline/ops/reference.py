@@ -13,19 +13,19 @@ from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     Activation,
     AttentionOps,
+    FloatInput,
+    FloatOps,
     Fp8Matrix,
     Fp8Ops,
     IntMatrix,
     IntOps,
     MatmulOps,
     Ops,
-    Plain,
-    PlainOps,
     QkvShape,
     Scaled,
     TokenwiseOps,
+    apply_norm,
     norm_then_add,
-    plain,
 )
 
 TREE_BITS = 64
@@ -156,9 +156,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, in], after its norm if it is Normed -> x packed^T + bias [T, out]."""
-    return F.linear(plain(x, rms_norm), packed, bias)
+    return F.linear(apply_norm(x, rms_norm), packed, bias)
 
 
 def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None,
     return stream + linear(x, packed, bias)
 
 
-def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def linear_activate(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """activate(linear(x)) of a merged gate and up."""
     return activate(linear(x, packed, bias), kind)
 
@@ -194,7 +194,7 @@ def fp8_pack(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
 
 def fp8_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """See Fp8Ops. Weights are dequantized at each use, which saves memory, not time."""
-    scaled = x if isinstance(x, Scaled) else quantize(plain(x, rms_norm))
+    scaled = x if isinstance(x, Scaled) else quantize(apply_norm(x, rms_norm))
     out = F.linear(scaled.values.float(), matrix.values.float())
     out = out * (scaled.scales.unsqueeze(-1) * matrix.scales)
     return (out if bias is None else out + bias.float()).to(dtype)
@@ -218,7 +218,7 @@ FP8_REFERENCE = Fp8Ops(fp8_pack, fp8_linear, fp8_linear_add, fp8_linear_activate
 def fp8_weight_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """fp8_linear with unquantized x: only weights are in 8 bits."""
     assert not isinstance(x, Scaled)
-    out = F.linear(plain(x, rms_norm).float(), matrix.values.float()) * matrix.scales
+    out = F.linear(apply_norm(x, rms_norm).float(), matrix.values.float()) * matrix.scales
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
@@ -289,9 +289,9 @@ def dequantized(
     return (codes.float() - zero) * scales.float()[:, groups]
 
 
-def int_linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+def int_linear(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See IntOps. Weights are dequantized at each use, some outputs at a time, which saves memory, not time."""
-    source = plain(x, rms_norm)
+    source = apply_norm(x, rms_norm)
     x_f32, parts = source.float(), []
     for first in range(0, matrix.out, DEQUANTIZED):
         rows = slice(first, first + DEQUANTIZED)
@@ -307,7 +307,7 @@ def int_linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None
     return stream + int_linear(x, matrix, bias)
 
 
-def int_linear_activate(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def int_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """activate(int_linear(x)) of a merged gate and up."""
     return activate(int_linear(x, matrix, bias), kind)
 
@@ -340,8 +340,8 @@ def round_inliers(x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
 def rounding_inputs(ops: IntOps) -> IntOps:
     """MatmulOps.w8a8 for devices without a kernel that rounds inputs as it reads them."""
 
-    def rounded(x: Plain) -> torch.Tensor:
-        return in_8_bits(plain(x, rms_norm))
+    def rounded(x: FloatInput) -> torch.Tensor:
+        return in_8_bits(apply_norm(x, rms_norm))
 
     return IntOps(
         pack=ops.pack,
@@ -356,7 +356,7 @@ REFERENCE = Ops(
     tokenwise=TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate),
     attention=AttentionOps(qkv_write, attention),
     matmul=MatmulOps(
-        plain=PlainOps(pack, linear, linear_add, linear_activate),
+        unquantized=FloatOps(pack, linear, linear_add, linear_activate),
         fp8=FP8_REFERENCE,
         fp8_weight=FP8_WEIGHT_REFERENCE,
         integer=INT_REFERENCE,

@@ -68,13 +68,13 @@ class Normed:
 RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q [T, Hq, d], k and v [T, Hkv, d]."""
-Plain = torch.Tensor | Normed
+FloatInput = torch.Tensor | Normed
 """Input of a floating-point linear: [T, D], or a norm that the linear computes."""
-Activation = Plain | Scaled
+Activation = FloatInput | Scaled
 """Input of any linear. Scaled: already quantized by the operation that produced it."""
 
 
-def plain(x: Plain, rms_norm: RmsNorm) -> torch.Tensor:
+def apply_norm(x: FloatInput, rms_norm: RmsNorm) -> torch.Tensor:
     """x as a tensor. Computes the norm with `rms_norm` if x is Normed."""
     return rms_norm(x.x, x.weight, x.eps, x.offset) if isinstance(x, Normed) else x
 
@@ -101,7 +101,7 @@ class IntMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A loaded linear. packed: floating point in the layout of PlainOps.pack, integers, or e4m3. bias: [out] or None."""
+    """A loaded linear. packed: floating point in the layout of FloatOps.pack, integers, or e4m3. bias: [out] or None."""
 
     packed: torch.Tensor | IntMatrix | Fp8Matrix
     bias: torch.Tensor | None
@@ -159,7 +159,7 @@ class Fp8Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainOps:
+class FloatOps:
     """Linears in floating point.
 
     pack(weight [out, in]) -> packed weight in the device's layout.
@@ -170,9 +170,9 @@ class PlainOps:
     """
 
     pack: Callable[[torch.Tensor], torch.Tensor]
-    linear: Callable[[Plain, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    linear: Callable[[FloatInput, torch.Tensor, torch.Tensor | None], torch.Tensor]
     linear_add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-    linear_activate: Callable[[Plain, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
+    linear_activate: Callable[[FloatInput, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +202,14 @@ class IntOps:
     pack(codes uint8 [out, in], scales float32 [out, groups], zeros uint8 [out, groups] or None, bits, group) -> IntMatrix;
         bits 3, 4 or 8; group a multiple of 32, or at least `in`. float16 must represent the scales exactly.
     linear(x [T, in], matrix, bias) -> [T, out] in x's dtype: products with the dequantized weights, sums in float32, plus
-        bias, rounded once. x may be Normed, as in PlainOps.
-    linear_add, linear_activate: as in PlainOps.
+        bias, rounded once. x may be Normed, as in FloatOps.
+    linear_add, linear_activate: as in FloatOps.
     """
 
     pack: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int], IntMatrix]
-    linear: Callable[[Plain, IntMatrix, torch.Tensor | None], torch.Tensor]
+    linear: Callable[[FloatInput, IntMatrix, torch.Tensor | None], torch.Tensor]
     linear_add: Callable[[torch.Tensor, IntMatrix, torch.Tensor | None, torch.Tensor], torch.Tensor]
-    linear_activate: Callable[[Plain, IntMatrix, torch.Tensor | None, str], torch.Tensor]
+    linear_activate: Callable[[FloatInput, IntMatrix, torch.Tensor | None, str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class MatmulOps:
     without_kernel: fields that use the reference on this device.
     """
 
-    plain: PlainOps
+    unquantized: FloatOps
     fp8: Fp8Ops
     fp8_weight: Fp8Ops
     integer: IntOps

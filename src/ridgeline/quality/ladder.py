@@ -94,7 +94,7 @@ def answer(engine: LocalEngine, prompt: Answer, tokens: int) -> tuple[Answer, fl
     engine.submit(Submit("ladder", list(prompt), sampling, time.time(), cache=False))
     ids: list[int] = []
     first_s, first_tokens = 0.0, 0
-    for delta in engine.news():
+    for delta in engine.deltas():
         if delta.error:
             raise EngineFailed(delta.error)
         ids += delta.tokens

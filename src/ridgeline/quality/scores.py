@@ -82,7 +82,7 @@ class EngineScorer:
         done, total = 0, sum(len(window.ids) for window in windows)
         for index, window in enumerate(windows):
             self._engine.submit(Submit(str(index), list(window.ids), sampling, time.time(), cache=False))
-        for delta in self._engine.news():
+        for delta in self._engine.deltas():
             if delta.error:
                 raise EngineFailed(f"{self.name}: {delta.error}")
             if delta.prompt_logprobs is not None:

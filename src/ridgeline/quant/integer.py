@@ -17,7 +17,7 @@ from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.reference import ROW_CODES, rms_norm
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, IntMatrix, IntOps, Matrix, Plain, Scaled, plain
+from ridgeline.ops.table import Activation, FloatInput, IntMatrix, IntOps, Matrix, Scaled, apply_norm
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, adds_bias, expected_tensors
 from ridgeline.quant.layouts import Decoded, Published, decode
 
@@ -203,10 +203,10 @@ class IntWeight(Weight):
         self._matrix = self._form.ops.pack(self._codes, self._scales, self._zeros, bits, self._group)
         self._codes = None
 
-    def _in_group_order(self, x: Activation) -> Plain:
+    def _in_group_order(self, x: Activation) -> FloatInput:
         """Return x with its inputs sorted by group."""
         assert not isinstance(x, Scaled)
-        return x if self._order is None else plain(x, rms_norm).index_select(1, self._order)
+        return x if self._order is None else apply_norm(x, rms_norm).index_select(1, self._order)
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None

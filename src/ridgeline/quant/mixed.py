@@ -19,7 +19,7 @@ import torch
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, plain
+from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, apply_norm
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, max_abs
 from ridgeline.quant.integer import IntFormat
 
@@ -95,12 +95,12 @@ class MixedWeight(Weight):
         ]
         for part, weight in enumerate(parts):
             self._integers.load(part, "weight", weight.index_fill(1, kept + columns.start, 0.0))
-        self._kept, self._kept_matrix = kept, form.ops.matmul.plain.pack(torch.cat(rows).to(form.dtype))
+        self._kept, self._kept_matrix = kept, form.ops.matmul.unquantized.pack(torch.cat(rows).to(form.dtype))
         self._is_kept = torch.zeros(inputs, dtype=torch.bool, device=form.device).index_fill_(0, kept, True)
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert not isinstance(x, Scaled)
-        dense = plain(x, self._form.ops.tokenwise.rms_norm)
+        dense = apply_norm(x, self._form.ops.tokenwise.rms_norm)
         return self._add_kept(dense, self._integers.apply(self._without_kept(dense)))
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
@@ -115,7 +115,9 @@ class MixedWeight(Weight):
     def _add_kept(self, x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
         """Return product + the kept inputs times their columns."""
         assert self._kept is not None and self._kept_matrix is not None
-        return self._form.ops.matmul.plain.linear_add(x.index_select(1, self._kept), self._kept_matrix, None, product)
+        return self._form.ops.matmul.unquantized.linear_add(
+            x.index_select(1, self._kept), self._kept_matrix, None, product
+        )
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
         return self._form.ops.tokenwise.activate(self.apply(x), kind)

@@ -68,8 +68,8 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
 
 async def send_body(service: Service, call: Call, shape: Shape) -> web.Response:
     """Run the call to its end and send one body."""
-    async with contextlib.aclosing(pieces(service, call, shape.usage)) as news:
-        async for batch in news:
+    async with contextlib.aclosing(pieces(service, call, shape.usage)) as batches:
+        async for batch in batches:
             for piece in batch:
                 shape.add(piece)
     body = {**shape.body_head, "choices": shape.body(), "usage": usage_dict(shape.usage)}
@@ -87,8 +87,8 @@ async def send_events(
             "x-accel-buffering": "no",
         }
     )
-    news = pieces(service, call, shape.usage)
-    async with contextlib.aclosing(_events(news, shape, streaming, service.config.keep_alive_s)) as events:
+    batches = pieces(service, call, shape.usage)
+    async with contextlib.aclosing(_events(batches, shape, streaming, service.config.keep_alive_s)) as events:
         try:
             async for data in events:
                 if not response.prepared:
@@ -117,7 +117,7 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
 
 
 async def _events(
-    news: AsyncGenerator[list[Piece], None], shape: Shape, streaming: Streaming, keep_alive_s: float
+    batches: AsyncGenerator[list[Piece], None], shape: Shape, streaming: Streaming, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
     """Events as bytes, those of one batch joined; a comment after a silence of keep_alive_s.
 
@@ -130,8 +130,8 @@ async def _events(
         tail = b'],"usage":null}\n\n'
     clock = asyncio.get_running_loop().time
     last_write = clock()
-    async with contextlib.aclosing(news):
-        async for batch in news:
+    async with contextlib.aclosing(batches):
+        async for batch in batches:
             events: list[bytes] = []
             for piece in batch:
                 choices = shape.choices(piece)

@@ -30,7 +30,7 @@ class Ledger:
         if step is not None:
             self._arrival = Arrival(step.waiting, step.running, step.blocks_used / max(1, step.blocks_total))
 
-    def news(self, delta: Delta) -> None:
+    def observe(self, delta: Delta) -> None:
         if self._first is None and delta.tokens:
             self._first = time.time()
             self._before = self._metrics.live.totals

@@ -194,7 +194,7 @@ class _Run:
             return None
         if delta.choice == 0 and delta.cached > 0:
             usage.cached += delta.cached
-        self._ledger.news(delta)
+        self._ledger.observe(delta)
         if call.max_tokens == 0:
             piece = Piece(choice.index, "", 0, "length")
             choice.finished = True

@@ -1,4 +1,4 @@
-"""Records of the controller: budgets for drafting, and measured times of steps. Both count in plain steps (see controller)."""
+"""Records of the controller: budgets for drafting, and measured times of steps. Both count in undrafted steps (see controller)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHARE, CAP, START, UNTIL_PROBE = 0.0125, 5.0, 2.0, 24.0
 
 @dataclass(slots=True)
 class Budget:
-    """Balance of plain steps that drafting may lose. recent: plain steps gained since the last decision."""
+    """Balance of undrafted steps that drafting may lose. recent: undrafted steps gained since the last decision."""
 
     balance: float = START
     recent: float = 0.0
@@ -28,13 +28,13 @@ class Budget:
 
 @dataclass(slots=True)
 class BatchState:
-    """State of the controller for steps with similar numbers of rows. Times are in plain steps, unless noted.
+    """State of the controller for steps with similar numbers of rows. Times are in undrafted steps, unless noted.
 
-    plain: seconds of a plain step, over the last of `count` of them. times: t(n). node_time, call_time: cost of a host node and of
-    a host call per row; verification costs two more nodes. build: time by which first steps of new shapes may still exceed the
-    expected time without being booked. nodes: the size in use, for `hold` more steps. until_probe: time to the next probe while a
-    size is in use; `probed` is the size of the last one. off: plain steps since the last step that drafted. read_time: time of a
-    draft model per token per row that it did not read meanwhile.
+    undrafted_s: mean seconds of an undrafted step, `count` of them so far. times: t(n). node_time, call_time: cost of a host node
+    and of a host call per row; verification costs two more nodes. build: time by which first steps of new shapes may still exceed
+    the expected time without being booked. nodes: the size in use, for `hold` more steps. until_probe: time to the next probe while
+    a size is in use; `probed` is the size of the last one. off: undrafted steps since the last step that drafted. read_time: time
+    of a draft model per token per row that it did not read meanwhile.
     """
 
     build: float
@@ -43,7 +43,7 @@ class BatchState:
     times: dict[int, float] = field(default_factory=lambda: {0: 1.0})
     node_time: float = 0.05
     call_time: float = 0.15
-    plain: float = 0.0
+    undrafted_s: float = 0.0
     count: int = 0
     nodes: int = 0
     hold: int = 0
@@ -53,7 +53,7 @@ class BatchState:
     host: Budget = field(default_factory=Budget)
 
     def earn(self, steps: float, device: float = 0.0, host: float = 0.0) -> None:
-        """Book a time of `steps` plain steps, in which device and host drafts gained so many tokens more than they cost."""
+        """Book a time of `steps` undrafted steps, in which device and host drafts gained so many tokens more than they cost."""
         self.until_probe -= steps
         self.device.book(device, SHARE * steps)
         self.host.book(host, SHARE * steps)

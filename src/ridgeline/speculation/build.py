@@ -15,9 +15,9 @@ from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import DeviceDrafter, NoDrafter
 from ridgeline.speculation.draft_model import DraftModel
 from ridgeline.speculation.first_of import FirstOf
-from ridgeline.speculation.guest import NO_SPECULATION, Speculation
 from ridgeline.speculation.heads import load_heads, tree
 from ridgeline.speculation.host import HostDrafter
+from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 from ridgeline.speculation.lookahead import Lookahead
 from ridgeline.speculation.medusa import Medusa
 from ridgeline.speculation.ngram import NGram
@@ -73,10 +73,10 @@ def memory_of_drafters(
         ConfigError: before any weight is read, for drafters that cannot be opened and for a draft that does not fit the model.
     """
     wanted = wanted_by(config, spec, folder, place)
-    if not wanted.most:
+    if not wanted.max_nodes:
         return wanted, DrafterMemory(bytes=taken)
     check_files(wanted)
-    logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.most))
+    logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.max_nodes))
     if wanted.device == "draft":
         draft_folder, draft_config = draft_model(wanted, spec, "dummy")  # from the hub, only the small files
         draft = served_spec(read_model(draft_folder)[0], draft_config)
@@ -96,7 +96,7 @@ def open_drafters(
         encode: encodes a text with the target's tokenizer.
         dummy: load random weights for a draft model.
     """
-    if not wanted.most:
+    if not wanted.max_nodes:
         return NO_SPECULATION, NoDrafter()
     device, traits = DEVICE_DRAFTERS[wanted.device](wanted, target, wanted.folder or Path(), dummy)
     host_drafters = [HOST_DRAFTERS[name](wanted, target, encode) for name in wanted.host]
@@ -104,7 +104,7 @@ def open_drafters(
         None if not host_drafters else host_drafters[0] if len(host_drafters) == 1 else FirstOf(host_drafters)
     )
     cuts = traits is not None and traits.cuts
-    sizes = tuple(sorted({0, traits.max_nodes, wanted.most})) if traits is not None and cuts else wanted.sizes
+    sizes = tuple(sorted({0, traits.max_nodes, wanted.max_nodes})) if traits is not None and cuts else wanted.sizes
     return Speculator(host_drafter, traits, Controller(sizes), LOGIT_ROWS), device
 
 
@@ -122,14 +122,14 @@ def _ngram(wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int
 def _draft_model(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
     folder, config = draft_model(wanted, target.spec, "dummy" if dummy else "auto")
     model = build(folder, model=config, ops=target.ops, device=target.decoder.embedding.device)
-    return DraftModel(model, read_vocabulary(folder, model.spec)), DeviceTraits(wanted.most, reads_tokens=True)
+    return DraftModel(model, read_vocabulary(folder, model.spec)), DeviceTraits(wanted.max_nodes, reads_tokens=True)
 
 
 def _recurrent(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
     spec, place = target.spec, target.decoder.embedding.device
     weights = load_recurrent(folder, spec)
     rates = [row[: 1 if wanted.chains else None] for row in weights.accuracies]
-    nodes = tree(rates, min(wanted.most, DRAFTERS["recurrent"].nodes))
+    nodes = tree(rates, min(wanted.max_nodes, DRAFTERS["recurrent"].nodes))
     recurrent = Recurrent(weights, spec, target.ops, DTYPES[spec.dtype], place, nodes)
     return recurrent, DeviceTraits(len(nodes), recurrent.parents, cuts=target.ops.programs.prunes_drafts)
 
@@ -137,13 +137,13 @@ def _recurrent(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -
 def _medusa(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
     spec, place = target.spec, target.decoder.embedding.device
     heads = load_heads(folder, spec, target.ops, DTYPES[spec.dtype], place)
-    medusa = Medusa(heads, target.decoder.logits, wanted.most)
+    medusa = Medusa(heads, target.decoder.logits, wanted.max_nodes)
     return medusa, DeviceTraits(len(medusa.parents), medusa.parents)
 
 
 def _recycling(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
     recycling = Recycling(target.spec.vocab_size, target.decoder.embedding.device)
-    return recycling, DeviceTraits(min(wanted.most, len(recycling.parents)), recycling.parents)
+    return recycling, DeviceTraits(min(wanted.max_nodes, len(recycling.parents)), recycling.parents)
 
 
 HOST_DRAFTERS = {"reference": _ngram, "lookahead": lambda wanted, target, encode: Lookahead()}

@@ -3,12 +3,14 @@ yields
 
     rate(n) = (1 + a_1 + .. + a_n) / t(n)
 
-tokens per plain step (Leviathan et al. 2023, section 3.3). a_i is the measured probability that node i is kept, t(n) the measured
-time in plain steps, which are steps of as many rows without drafts: rate(0) = 1. The size with the highest rate is used, others
-are probed. Two budgets bound the regret, in plain steps: one for device drafts, one for the host drafter. A budget earns the share
-SHARE of all time, and _GRANT for each new request. Each step with drafts adds the tokens it gained and subtracts the time it took.
-With an empty budget nothing is drafted, and the budget must cover the price of a probe. So drafting that never pays costs at most
-the share SHARE of the time, CAP steps, and _GRANT per request.
+tokens per undrafted step (Leviathan et al. 2023, section 3.3). An undrafted step is a step of as many rows without drafts; its time
+is the unit of all times here, so rate(0) = 1. a_i is the measured probability that node i is kept, t(n) the measured time. The size
+with the highest rate is used; other sizes are probed.
+
+Two budgets bound the regret: one for device drafts, one for the host drafter. A budget earns the share SHARE of all time, and
+_GRANT for each new request. Each step with drafts adds the tokens it gained and subtracts the time it took. With an empty budget
+nothing is drafted, and the budget must cover the price of a probe. So drafting that never pays costs at most the share SHARE of
+the time, CAP steps, and _GRANT per request.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from ridgeline.speculation.batch_state import CAP, SHARE, UNTIL_PROBE, BatchStat
 from ridgeline.speculation.state import Reading
 
 _GRANT, _DEAR = 0.75, 3.0
-"""Plain steps granted for a new request; t(n) from which on a grant pays no device probe."""
+"""Time granted for a new request; t(n) from which on a grant pays no device probe."""
 _PROBE, _COLD, _CALLS, _LEAST_PRICE = 6, 2, 4, 0.3
-"""Steps of a probe; warm-up steps of a probe that are discarded; calls of a host probe; lowest price of a probe in plain steps."""
+"""Steps of a probe; warm-up steps of a probe that are discarded; calls of a host probe; lowest price of a probe."""
 _HOLD, _MAX_IDLE, _WARM_UP = 8, 64, 16
-"""Steps between two decisions; longest idle period; plain steps before the first probe."""
+"""Steps between two decisions; longest idle period; undrafted steps before the first probe."""
 _MARGIN, _PRIOR = 1.03, 0.65
 """Lowest rate of a size in use; acceptance of a node, given that its parent is kept, before any reading."""
 _WEIGHT, _OUTLIER, _UNKNOWN, _BUILD = 0.05, 1.5, 4.0, 16.0
-"""Weight of a reading in a moving average; largest time of a step that is counted, as a multiple of the expected time; the same in
-plain steps for a size without readings; plain steps, divided by the rows, by which first steps of new shapes may exceed the
-expected time without being booked."""
+"""Weight of a reading in a moving average; largest time of a step that is counted, as a multiple of the expected time; the same for
+a size without readings; time, divided by the rows, by which first steps of new shapes may exceed the expected time without being
+booked."""
 
 
 class Controller:
@@ -49,7 +51,7 @@ class Controller:
         if key not in self._batches:
             larger = [other for other, batch in self._batches.items() if other > key and batch.count >= _WARM_UP]
             like = self._batches[min(larger)] if larger else BatchState(0.0)
-            new = replace(like, build=_BUILD / rows, times=dict(like.times), plain=0.0, hold=0, off=0)
+            new = replace(like, build=_BUILD / rows, times=dict(like.times), undrafted_s=0.0, hold=0, off=0)
             self._batches[key] = replace(new, until_probe=UNTIL_PROBE, device=Budget(), host=Budget())
         return self._batches[key]
 
@@ -64,15 +66,15 @@ class Controller:
         """Expected tokens per row of a step with `nodes` nodes."""
         return 1 + sum(self._kept[:nodes])
 
-    def choose(self, rows: int, most: int) -> int:
-        """Device nodes per row, at most `most`, to draft for the next step."""
+    def choose(self, rows: int, max_nodes: int) -> int:
+        """Device nodes per row, at most `max_nodes`, to draft for the next step."""
         if self.fixed:
-            return min(self.sizes[-1], most)
+            return min(self.sizes[-1], max_nodes)
         batch = self._of(rows)
         if not batch.hold:
-            self._decide(batch, [size for size in self.sizes if size <= most])
+            self._decide(batch, [size for size in self.sizes if size <= max_nodes])
         batch.hold -= 1
-        return min(batch.nodes, most)
+        return min(batch.nodes, max_nodes)
 
     def _decide(self, batch: BatchState, sizes: list[int]) -> None:
         budget, times = batch.device, batch.times
@@ -126,9 +128,9 @@ class Controller:
 
     def host_nodes(self, rows: int, acceptance: float) -> int:
         """Nodes of a host chain: the acceptance probability of the last one still exceeds its cost."""
-        most, time = self.sizes[-1], min(0.5, max(self._of(rows).node_time, 0.01))
+        largest, time = self.sizes[-1], min(0.5, max(self._of(rows).node_time, 0.01))
         depth = int(math.log(time) / math.log(min(0.99, max(acceptance, 0.01))))
-        return most if self.fixed else min(most, max(1, depth))
+        return largest if self.fixed else min(largest, max(1, depth))
 
     def idle_steps(self, rows: int, host: bool, device: bool) -> int:
         """Plain steps until the next decision, after a step without drafts."""
@@ -137,26 +139,30 @@ class Controller:
         steps, batch.hold = min(_MAX_IDLE, call, batch.hold if device else _MAX_IDLE), 0
         return steps
 
-    def measure_plain(self, rows: int, seconds: float, steps: int = 1) -> None:
-        """Account for `steps` plain steps, the last of which took `seconds`."""
+    def measure_undrafted(self, rows: int, seconds: float, steps: int = 1) -> None:
+        """Account for `steps` undrafted steps, the last of which took `seconds`."""
         batch = self._of(rows)
         batch.count += steps
         batch.off += steps
-        batch.plain = min(batch.plain or seconds, _OUTLIER * seconds)  # the first step of a process may take seconds
-        batch.plain += max(_WEIGHT, steps / batch.count) * (min(seconds, _OUTLIER * batch.plain) - batch.plain)
+        batch.undrafted_s = min(
+            batch.undrafted_s or seconds, _OUTLIER * seconds
+        )  # the first step of a process may take seconds
+        batch.undrafted_s += max(_WEIGHT, steps / batch.count) * (
+            min(seconds, _OUTLIER * batch.undrafted_s) - batch.undrafted_s
+        )
         batch.earn(steps)
 
     def measure(self, step: Reading) -> tuple[float, float]:
-        """Account for a step that drafts, verifies or called the host drafter. Returns the seconds saved and the plain steps per
+        """Account for a step that drafts, verifies or called the host drafter. Returns the seconds saved and the time of a
         call."""
         batch, times, drafts = self._of(step.rows), self._of(step.rows).times, step.nodes or step.drafted
-        if not (step.nodes or step.host_nodes):  # a plain step cannot take longer, so a higher mean is out of date
-            batch.plain -= 4 * _WEIGHT * max(0.0, batch.plain - step.seconds)
+        if not (step.nodes or step.host_nodes):  # an undrafted step takes no longer: a higher mean is outdated
+            batch.undrafted_s -= 4 * _WEIGHT * max(0.0, batch.undrafted_s - step.seconds)
         host = batch.call_time * step.calls + batch.node_time * (step.host_nodes and step.host_nodes + 2)
         known = times.get(step.nodes) if step.nodes or not step.drafted else None
         expected = (known or max(times.values())) + host
-        batch.plain = batch.plain or step.seconds / expected
-        took = step.seconds / batch.plain
+        batch.undrafted_s = batch.undrafted_s or step.seconds / expected
+        took = step.seconds / batch.undrafted_s
         if step.missed:  # not limited: the time of catching up varies
             batch.read_time += 4 * _WEIGHT * (max(0.0, took - expected) / step.missed - batch.read_time)
         else:
@@ -176,4 +182,4 @@ class Controller:
         elif readable and step.calls and not drafts:
             batch.call_time += _WEIGHT * (max(0.0, host) / step.calls - batch.call_time)
         batch.hold = 0 if ruined else batch.hold
-        return (step.tokens - took) * batch.plain, max(0.05, host / step.calls) if step.calls else 0.0
+        return (step.tokens - took) * batch.undrafted_s, max(0.05, host / step.calls) if step.calls else 0.0

@@ -53,7 +53,7 @@ class DraftRows:
 
 def draw_draft(
     ops: Ops,
-    behind: DraftRows | ChainStart,
+    draft_rows: DraftRows | ChainStart,
     logits: torch.Tensor,
     place: torch.Tensor,
     ids: torch.Tensor | None,
@@ -65,15 +65,15 @@ def draw_draft(
         logits: [S, N].
         ids: int32 [N], the tokens of the logits; None: all `vocab` tokens.
     """
-    if behind.greedy:
+    if draft_rows.greedy:
         token = greedy(logits)
         return token if ids is None else ids.index_select(0, token)
     if ids is not None:
         # Noise depends on the token id, so logits are scattered to the full vocabulary to use the target's noise.
         full_logits = logits.new_full((len(logits), vocab), float("-inf"))
         logits = full_logits.index_copy_(1, ids.long(), logits)
-    key = behind.state.ints.index_select(0, behind.rows)[:, Int.KEY : Int.KEY + 2]
-    return ops.sampler.sample(logits, behind.temperature, key, place, Purpose.TOKEN)
+    key = draft_rows.state.ints.index_select(0, draft_rows.rows)[:, Int.KEY : Int.KEY + 2]
+    return ops.sampler.sample(logits, draft_rows.temperature, key, place, Purpose.TOKEN)
 
 
 class DeviceDrafter:
@@ -96,7 +96,7 @@ class DeviceDrafter:
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Observe the target's logits [N, V], which predict the tokens at places int32 [N] of device rows int32 [N]."""
 
-    def draft(self, behind: DraftRows, count: int, views: Views) -> torch.Tensor | None:
+    def draft(self, draft_rows: DraftRows, count: int, views: Views) -> torch.Tensor | None:
         """Write `count` draft nodes after the known tokens of each row. The drafter has read all of them except the last two.
 
         Returns:

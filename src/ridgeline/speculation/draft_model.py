@@ -47,15 +47,15 @@ class DraftModel(DeviceDrafter):
         """Compute keys and values. The step is copied, so that values derived from it are derived anew for these layers."""
         self._decoder.forward(tokens, views(slots), replace(step), tokens[:0])
 
-    def draft(self, behind: DraftRows, count: int, views: Views) -> None:
+    def draft(self, draft_rows: DraftRows, count: int, views: Views) -> None:
         """Read the last two tokens, then draft token by token; each forward pass reads the token drafted before. A row stops at an
         end token, because no later node could be accepted."""
         # Drafting advances a copy of the counters, not the rows.
-        state, rows = replace(behind.state, ints=behind.state.ints.clone()), behind.rows
+        state, rows = replace(draft_rows.state, ints=draft_rows.state.ints.clone()), draft_rows.rows
         # The scratch row (padding) has fewer tokens than are read. It has ended and never advances.
         state.ints[0, : Int.KNOWN] = _UNREAD
         last = self._last_tokens(len(rows), rows.device)
-        start = ChainStart(state, rows, behind.temperature, last, count, behind.longest, behind.greedy)
+        start = ChainStart(state, rows, draft_rows.temperature, last, count, draft_rows.longest, draft_rows.greedy)
         self._chain(start, views)
 
     def _last_tokens(self, count: int, device: torch.device) -> LastTokens:

@@ -87,14 +87,14 @@ class MedusaHeads:
         self.heads, self.layers = _counts(tensors)
         self.width = tensors["0.0.linear.weight"].shape[1]
         self.accuracies = tuple(tuple(row) for row in accuracies)
-        self._linear = ops.matmul.plain.linear
+        self._linear = ops.matmul.unquantized.linear
 
         def stacked(suffix: str) -> torch.Tensor:
             return torch.stack([tensors[f"{head}.{suffix}"] for head in range(self.heads)])
 
         self._weight = [stacked(f"{layer}.linear.weight") for layer in range(self.layers)]
         self._bias = [stacked(f"{layer}.linear.bias") for layer in range(self.layers)]
-        self._first = ops.matmul.plain.pack(self._weight[0].flatten(0, 1).contiguous())
+        self._first = ops.matmul.unquantized.pack(self._weight[0].flatten(0, 1).contiguous())
         has_unembeddings = f"0.{self.layers}.weight" in tensors
         self._unembed = stacked(f"{self.layers}.weight") if has_unembeddings else None
 

@@ -22,13 +22,13 @@ class Medusa(DeviceDrafter):
         self._tree = tree((heads.accuracies or UNMEASURED)[: heads.heads], nodes)
         self.parents = tuple(node.parent for node in self._tree)
 
-    def draft(self, behind: DraftRows, count: int, views: Views) -> None:
+    def draft(self, draft_rows: DraftRows, count: int, views: Views) -> None:
         """Compute the candidates of all heads at once, then write the candidate of each node."""
         nodes = self._tree[:count]
         top = [
             max(node.rank + 1 for node in nodes if node.head == head) for head in sorted({node.head for node in nodes})
         ]
-        candidates = self._heads.candidates(behind.hidden, top, self._logits_of)
+        candidates = self._heads.candidates(draft_rows.hidden, top, self._logits_of)
         tokens = torch.stack([candidates[:, node.head, node.rank] for node in nodes], dim=1)
         number = torch.arange(count, dtype=torch.int32, device=tokens.device)
-        behind.write(behind.known.unsqueeze(1) + number, tokens)
+        draft_rows.write(draft_rows.known.unsqueeze(1) + number, tokens)

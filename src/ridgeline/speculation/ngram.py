@@ -82,9 +82,9 @@ class Text:
     def shared(self, place: int, tokens: list[int], end: int) -> int:
         """How many tokens before `place` equal those before `end` of `tokens`, at most LONGEST. The first ANCHOR must be equal."""
         text = self.tokens
-        most = min(LONGEST, place, end)
-        if text[place - most : place] == tokens[end - most : end]:
-            return most
+        limit = min(LONGEST, place, end)
+        if text[place - limit : place] == tokens[end - limit : end]:
+            return limit
         count = ANCHOR
         while text[place - 1 - count] == tokens[end - 1 - count]:
             count += 1

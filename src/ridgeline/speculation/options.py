@@ -45,29 +45,29 @@ class Wanted:
     """The parsed option `speculate`.
 
     host: names of host drafters, in order. documents: file with a text for the reference drafter. device: name of the device
-    drafter, or "". folder: weights of the device drafter. most: nodes of the largest draft. chains: drafts may not branch.
+    drafter, or "". folder: weights of the device drafter. max_nodes: nodes of the largest draft. chains: drafts may not branch.
     """
 
     host: tuple[str, ...] = ()
     documents: Path | None = None
     device: str = ""
     folder: Path | None = None
-    most: int = 0
+    max_nodes: int = 0
     chains: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Draft sizes that the controller tries: each size up to 4, then two sizes per doubling."""
-        candidates = [*range(min(self.most, 4) + 1), 6, 8, 12, 16, 24, 32, 48]
-        return (*[size for size in candidates if size < self.most], self.most)
+        candidates = [*range(min(self.max_nodes, 4) + 1), 6, 8, 12, 16, 24, 32, 48]
+        return (*[size for size in candidates if size < self.max_nodes], self.max_nodes)
 
 
 def read_wanted(config: EngineConfig, model_draft: Path | None = None) -> Wanted:
     """Parse the option. model_draft: folder of a recurrent draft for this model, which auto also uses. Raises ConfigError for an
     invalid option."""
-    text, most = config.speculate.strip(), config.draft_tokens
+    text, nodes = config.speculate.strip(), config.draft_tokens
     if text.startswith("{"):
-        text, most = _from_json(text, most)
+        text, nodes = _from_json(text, nodes)
     if text in ("", "off"):
         return Wanted()
     if text == "auto":  # the best drafters of the shipped model; for others, the one that needs no weights
@@ -97,11 +97,11 @@ def read_wanted(config: EngineConfig, model_draft: Path | None = None) -> Wanted
             "two, or leave --speculate out.",
             param="speculate",
         )
-    largest = most or max(DRAFTERS[name].nodes for name in names)
-    return replace(wanted, most=min(MAX_DRAFT, largest), chains=config.deterministic)
+    largest = nodes or max(DRAFTERS[name].nodes for name in names)
+    return replace(wanted, max_nodes=min(MAX_DRAFT, largest), chains=config.deterministic)
 
 
-def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
+def _from_json(text: str, nodes: int | None) -> tuple[str, int | None]:
     """Convert a --speculative-config of vLLM (JSON) to (option, number of draft tokens)."""
     try:
         options = json.loads(text)
@@ -114,10 +114,10 @@ def _from_json(text: str, most: int | None) -> tuple[str, int | None]:
     if count is not None and not (type(count) is int and 1 <= count <= MAX_DRAFT):
         raise refusal(f"num_speculative_tokens is {count!r}, not a whole number from 1 to {MAX_DRAFT}")
     if DRAFTERS[name].on_host:
-        return name, most or count
+        return name, nodes or count
     if "model" not in options:
         raise refusal(f'method {method!r} needs the key "model"')
-    return f"{name}:{options['model']}", most or count
+    return f"{name}:{options['model']}", nodes or count
 
 
 def refusal(reason: str) -> ConfigError:

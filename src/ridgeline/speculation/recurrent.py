@@ -63,7 +63,7 @@ class RecurrentWeights:
     accuracies: tuple[tuple[float, ...], ...] = UNMEASURED
     cut: DraftCut = UNMEASURED_CUT
 
-    def plain(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def dense(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The dequantized matrix `name`, [out, in]."""
         return int_dequantized(self.matrices[name]).to(device, dtype)
 
@@ -170,7 +170,7 @@ class Recurrent(DeviceDrafter):
         self.attended, self._layer = (weights.layer,), spec.layers[weights.layer]
         self._turn = rope_table(self._layer.rope, spec.max_len + SPARE_POSITIONS, device)
         self._ids = weights.ids.to(device)
-        self._embedding = weights.plain("embedding", dtype, device)
+        self._embedding = weights.dense("embedding", dtype, device)
         parts = RecurrentParts(
             self._embedding,
             weights.matrices,
@@ -187,47 +187,49 @@ class Recurrent(DeviceDrafter):
         )
 
         def by_nodes() -> RunRecurrent:
-            self._matrices = {name: ops.matmul.plain.pack(weights.plain(name, dtype, device)) for name in MATRICES}
+            self._matrices = {
+                name: ops.matmul.unquantized.pack(weights.dense(name, dtype, device)) for name in MATRICES
+            }
             self._norms = {name: norm.to(device, dtype) for name, norm in weights.norms.items()}
             return self._node_by_node
 
         self._run = ops.programs.recurrent(parts, by_nodes)
 
-    def draft(self, behind: DraftRows, count: int, views: Views) -> Tensor | None:
-        return self._run(behind, count, views)
+    def draft(self, draft_rows: DraftRows, count: int, views: Views) -> Tensor | None:
+        return self._run(draft_rows, count, views)
 
-    def _node_by_node(self, behind: DraftRows, count: int, views: Views) -> Tensor | None:
+    def _node_by_node(self, draft_rows: DraftRows, count: int, views: Views) -> Tensor | None:
         """Draft eagerly, one parent after the other: compute its state and draw its children's tokens from it."""
-        known, nodes = behind.known, self._nodes[:count]
-        last = behind.rows * behind.state.tokens.shape[1] + known - 1
-        states, tokens = {-2: behind.hidden}, {-1: behind.state.tokens.view(-1).index_select(0, last)}
+        known, nodes = draft_rows.known, self._nodes[:count]
+        last = draft_rows.rows * draft_rows.state.tokens.shape[1] + known - 1
+        states, tokens = {-2: draft_rows.hidden}, {-1: draft_rows.state.tokens.view(-1).index_select(0, last)}
         for above in dict.fromkeys(node.parent for node in nodes):
             depth = 0 if above < 0 else nodes[above].head + 1
             before = states[-2 if above < 0 else nodes[above].parent]
-            states[above] = self._next(before, tokens[above], known + (depth - 1), behind, views)
-            logits = self._ops.matmul.plain.linear(states[above], self._matrices["head"], None)
+            states[above] = self._next(before, tokens[above], known + (depth - 1), draft_rows, views)
+            logits = self._ops.matmul.unquantized.linear(states[above], self._matrices["head"], None)
             children = {node.rank: at for at, node in enumerate(nodes) if node.parent == above}
             for rank in range(max(children) + 1):
-                token = draw_draft(self._ops, behind, logits, known + depth, self._ids, self._spec.vocab_size)
+                token = draw_draft(self._ops, draft_rows, logits, known + depth, self._ids, self._spec.vocab_size)
                 logits = logits.masked_fill(self._ids == token.unsqueeze(1), float("-inf"))
                 if rank in children:
                     tokens[children[rank]] = token
         place = known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=known.device)
-        behind.write(place, torch.stack([tokens[node] for node in range(count)], dim=1))
+        draft_rows.write(place, torch.stack([tokens[node] for node in range(count)], dim=1))
         return None
 
-    def _next(self, state: Tensor, token: Tensor, place: Tensor, behind: DraftRows, views: Views) -> Tensor:
+    def _next(self, state: Tensor, token: Tensor, place: Tensor, draft_rows: DraftRows, views: Views) -> Tensor:
         """The states after tokens int32 [S] at places int32 [S] of their rows. state: [S, D], the states before them."""
-        matmul, matrices, norms = self._ops.matmul.plain, self._matrices, self._norms
+        matmul, matrices, norms = self._ops.matmul.unquantized, self._matrices, self._norms
         eps, offset = self._spec.norm_eps, self._spec.norm_offset
         mixed = matmul.linear_add(state, matrices["mix"], None, F.embedding(token, self._embedding))
         q = matmul.linear(Normed(mixed, norms["query_norm"], eps, offset), matrices["query"], None)
         q = rotate(q.view(len(q), -1, self._layer.head_dim), self._turn, place)
         # Attend as the last token whose key is written. A padding row reads the scratch page.
-        lengths = behind.state.ints.index_select(0, behind.rows)[:, Int.LENGTH].clamp(min=1)
+        lengths = draft_rows.state.ints.index_select(0, draft_rows.rows)[:, Int.LENGTH].clamp(min=1)
         number = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        step = StepInputs(behind.rows, number, lengths, place, number[:-1], 1, behind.longest)
-        [view] = views(torch.zeros(len(behind.state.tables), len(q), dtype=torch.int64, device=q.device))
+        step = StepInputs(draft_rows.rows, number, lengths, place, number[:-1], 1, draft_rows.longest)
+        [view] = views(torch.zeros(len(draft_rows.state.tables), len(q), dtype=torch.int64, device=q.device))
         mixed = matmul.linear_add(
             self._ops.attention.attend(q, q, q, view, step)[0].flatten(1), matrices["out"], None, mixed
         )

@@ -42,16 +42,16 @@ class Recycling(DeviceDrafter):
         before = state.tokens.view(-1).index_select(0, (rows * state.tokens.shape[1] + place - 1).long())
         self._table.index_copy_(0, before.long(), torch.topk(logits, WIDTH, dim=-1).indices.int())
 
-    def draft(self, behind: DraftRows, count: int, views: Views) -> None:
+    def draft(self, draft_rows: DraftRows, count: int, views: Views) -> None:
         """Write the nodes in order: the token of a node selects the successors for its children."""
         self._unused = 0
-        known = behind.known
-        root = behind.state.tokens.view(-1).index_select(
-            0, (behind.rows * behind.state.tokens.shape[1] + known - 1).long()
+        known = draft_rows.known
+        root = draft_rows.state.tokens.view(-1).index_select(
+            0, (draft_rows.rows * draft_rows.state.tokens.shape[1] + known - 1).long()
         )
         tokens: list[torch.Tensor] = []
         for parent, rank in TREE[:count]:
             parent_token = root if parent < 0 else tokens[parent]
             tokens.append(self._table[:, rank].index_select(0, parent_token))
         nodes = torch.arange(count, dtype=torch.int32, device=known.device)
-        behind.write(known.unsqueeze(1) + nodes, torch.stack(tokens, dim=1))
+        draft_rows.write(known.unsqueeze(1) + nodes, torch.stack(tokens, dim=1))

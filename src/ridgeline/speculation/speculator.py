@@ -13,8 +13,8 @@ from operator import attrgetter
 from ridgeline.core.draft import DEVICE, EMPTY_DRAFT, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.guest import RequestView, Speculation
 from ridgeline.speculation.host import HostDrafter, repeats
+from ridgeline.speculation.interface import RequestView, Speculation
 from ridgeline.speculation.state import NO_STEP_DRAFTS, UNREAD_TAIL, Reading, SpeculationState, StepDrafts
 
 _TEMPERATURE = attrgetter("sampling.temperature")
@@ -77,7 +77,7 @@ class Speculator(Speculation):
         self._chain_nodes = 0 if device is None else device.chain_nodes
         self._rows, self._next_nodes, self._logit_rows = 1, 0, logit_rows
         self._idle_steps = self._waiting = self._new = 0
-        self._plain = controller, 0, 0
+        self._undrafted = controller, 0, 0
         """Consecutive steps without drafts that are not yet measured: (controller, rows, number)."""
         self._called: list[SpeculationState] = []
         self._probe_gain = 0.0
@@ -143,8 +143,8 @@ class Speculator(Speculation):
         if state.proposer is None:
             state.proposer = host.start(tokens)
         elif state.observed < len(tokens):
-            news = tokens[state.observed :]
-            state.proposer.observe(news, EMPTY_DRAFT, news[:1])
+            new_tokens = tokens[state.observed :]
+            state.proposer.observe(new_tokens, EMPTY_DRAFT, new_tokens[:1])
         state.observed = len(tokens)
         capacity = min(self.max_nodes, self._logit_rows // self._rows - 1, request.limit - request.expected - 1)
         nodes = min(capacity, self._controller.host_nodes(self._rows, state.acceptance))
@@ -167,8 +167,8 @@ class Speculator(Speculation):
         called, self._called = self._called, []
         waiting, self._waiting = self._waiting, 0
         if device is not None and rows and not _host_drafts_suffice(plan, requests):
-            most = min(device.max_nodes, max(0, self._logit_rows // rows - 1))
-            self._next_nodes = self._controller.choose(rows, most)
+            max_nodes = min(device.max_nodes, max(0, self._logit_rows // rows - 1))
+            self._next_nodes = self._controller.choose(rows, max_nodes)
         plan.ahead = self._next_nodes
         active = bool(nodes or plan.ahead or called or plan.drafts)
         if device is not None and (active or device.reads_tokens):
@@ -219,8 +219,8 @@ class Speculator(Speculation):
     ) -> float:
         rows, controller = len(requests), self._controllers[any(map(_TEMPERATURE, requests))]
         if not drafts.active:
-            known = self._plain[:2] == (controller, rows)
-            self._plain = controller, rows, self._plain[2] + 1 if known else 1
+            known = self._undrafted[:2] == (controller, rows)
+            self._undrafted = controller, rows, self._undrafted[2] + 1 if known else 1
         if self.idle and not drafts.active and self._idle_steps % _IDLE_STRIDE:
             return 0.0
         self._cut(requests, result)
@@ -229,8 +229,8 @@ class Speculator(Speculation):
         seconds = result.device_s + result.gap_s
         if not drafts.active:
             if not result.fresh:
-                controller.measure_plain(rows, seconds, self._plain[2])
-                self._plain = controller, rows, 0
+                controller.measure_undrafted(rows, seconds, self._undrafted[2])
+                self._undrafted = controller, rows, 0
             return 0.0
         return self._measure(drafts, plan, result, seconds, controller)
 

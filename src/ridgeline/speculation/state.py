@@ -26,7 +26,7 @@ class SpeculationState:
     acceptance: float = 0.7
     """Moving average: acceptance of host nodes, given that the parent was accepted."""
     call_gain: float = 0.0
-    """Moving average: tokens gained by a call of the host drafter, minus those that plain steps gain in the time of the call."""
+    """Moving average: tokens gained by a call of the host drafter, minus those of undrafted steps in the time of the call."""
     last_gain: int = 0
     """Tokens gained by the last call of the host drafter."""
     probe_until: int = -1

@@ -17,7 +17,6 @@ from typing import Any
 from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, Unavailable, UnsupportedModel
 from ridgeline.wire.frames import down_decoder, encode, read_body
 from ridgeline.wire.messages import (
-    Beat,
     Cancel,
     Control,
     Delta,
@@ -25,6 +24,7 @@ from ridgeline.wire.messages import (
     Down,
     Failed,
     Finish,
+    Heartbeat,
     Loading,
     Ready,
     Reply,
@@ -352,7 +352,7 @@ class EngineClient:
         match message:
             case Deltas():
                 self._take_deltas(message)
-            case Beat():
+            case Heartbeat():
                 self._beat(message)
             case Ready():
                 self.facts = message.facts
@@ -390,7 +390,7 @@ class EngineClient:
         elif reply.id in self._open and "error" in reply.facts:
             self._open[reply.id].fail(str(reply.facts["error"]))
 
-    def _beat(self, beat: Beat) -> None:
+    def _beat(self, beat: Heartbeat) -> None:
         if beat.turn != self._turn:
             self._turn = beat.turn
             self.last_progress = self.last_heard

@@ -1,7 +1,7 @@
 """Messages between service and engine. Each is one frame: `length (uint32, little endian) + msgpack`.
 
 Up (service to engine): Submit, Cancel, Finish, Control.
-Down (engine to service): Loading, Ready, Beat, Deltas, Reply, Failed.
+Down (engine to service): Loading, Ready, Heartbeat, Deltas, Reply, Failed.
 The service assigns request ids. The choices of a request are numbered 0 .. n-1.
 """
 
@@ -174,7 +174,7 @@ class Loading(msgspec.Struct, tag="loading", array_like=True):
     total: int
 
 
-class Beat(msgspec.Struct, tag="beat", array_like=True):
+class Heartbeat(msgspec.Struct, tag="beat", array_like=True):
     """A heartbeat, sent from a thread beside the engine loop."""
 
     turn: int
@@ -199,4 +199,4 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
     """Name of the error class."""
 
 
-Down = Deltas | Ready | Loading | Beat | Reply | Failed
+Down = Deltas | Ready | Loading | Heartbeat | Reply | Failed

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ridgeline.ops.table import Fp8Matrix, Normed, Plain
+from ridgeline.ops.table import FloatInput, Fp8Matrix, Normed
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.gemv import put, rows_of, stream_of
 from ridgeline.ops.triton.launch import overlap
@@ -187,7 +187,7 @@ def has_shared_memory(device: torch.device) -> bool:
 
 
 def product(
-    x: Plain,
+    x: FloatInput,
     matrix: Fp8Matrix,
     bias: torch.Tensor | None,
     tile: ResidentTile,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ridgeline.ops.table import Normed, Plain
+from ridgeline.ops.table import FloatInput, Normed
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.shapes import ResidentTile, VectorTile
@@ -273,7 +273,7 @@ def resident_kernel(
 
 
 def resident_product(
-    x: Plain,
+    x: FloatInput,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tile: ResidentTile,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ridgeline.ops.table import IntMatrix, IntOps, Normed, Plain, PlainOps
+from ridgeline.ops.table import FloatInput, FloatOps, IntMatrix, IntOps, Normed
 from ridgeline.ops.triton.integer_matrix import dequantize
 
 
@@ -32,10 +32,10 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, 
     return IntMatrix(packed.reshape(rows, -1), scales.half().contiguous(), kept, bits, group, rows, inputs)
 
 
-def widened(ops: PlainOps) -> IntOps:
+def widened(ops: FloatOps) -> IntOps:
     """Integer linears that dequantize the matrix for every product and multiply with `ops`. They keep the guarantees of `ops`."""
 
-    def weight(x: Plain, matrix: IntMatrix) -> torch.Tensor:
+    def weight(x: FloatInput, matrix: IntMatrix) -> torch.Tensor:
         return ops.pack(dequantize(matrix, (x.x if isinstance(x, Normed) else x).dtype))
 
     return IntOps(

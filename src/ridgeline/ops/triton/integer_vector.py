@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ridgeline.ops.table import IntMatrix, Normed, Plain
+from ridgeline.ops.table import FloatInput, IntMatrix, Normed
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.integer_matrix import constants
 from ridgeline.ops.triton.integer_shapes import IntVectorTile
@@ -319,7 +319,7 @@ def integer_vector_kernel(
 
 
 def integer_vector_product(
-    x: Plain,
+    x: FloatInput,
     matrix: IntMatrix,
     bias: torch.Tensor | None,
     tile: IntVectorTile,

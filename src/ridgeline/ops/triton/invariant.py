@@ -22,14 +22,14 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.ops.table import (
     Activation,
     AttentionOps,
+    FloatInput,
+    FloatOps,
     Fp8Matrix,
     Fp8Ops,
     Normed,
-    Plain,
-    PlainOps,
     Programs,
     Scaled,
-    plain,
+    apply_norm,
 )
 from ridgeline.ops.triton import fp8, quantize
 from ridgeline.ops.triton.activation import KINDS, gated
@@ -226,9 +226,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return weight.contiguous()
 
 
-def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See reference.linear."""
-    return _product(plain(x, rms_norm), packed, bias, None, None)
+    return _product(apply_norm(x, rms_norm), packed, bias, None, None)
 
 
 def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
@@ -236,9 +236,9 @@ def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None,
     return _product(x, packed, bias, stream.contiguous(), None)
 
 
-def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def linear_activate(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """See reference.linear_activate."""
-    return _product(plain(x, rms_norm), packed, bias, None, kind)
+    return _product(apply_norm(x, rms_norm), packed, bias, None, kind)
 
 
 # --- 8 bits -----------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def fp8_linear_activate(
 
 
 FP8_INVARIANT = Fp8Ops(fp8.pack, fp8_linear, fp8_linear_add, fp8_linear_activate)
-_UNQUANTIZED = PlainOps(pack, linear, linear_add, linear_activate)
+_UNQUANTIZED = FloatOps(pack, linear, linear_add, linear_activate)
 
 
 INVARIANT = replace(
@@ -290,6 +290,6 @@ INVARIANT = replace(
     name="triton, batch-invariant",
     # The heads of a program determine how they are normalised: one KV head for any number of tokens.
     attention=AttentionOps(partial(qkv_write, kv_heads=1), InvariantAttention()),
-    matmul=replace(TRITON.matmul, plain=_UNQUANTIZED, fp8=FP8_INVARIANT, integer=widened(_UNQUANTIZED)),
+    matmul=replace(TRITON.matmul, unquantized=_UNQUANTIZED, fp8=FP8_INVARIANT, integer=widened(_UNQUANTIZED)),
     programs=Programs(),
 )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ridgeline.ops.table import Fp8Matrix, IntMatrix, Normed, Plain, Scaled
+from ridgeline.ops.table import FloatInput, Fp8Matrix, IntMatrix, Normed, Scaled
 from ridgeline.ops.triton import cuda, fp8, fp8_vector, integer_stream, pairs, w8a8, wide
 from ridgeline.ops.triton.fp8_shapes import (
     INT_VECTOR,
@@ -159,7 +159,7 @@ def _integer_ring_serves(shape: ProductShape) -> IntRingTile | None:
 
 
 def _integer_vector(
-    x: Plain, matrix: IntMatrix, bias: Bias, tile: IntVectorTile, stream: Stream, kind: str | None
+    x: FloatInput, matrix: IntMatrix, bias: Bias, tile: IntVectorTile, stream: Stream, kind: str | None
 ) -> torch.Tensor | None:
     source = x.x if isinstance(x, Normed) else x
     return integer_vector_product(x, matrix, bias, tile, stream, kind) if source.stride(1) == 1 else None

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 
 from ridgeline.ops.table import (
     Activation,
+    FloatInput,
+    FloatOps,
     Fp8Matrix,
     Fp8Ops,
     IntMatrix,
     IntOps,
     Normed,
-    Plain,
-    PlainOps,
     Scaled,
-    plain,
+    apply_norm,
 )
 from ridgeline.ops.triton import integer, kernels, quantize, w8a8
 from ridgeline.ops.triton.activation import activate
@@ -40,7 +40,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _fused(
-    x: Plain, weight: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor | None, kind: str | None
+    x: FloatInput, weight: torch.Tensor, bias: torch.Tensor | None, stream: torch.Tensor | None, kind: str | None
 ) -> torch.Tensor | None:
     """The product with all of what stands around it, by one kernel; None: there is none for it."""
     norm = isinstance(x, Normed)
@@ -52,13 +52,13 @@ def _fused(
     return multiply(kernels.PLAIN, shape, x, weight, bias, stream)
 
 
-def linear(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See reference.linear."""
     out = _fused(x, packed, bias, None, None)
     if out is not None:
         return out
     if isinstance(x, Normed):
-        return linear(plain(x, rms_norm), packed, bias)
+        return linear(apply_norm(x, rms_norm), packed, bias)
     return F.linear(x, packed, bias)
 
 
@@ -71,24 +71,24 @@ def linear_add(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None,
     return stream.addmm_(x, packed.t()) if bias is None else stream.add_(F.linear(x, packed, bias))
 
 
-def linear_activate(x: Plain, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def linear_activate(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """See reference.linear_activate."""
     out = _fused(x, packed, bias, None, kind)
     if out is not None:
         return out
     if isinstance(x, Normed):
-        return linear_activate(plain(x, rms_norm), packed, bias, kind)
+        return linear_activate(apply_norm(x, rms_norm), packed, bias, kind)
     return activate(linear(x, packed, bias), kind)
 
 
-PLAIN_TRITON = PlainOps(pack, linear, linear_add, linear_activate)
+UNQUANTIZED = FloatOps(pack, linear, linear_add, linear_activate)
 
 
 # --- integers ---------------------------------------------------------------------------------------------------------
 
 
 def _int_fused(
-    x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor | None, kind: str | None
+    x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor | None, kind: str | None
 ) -> torch.Tensor | None:
     """As _fused, by the kernels that widen on the way."""
     norm = isinstance(x, Normed)
@@ -99,13 +99,13 @@ def _int_fused(
     return multiply(kernels.INTEGER, shape, x, matrix, bias, stream)
 
 
-def int_linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+def int_linear(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See IntOps."""
     out = _int_fused(x, matrix, bias, None, None)
     if out is not None:
         return out
     if isinstance(x, Normed):
-        return int_linear(plain(x, rms_norm), matrix, bias)
+        return int_linear(apply_norm(x, rms_norm), matrix, bias)
     return F.linear(x, dequantize(matrix, x.dtype), bias)
 
 
@@ -119,13 +119,13 @@ def int_linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None
     return stream.addmm_(x, weight.t()) if bias is None else stream.add_(F.linear(x, weight, bias))
 
 
-def int_linear_activate(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def int_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """See IntOps."""
     out = _int_fused(x, matrix, bias, None, kind)
     if out is not None:
         return out
     if isinstance(x, Normed):
-        return int_linear_activate(plain(x, rms_norm), matrix, bias, kind)
+        return int_linear_activate(apply_norm(x, rms_norm), matrix, bias, kind)
     return activate(int_linear(x, matrix, bias), kind)
 
 
@@ -213,7 +213,7 @@ FP8_TRITON = Fp8Ops(fp8_pack, fp8_linear, fp8_linear_add, fp8_linear_activate)
 # --- integers on both sides -------------------------------------------------------------------------------------------
 
 
-def w8a8_linear(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+def w8a8_linear(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See MatmulOps.w8a8."""
     dtype = (x.x if isinstance(x, Normed) else x).dtype
     out = _rounded(w8a8.codes(x), matrix, bias, dtype)
@@ -229,7 +229,7 @@ def w8a8_linear_add(
     return stream if out is None else out
 
 
-def w8a8_linear_activate(x: Plain, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def w8a8_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """See MatmulOps.w8a8."""
     return activate(w8a8_linear(x, matrix, bias), kind)
 

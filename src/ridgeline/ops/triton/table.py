@@ -18,7 +18,7 @@ from ridgeline.ops.table import (
 from ridgeline.ops.triton.activation import activate, capped
 from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.launch import gluon
-from ridgeline.ops.triton.linears import FP8_TRITON, INT_TRITON, PLAIN_TRITON, W8A8_TRITON
+from ridgeline.ops.triton.linears import FP8_TRITON, INT_TRITON, UNQUANTIZED, W8A8_TRITON
 from ridgeline.ops.triton.norm import norm_add, rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.rows import advance, gather, to_host
@@ -38,7 +38,7 @@ TRITON = Ops(
     tokenwise=TokenwiseOps(rms_norm, norm_add, activate, cap=capped),
     attention=AttentionOps(qkv_write, attention),
     matmul=MatmulOps(
-        plain=PLAIN_TRITON,
+        unquantized=UNQUANTIZED,
         fp8=FP8_TRITON,
         fp8_weight=FP8_WEIGHT_REFERENCE,
         integer=INT_TRITON,

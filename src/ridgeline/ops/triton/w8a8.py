@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.ops.reference import OUTLIER
-from ridgeline.ops.table import IntMatrix, Normed, Plain, Scaled
+from ridgeline.ops.table import FloatInput, IntMatrix, Normed, Scaled
 from ridgeline.ops.triton.fp8 import _finish
 from ridgeline.ops.triton.fp8_shapes import Large, Vector
 from ridgeline.ops.triton.launch import await_inputs, overlap
@@ -94,7 +94,7 @@ def _codes_kernel(
     tl.store(scale_ptr + token, step)
 
 
-def codes(x: Plain, widest_row: int = WIDEST_ROW) -> Scaled:
+def codes(x: FloatInput, widest_row: int = WIDEST_ROW) -> Scaled:
     """Quantize x [T, D] with contiguous rows, after its norm if it is Normed, as reference.in_8_bits does. The values are int8 [T,
     D rounded up to CHUNK] in the order of integer.pack. widest_row: inputs that a program holds at once."""
     norm = x if isinstance(x, Normed) else None

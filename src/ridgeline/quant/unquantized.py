@@ -8,34 +8,36 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, Matrix, PlainOps, Scaled
+from ridgeline.ops.table import Activation, FloatOps, Matrix, Scaled
 from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, Weight, adds_bias, expected_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class PlainFormat:
+class UnquantizedFormat:
     """The unquantized weight format: bfloat16, float16 or float32 on one device."""
 
-    ops: PlainOps
+    ops: FloatOps
     dtype: torch.dtype
     device: torch.device
-    name: str = "plain"
+    name: str = "unquantized"
 
-    def create(self, shape: LinearShape, share: Share) -> PlainWeight:
-        return PlainWeight(self, shape, share)
+    def create(self, shape: LinearShape, share: Share) -> UnquantizedWeight:
+        return UnquantizedWeight(self, shape, share)
 
-    def adopt(self, matrix: torch.Tensor) -> PlainWeight:
+    def adopt(self, matrix: torch.Tensor) -> UnquantizedWeight:
         """Return a linear that shares a loaded matrix [outputs, inputs], such as a head tied to the embedding."""
         rows, columns = matrix.shape
-        return PlainWeight(self, LinearShape(columns, (Part(rows, rows),)), Share(), matrix)
+        return UnquantizedWeight(self, LinearShape(columns, (Part(rows, rows),)), Share(), matrix)
 
 
-class PlainWeight(Weight):
+class UnquantizedWeight(Weight):
     """Parts stacked along the outputs in one matrix [outputs, inputs], and their biases in one vector."""
 
     __slots__ = ("expects", "_ops", "_cut", "_adds_bias", "_matrix", "_bias", "_missing")
 
-    def __init__(self, form: PlainFormat, shape: LinearShape, share: Share, loaded: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, form: UnquantizedFormat, shape: LinearShape, share: Share, loaded: torch.Tensor | None = None
+    ) -> None:
         self._ops = form.ops
         self.expects: Mapping[tuple[int, str], Expected] = expected_tensors(shape)
         self._missing = set(self.expects)
