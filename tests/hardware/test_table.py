@@ -83,6 +83,11 @@ def test_figures_are_of_one_kind(row: Accelerator) -> None:
         assert field.split(".")[0] in ("memory", "dense", "sparse", "link_gb_s", "host_gb_s", "watts", "rent", "buy")
 
 
+def test_the_engine_serves_on_cuda_and_processors_only() -> None:
+    assert all(lookup(name).serves for name in ("h200", "orin", "epyc"))
+    assert not any(lookup(name).serves for name in ("mi300x", "tpu v5e", "gaudi 3", "m4 max", "inferentia2"))
+
+
 def test_mission_headlines_of_the_h100_are_sparse() -> None:
     """MISSION 3: TF32 989, BF16/FP16 1,979, FP8 3,958 TFLOP/s are with sparsity; dense is half."""
     match = lookup("H100 SXM")

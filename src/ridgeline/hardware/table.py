@@ -75,6 +75,11 @@ class Accelerator:
     """Fields whose values were not checked against a source."""
 
     @property
+    def serves(self) -> bool:
+        """Whether Ridgeline runs and is tested on this kind of device. All others are in the table for comparison."""
+        return self.kind in ("cuda", "cpu")
+
+    @property
     def memory_bytes(self) -> int:
         """Memory that the driver reports, if known. It is less than the nominal size."""
         return self.memory.bytes
