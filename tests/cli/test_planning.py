@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ridgeline.cli.main import main
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.local import LocalEngine
 from ridgeline.hardware.probe import Device, Machine
+from ridgeline.hardware.table import Accelerator, lookup
 
 LLAMA = str(Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "llama-3.1-8b")
 
@@ -42,19 +44,42 @@ def test_roofline_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(operation["flops"] for operation in decode["operations"]) == decode["flops"]
 
 
-def test_roofline_of_what_lies_in_a_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """This processor by its name, and what its last cache may do to the floors."""
-    features = ("avx512_bf16",)
-    machine = Machine("x", 2, features, Device("cpu", "x", 1 << 40, 1 << 40, features), ())
-    for room in ("hardware.probe", "cli.roofline"):
-        monkeypatch.setattr(f"ridgeline.{room}.probe", lambda: machine)
-    said = "All weights fit into the L3 of 32.00 MiB, which is read at 150 GB/s: steps may be faster than these limits"
+def processor(monkeypatch: pytest.MonkeyPatch, row: Accelerator) -> None:
+    """Makes `row` the specification of this machine's processor."""
+    machine = Machine("x", 2, (), Device("cpu", "x", 1 << 40, 1 << 40, row), ())
+    for place in ("hardware.probe", "cli.roofline", "cli.fit"):
+        monkeypatch.setattr(f"ridgeline.{place}.probe", lambda: machine)
+    monkeypatch.setattr("ridgeline.hardware.bandwidth.measured_rates", lambda device, dtype: (9e11, 5e10))
+
+
+def test_roofline_of_this_processor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its specification where it is known, measured rates where it is not, and never another machine's figures."""
+    known = replace(lookup("epyc"), name="x, 2 cores", source="2 cores, Zen 4, at most 3.70 GHz")
+    processor(monkeypatch, known)
     for words in ((), ("--on", "cpu")):
         out = run(capsys, "roofline", *words)
-        assert (
-            said in out and "'CPU, 2 cores, AVX-512 with bf16' of the hardware table stands for this processor" in out
-        )
-    assert said not in run(capsys, "roofline", LLAMA, "--on", "cpu") + run(capsys, "roofline", "--on", "epyc")
+        assert "x, 2 cores: 22.7 TFLOP/s dense, 461 GB/s" in out
+        assert "This processor: 2 cores, Zen 4, at most 3.70 GHz." in out and "Measured on this machine" not in out
+    processor(monkeypatch, replace(known, flops={}, memory=replace(known.memory, bandwidth=0.0)))
+    out = run(capsys, "roofline", "--on", "cpu")
+    assert "x, 2 cores: 900 GFLOP/s dense, 50 GB/s" in out
+    assert "Measured on this machine, because the specification is unknown: FLOP/s and memory bandwidth." in out
+    accelerator = json.loads(run(capsys, "roofline", "--on", "cpu", "--json"))["accelerator"]
+    assert (accelerator["measured"], accelerator["serves"]) == (["dense", "memory.gb_s"], True)
+    assert "ms per token (uncalibrated)" in run(capsys, "fit", "--on", "cpu", "--memory", "24G")
+
+
+def test_roofline_of_what_lies_in_a_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "All weights fit into the L3 of 384.00 MiB: steps may be faster than these limits"
+    assert said in run(capsys, "roofline", "--on", "epyc")
+    assert said not in run(capsys, "roofline", LLAMA, "--on", "epyc")
+    assert "L2 of 40.00 MiB, read at 7.22 TB/s" in run(capsys, "roofline", LLAMA, "--on", "a100 80gb")
+
+
+def test_roofline_of_a_device_that_does_not_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "roofline", LLAMA, "--on", "trn2")
+    assert "Ridgeline does not run on this device (Neuron SDK (PyTorch, JAX)): the figures are for comparison." in out
+    assert "does not run" not in run(capsys, "roofline", LLAMA, "--on", "h200")
 
 
 def test_roofline_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

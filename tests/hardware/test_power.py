@@ -43,6 +43,11 @@ def test_an_estimate_gives_an_idle_device_less(tmp_path: Path) -> None:
     assert meter.take(0.0) == pytest.approx(100 * power.IDLE_SHARE * 10)
 
 
+def test_unknown_power_is_no_estimate(tmp_path: Path) -> None:
+    counter = power_counter("cpu", watts=0.0, rapl=tmp_path)
+    assert (counter.kind, counter.read(10, 4)) == ("", 0.0)
+
+
 def test_rapl_sums_its_packages(tmp_path: Path) -> None:
     for index in range(2):
         package = tmp_path / f"intel-rapl:{index}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
+from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth, with_measured_rates
 from ridgeline.hardware.probe import (
     Device,
     Machine,
@@ -17,6 +18,7 @@ from ridgeline.hardware.probe import (
     resolve_accelerator,
     visible_gpus,
 )
+from ridgeline.hardware.table import lookup
 
 GPUS = tuple(Device("cuda", f"gpu {index}", 1, 1) for index in range(4))
 
@@ -30,11 +32,18 @@ def test_this_machine() -> None:
 
 
 def test_the_processor_that_is_meant_is_this_one() -> None:
-    for features, words in (((), "desktop"), (("avx512_bf16",), "with bf16"), (("avx512_bf16", "amx_bf16"), "AMX")):
-        machine = Machine("x", 2, features, Device("cpu", "x", 1, 1, features), GPUS)
-        for name in ("cpu", "CPU"):
-            assert words in resolve_accelerator(name, lambda accelerator=machine: accelerator).name
-        assert resolve_accelerator("h200").name == "NVIDIA H200 SXM" and "EPYC" in resolve_accelerator("epyc").name
+    row = replace(lookup("epyc"), name="x, 2 cores")
+    machine = Machine("x", 2, (), Device("cpu", "x", 1, 1, row), GPUS)
+    for name in ("cpu", "CPU"):
+        assert resolve_accelerator(name, lambda: machine) == row
+    assert resolve_accelerator("h200").name == "NVIDIA H200 SXM" and "EPYC" in resolve_accelerator("epyc").name
+
+
+def test_the_row_of_this_machine_has_its_own_figures() -> None:
+    machine = probe()
+    row = machine.host.accelerator
+    assert row is not None and row.name.startswith(machine.processor) and row.kind == "cpu" and row.serves
+    assert row.memory_bytes == machine.host.memory_bytes
 
 
 def test_the_first_gpu_unless_told_otherwise() -> None:
@@ -66,6 +75,19 @@ def test_measured_ceilings_are_numbers() -> None:
     device = torch.device("cpu")
     assert read_bandwidth(device, 1 << 20, 2) > 0
     assert matmul_rate(device, torch.float32, 64, 2) > 0
+
+
+def test_measured_rates_stand_in_for_unknown_figures_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeline.hardware.bandwidth.measured_rates", lambda device, dtype: (3e9, 2e9))
+    known = lookup("epyc")
+    assert with_measured_rates(known, "bfloat16") is known
+    blind = replace(known, flops={}, memory=replace(known.memory, bandwidth=0.0))
+    row = with_measured_rates(blind, "bfloat16")
+    assert (row.peak("bfloat16"), row.bandwidth, row.measured) == (3e9, 2e9, ("dense", "memory.gb_s"))
+    row = with_measured_rates(replace(known, memory=blind.memory), "bfloat16")
+    assert (row.flops, row.bandwidth, row.measured) == (known.flops, 2e9, ("memory.gb_s",))
+    edge = lookup("edge tpu")
+    assert with_measured_rates(edge, "bfloat16") is edge  # this machine cannot measure another device
 
 
 def test_age_of_this_process(tmp_path: Path) -> None:

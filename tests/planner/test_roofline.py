@@ -13,7 +13,7 @@ from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 from ridgeline.hardware.table import lookup
 from ridgeline.planner.chart import roofline_chart, roofline_page, rows
 from ridgeline.planner.roofline import Load, matrix_dtype, phase, roofline
-from ridgeline.planner.svg import document
+from ridgeline.planner.svg import Line, document
 
 H200 = lookup("h200")
 
@@ -94,6 +94,17 @@ def test_capacity_and_what_spills(llama: ModelSpec) -> None:
 def test_a_precision_without_a_unit_is_refused(llama: ModelSpec) -> None:
     with pytest.raises(ConfigError, match="TPU v4 does not compute in float32"):
         roofline(replace(llama, dtype="float32"), lookup("tpu v4"))
+
+
+def test_the_chart_has_the_level_on_the_chip(llama: ModelSpec) -> None:
+    result = roofline(llama, lookup("a100"))
+    chart = roofline_chart(result, {})
+    slope = next(mark for mark in chart.marks if isinstance(mark, Line) and mark.name == "L2 7.22 TB/s")
+    (low, rate), (ridge, peak) = slope.points
+    assert rate / low == pytest.approx(7.219e12) and peak / ridge == pytest.approx(7.219e12) and peak == 312e12
+    assert chart.x.low < ridge < result.ridge
+    without = roofline_chart(roofline(llama, lookup("b200")), {})  # size known, bandwidth not
+    assert not any(isinstance(mark, Line) and mark.name.startswith("L2") for mark in without.marks)
 
 
 def test_chart_and_page(llama: ModelSpec) -> None:

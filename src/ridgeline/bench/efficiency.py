@@ -23,11 +23,11 @@ class Point:
     ttft_s: float
     tpot_s: float
     mfu: float | None
-    """Share of the specified peak FLOP rate. None if the model or the device is unknown."""
+    """Share of the peak FLOP rate, as specified or as the note says measured. None if the model or the device is unknown."""
     mbu: float | None
-    """Share of the specified memory bandwidth. None if the model or the device is unknown."""
+    """Share of the memory bandwidth, specified or measured likewise."""
     note: str
-    """How steps were counted, or why MFU and MBU are unknown."""
+    """How steps were counted and which peak rates are measured ones, or why MFU and MBU are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ def point(run: Run, limits: Limits | None, steps: float | None) -> Point:
     else:
         steps = sum(row.output_tokens for row in run.completed) / max(1, concurrency)
         note = f"about {steps:.0f} steps, if each serves all requests"
+    if limits.device.measured:
+        note += ", relative to rates measured on this machine, whose specification is unknown"
     total = work(run, limits.spec, steps)
     peak_flops = limits.device.peak(limits.spec.dtype)
     seconds = max(run.seconds, 1e-9)

@@ -18,6 +18,7 @@ from ridgeline.cli.roofline import read_spec
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
+from ridgeline.hardware.bandwidth import with_measured_rates
 from ridgeline.hardware.probe import probe, resolve_accelerator
 
 
@@ -65,4 +66,5 @@ def _limits(config: CurveConfig) -> Limits | None:
     if device is None:
         raise ConfigError("The device of this machine is not in the hardware table: give one with --on.", param="on")
     model = "" if config.model_folder == SHIPPED else config.model_folder
-    return Limits(read_spec(ModelConfig(model=model)), device)
+    spec = read_spec(ModelConfig(model=model))
+    return Limits(spec, with_measured_rates(device, spec.dtype))

@@ -26,7 +26,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.account import place
 from ridgeline.engine.local import LocalEngine
-from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
+from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth, with_measured_rates
 from ridgeline.hardware.probe import Device, probe
 from ridgeline.planner.calibrate import Measured, calibrate
 from ridgeline.planner.roofline import matrix_dtype
@@ -104,6 +104,7 @@ def guess(spec: ModelSpec, device: Device) -> CostModel:
     """Uncalibrated cost model of this device. A device that is not in the hardware table is measured."""
     row = device.accelerator
     if row is not None:
+        row = with_measured_rates(row, spec.dtype)
         return CostModel(spec, row.peak(matrix_dtype(spec)), row.bandwidth)
     torch_device = torch.device(device.kind)
     return CostModel(spec, matmul_rate(torch_device, torch.bfloat16, 4096), read_bandwidth(torch_device, 1 << 30))

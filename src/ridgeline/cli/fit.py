@@ -24,6 +24,7 @@ from ridgeline.core.resolve import parse
 from ridgeline.core.sizing import Memory, MemoryPlan, command, size
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.policy import admission
+from ridgeline.hardware.bandwidth import with_measured_rates
 from ridgeline.hardware.probe import Device, probe, resolve_accelerator
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
@@ -86,11 +87,14 @@ def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
 
 
 def _cost(spec: ModelSpec, engine: EngineConfig, device: Device) -> CostModel | None:
-    """Cost model of --calibration, or of the hardware table; None if there is neither."""
+    """Cost model of --calibration, of the hardware table or of this processor's measured rates; None if there is neither."""
     if engine.calibration:
         return load_calibration(Path(engine.calibration), spec).cost
     row = device.accelerator
-    return None if row is None else CostModel(spec, row.peak(spec.dtype), row.bandwidth)
+    if row is None:
+        return None
+    row = with_measured_rates(row, spec.dtype)
+    return CostModel(spec, row.peak(spec.dtype), row.bandwidth)
 
 
 def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, cost: CostModel | None) -> None:
@@ -123,10 +127,10 @@ def _device(args: Arguments, device_option: str) -> Device:
                 f"--on {row.name} and --device {device_option} contradict each other: leave one of them out.",
                 param="device",
             )
-        device = Device(kind, row.name, row.memory_bytes, row.memory_bytes)
+        device = Device(kind, row.name, row.memory_bytes, row.memory_bytes, row)
     if memory is not None:
         count = parse("memory", memory, (int, False), "flag")
         if count < 1:
             raise ConfigError(f"--memory is {memory}: give a number of bytes above 0.", param="memory")
-        device = Device(device.kind, device.name, count, count)
+        device = replace(device, memory_bytes=count, free_bytes=count)
     return device

@@ -1,7 +1,8 @@
 """Roofline of a model on an accelerator: for each operation of prefill and decode, the limit (compute or memory) and the shortest
 possible time. Also predicts the time of whole steps.
 
-Reads only config.json. Shortest times follow from the accelerator's specification. Predictions use a calibration (`ridgeline
+Reads only config.json. Shortest times follow from the accelerator's specification, or from rates measured on this machine if its
+processor's specification is unknown. Predictions use a calibration (`ridgeline
 calibrate`); without one they are marked as uncalibrated.
 """
 
@@ -26,8 +27,9 @@ from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
 from ridgeline.core.spec import ModelSpec
+from ridgeline.hardware.bandwidth import with_measured_rates
 from ridgeline.hardware.probe import probe, resolve_accelerator
-from ridgeline.hardware.table import Accelerator
+from ridgeline.hardware.table import Accelerator, Level
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -69,7 +71,7 @@ def run(args: Arguments) -> int:
     spec = read_spec(resolved.model)
     options = vars(args.options)
     check_output_paths(options, "html", "svg")
-    accelerator, caveat = _accelerator(options.get("on"))
+    accelerator, caveat = _accelerator(options.get("on"), spec.dtype)
     load = _load(options, spec.max_len)
     result = roofline(spec, accelerator, load)
     cost = _cost(spec, accelerator, resolved.engine.calibration)
@@ -110,19 +112,23 @@ def step_rows(phase: str, load: Load) -> list[tuple[int, int]]:
     return [(load.context, 1)] * load.batch if phase == "decode" else [(0, load.prompt)]
 
 
-def _accelerator(name: str | None) -> tuple[Accelerator, tuple[str, ...]]:
-    """Accelerator of the hardware table, and a note if a generic CPU row represents this processor."""
+def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, ...]]:
+    """Accelerator of the hardware table or processor of this machine, and notes on its figures."""
     if name is not None and name.lower() != "cpu":
-        return resolve_accelerator(name), ()
-    machine = probe()
-    device = machine.device(name or "auto")
-    row = device.accelerator
-    if row is None:
+        row = resolve_accelerator(name)
+        if row.serves:
+            return row, ()
+        return row, (f"Ridgeline does not run on this device ({row.software}): the figures are for comparison.",)
+    device = probe().device(name or "auto")
+    if device.accelerator is None:
         raise ConfigError(f"{device.name} is not in the hardware table: give an accelerator with --on.", param="on")
-    if device.kind != "cpu":
-        return row, ()
-    return row, (f"The row {row.name!r} of the hardware table stands for this processor ({device.name}, "
-                 f"{counted(machine.cores, 'core')}); `ridgeline calibrate` measures the real one.",)  # fmt: skip
+    row = with_measured_rates(device.accelerator, dtype)
+    lines = [f"This processor: {row.source}."] if device.kind == "cpu" else []
+    names = {"dense": "FLOP/s", "memory.gb_s": "memory bandwidth"}
+    if row.measured:
+        measured = " and ".join(names[field] for field in row.measured)
+        lines.append(f"Measured on this machine, because the specification is unknown: {measured}.")
+    return row, tuple(lines)
 
 
 def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str) -> CostModel:
@@ -152,8 +158,8 @@ def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[s
         on_chip = result.accelerator.on_chip
         if on_chip is not None and capacity.weight_bytes <= on_chip.bytes:
             lines.append(
-                f"All weights fit into the {on_chip.kind} of {bytes_text(on_chip.bytes)}, which is read at "
-                f"{si(on_chip.bandwidth, 'B/s')}: steps may be faster than these limits, which assume reads from memory."
+                f"All weights fit into the {level_text(on_chip)}: steps may be faster than these limits, which assume reads "
+                "from memory."
             )
     else:
         lines.append(f"The model does not fit (capacity-bound): {bytes_text(capacity.spilled_bytes)} would be in host memory. "
@@ -167,6 +173,12 @@ def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[s
     if result.accelerator.unverified:
         lines.append(f"Unverified values in the hardware table: {', '.join(result.accelerator.unverified)}.")
     return tuple(lines)
+
+
+def level_text(level: Level) -> str:
+    """A level of the memory hierarchy in words."""
+    speed = f", read at {si(level.bandwidth, 'B/s')}" if level.bandwidth else ""
+    return f"{level.kind} of {bytes_text(level.bytes)}{speed}"
 
 
 def _spilled(result: Roofline) -> str:
@@ -187,7 +199,9 @@ def facts(result: Roofline, cost: CostModel, steps: dict[str, float]) -> dict[st
                   "kv_bytes_per_token": result.spec.kv_bytes_per_token()},
         "accelerator": {"name": accelerator.name, "peak_flops": accelerator.peak(matrix_dtype(result.spec)),
                         "bandwidth": accelerator.bandwidth, "memory_bytes": accelerator.memory_bytes,
-                        "ridge_flop_per_byte": result.ridge, "source": accelerator.source},
+                        "ridge_flop_per_byte": result.ridge, "source": accelerator.source, "serves": accelerator.serves,
+                        "measured": accelerator.measured, "unverified": accelerator.unverified,
+                        "on_chip": asdict(accelerator.on_chip) if accelerator.on_chip else None},
         "load": asdict(result.load),
         "fits": result.capacity.fits,
         "spilled_bytes": result.capacity.spilled_bytes,
@@ -211,9 +225,11 @@ def _phase_facts(phase: Phase, predicted_s: float) -> dict[str, Any]:
 def _show(console: Console, result: Roofline, lines: Sequence[str]) -> None:
     accelerator = result.accelerator
     peak = si(accelerator.peak(matrix_dtype(result.spec)), "FLOP/s")
+    on_chip = f", {level_text(accelerator.on_chip)}" if accelerator.on_chip else ""
     console.print(
         f"[bold]{result.spec.architecture}[/bold], {count_text(result.spec.params)} parameters, {result.spec.dtype} on "
-        f"[bold]{accelerator.name}[/bold]: {peak} dense, {si(accelerator.bandwidth, 'B/s')}, ridge {result.ridge:.0f} FLOP/B",
+        f"[bold]{accelerator.name}[/bold]: {peak} dense, {si(accelerator.bandwidth, 'B/s')}, ridge {result.ridge:.0f} FLOP/B"
+        f"{on_chip}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     for phase in result.phases:

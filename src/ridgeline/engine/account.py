@@ -85,10 +85,11 @@ def place(device: torch.device) -> str:
 
 
 def _published(known: Accelerator, spec: ModelSpec) -> dict[str, Any]:
+    """Published or derived figures; 0: unknown (see hardware.processor). They give no share then, only the measured ones do."""
     precision = "float8_e4m3" if spec.quantization == "fp8" else spec.dtype
     return {
         "device": known.name,
-        "flops": known.peak(precision),
+        "flops": known.peak(precision) if known.flops else 0.0,
         "bytes": known.memory.bandwidth,
         "price": known.rent.usd if known.rent else 0.0,
     }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import torch
+
+from ridgeline.hardware.table import Accelerator
 
 GPU_PRODUCT, CPU_PRODUCT = 8192, 1024
 """Matrix sizes with which `measured_rates` measures the FLOP rate."""
@@ -24,6 +27,23 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, flo
     if cuda:
         torch.cuda.empty_cache()
     return flops, read
+
+
+def with_measured_rates(row: Accelerator, dtype: str) -> Accelerator:
+    """`row`, with measured rates where the specification of this machine's processor is unknown.
+
+    dtype: precision of matrix products that is measured. `Accelerator.measured` names the replaced figures.
+    """
+    if row.kind != "cpu" or (row.flops and row.bandwidth):
+        return row
+    flops, read = measured_rates(torch.device("cpu"), getattr(torch, dtype))
+    unknown = {"dense": not row.flops, "memory.gb_s": not row.bandwidth}
+    return replace(
+        row,
+        flops=row.flops or {dtype: flops},
+        memory=replace(row.memory, bandwidth=row.bandwidth or read),
+        measured=tuple(name for name, missing in unknown.items() if missing),
+    )
 
 
 def read_bandwidth(device: torch.device, size_bytes: int = 1 << 28, repeats: int = 10) -> float:

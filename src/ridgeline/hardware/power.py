@@ -21,7 +21,7 @@ class Counter:
     """An energy counter."""
 
     kind: str
-    """One of "nvml", "rapl", "estimate"."""
+    """One of "nvml", "rapl", "estimate", or "" for a counter that always reads 0."""
     read: Callable[[float, float], float]
     """Returns joules so far. Arguments: seconds and busy seconds so far, for the estimate."""
     wraps: float = 0.0
@@ -72,12 +72,12 @@ def power_counter(kind: str, watts: float, index: int = 0, rapl: Path = RAPL) ->
 
     Args:
         kind: "cuda" or "cpu".
-        watts: board power, for the estimate.
+        watts: board power, for the estimate; 0: unknown, the power is not estimated.
         index: index of the GPU.
         rapl: folder with the counters of the processor packages.
     """
     counter = _nvml(index) if kind == "cuda" else _rapl(sorted(rapl.glob("intel-rapl:[0-9]")))
-    return counter or Counter("estimate", lambda seconds, busy: watts * _full_power_s(seconds, busy))
+    return counter or Counter("estimate" if watts else "", lambda seconds, busy: watts * _full_power_s(seconds, busy))
 
 
 def _full_power_s(seconds: float, busy: float) -> float:

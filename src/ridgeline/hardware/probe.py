@@ -8,10 +8,11 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ridgeline.hardware.table import ACCELERATORS, Accelerator, cpu, find, lookup
+from ridgeline.hardware.processor import specification
+from ridgeline.hardware.table import Accelerator, find, lookup
 
 _NAME_BYTES = 96
 
@@ -26,20 +27,13 @@ class Device:
     memory_bytes: int
     """Total memory (for a CPU: memory of the machine)."""
     free_bytes: int
-    features: tuple[str, ...] = ()
-    """Instruction sets of a processor."""
+    row: Accelerator | None = field(default=None, compare=False)
+    """Row of the hardware table, if it is not that of the device's name: `hardware.processor` derives that of a processor."""
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Row of the device in the hardware table; None for an unknown GPU.
-
-        A processor gets a generic row for its instruction sets, unless its name is exactly that of a row: its name does not tell
-        how many cores this process may use.
-        """
-        row = next((accelerator for accelerator in ACCELERATORS if accelerator.name == self.name), None)
-        if row is not None:
-            return row
-        return cpu(self.features) if self.kind == "cpu" else find(self.name)
+        """Row of the device in the hardware table; None for an unknown device."""
+        return self.row or find(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +56,18 @@ class Machine:
 
 def probe() -> Machine:
     """Detect this machine. Unknown figures are 0 or empty; raises nothing."""
-    processor, features = _processor(_lines("/proc/cpuinfo"))
-    host = Device("cpu", processor, *host_memory(), features)
-    cores = len(os.sched_getaffinity(0))
-    return Machine(
-        processor, cores, features, host, visible_gpus(nvidia_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    )
+    fields = dict(_name_and_value(line) for line in _lines("/proc/cpuinfo") if ":" in line)
+    processor, features = _processor(fields)
+    cpus, (total, free) = os.sched_getaffinity(0), host_memory()
+    host = Device("cpu", processor, total, free, specification({"model name": processor, **fields}, cpus, total))
+    gpus = visible_gpus(nvidia_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return Machine(processor, len(cpus), features, host, gpus)
 
 
 def resolve_accelerator(name: str, detect: Callable[[], Machine] = probe) -> Accelerator:
     """Row of the hardware table for a name from the user. Raises ConfigError.
 
-    "cpu" is the row for the processor of the machine that `detect` returns.
+    "cpu" is the processor of the machine that `detect` returns.
     """
     processor = detect().host.accelerator if name.lower() == "cpu" else None
     return processor or lookup(name)
@@ -122,9 +116,8 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def _processor(lines: Iterable[str]) -> tuple[str, tuple[str, ...]]:
-    """(name, instruction sets) from /proc/cpuinfo."""
-    fields = dict(_name_and_value(line) for line in lines if ":" in line)
+def _processor(fields: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """(name, instruction sets) from the fields of /proc/cpuinfo."""
     flags = fields.get("flags", "").split()
     known_features = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
     return fields.get("model name") or platform.machine(), tuple(flag for flag in known_features if flag in flags)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -27,7 +27,7 @@ class Level:
     """Technology (HBM3, DDR5, SRAM)."""
     bytes: int
     bandwidth: float
-    """Read bandwidth in bytes per second."""
+    """Read bandwidth in bytes per second; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +53,31 @@ class Accelerator:
     memory: Level
     """Memory for weights and KV cache."""
     on_chip: Level | None
-    """A faster level, if its bandwidth is published."""
+    """The largest level on the chip that all its units share (L2, L3, SRAM); None if its size is not published."""
     flops: Mapping[str, float]
-    """Dense operations per second by precision, accumulated in float32 (int8: int32)."""
-    sparse: Mapping[str, float]
-    """The same with 2:4 sparsity (or the vendor's own)."""
-    link: float
-    """Bytes per second to peers, sum of both directions; 0: none or not published."""
-    host_link: float
-    """Bytes per second from host memory, one direction; 0: none or not published."""
-    watts: float
-    """Design power (TDP); 0 if not published. Short peaks take 1.1 to 1.5 times as much."""
-    rent: Price | None
-    buy: Price | None
-    pattern: str
-    """Regular expression for the driver's name of the device."""
-    needs: frozenset[str]
-    """Instruction sets that a processor must have so that this row represents it."""
+    """Dense operations per second by precision, accumulated in float32 (int8: int32). Empty if unknown."""
     source: str
-    unverified: tuple[str, ...]
+    sparse: Mapping[str, float] = field(default_factory=dict)
+    """The same with 2:4 sparsity (or the vendor's own)."""
+    link: float = 0.0
+    """Bytes per second to peers, sum of both directions; 0: none or not published."""
+    host_link: float = 0.0
+    """Bytes per second from host memory, one direction; 0: none or not published."""
+    watts: float = 0.0
+    """Design power (TDP); 0 if not published. Short peaks take 1.1 to 1.5 times as much."""
+    rent: Price | None = None
+    buy: Price | None = None
+    pattern: str = ""
+    """Regular expression for the driver's name of the device; "": never matches."""
+    unverified: tuple[str, ...] = ()
     """Fields whose values were not checked against a source."""
+    measured: tuple[str, ...] = ()
+    """Fields ("dense", "memory.gb_s") that were measured on this machine, because their specification is unknown."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether Ridgeline runs and is tested on this kind of device. All others are in the table for comparison."""
+        return self.kind in ("cuda", "cpu")
 
     @property
     def memory_bytes(self) -> int:
@@ -92,9 +97,8 @@ class Accelerator:
         for name in (dtype, *_INSTEAD[dtype]):
             if name in self.flops:
                 return self.flops[name]
-        raise ConfigError(
-            f"{self.name} does not compute in {dtype}: use one of {', '.join(self.flops)}.", param="dtype"
-        )
+        known = f"use one of {', '.join(self.flops)}" if self.flops else "its peak FLOP/s are unknown"
+        raise ConfigError(f"{self.name} does not compute in {dtype}: {known}.", param="dtype")
 
     def ridge(self, dtype: str) -> float:
         """Operations per byte above which a kernel is compute-bound (Williams et al. 2009)."""
@@ -130,15 +134,14 @@ def _rows() -> Iterator[Accelerator]:
             watts=float(row["watts"]),
             rent=_price(row.get("rent"), "usd_hour"),
             buy=_price(row.get("buy"), "usd"),
-            pattern=row["pattern"],
-            needs=frozenset(row.get("needs", ())),
+            pattern=row.get("pattern", ""),
             source=row["source"],
             unverified=tuple(row.get("unverified", ())),
         )
 
 
 def _level(fields: Mapping[str, Any]) -> Level:
-    return Level(fields["kind"], fields["mib"] * MIB, fields["gb_s"] * 1e9)
+    return Level(fields["kind"], fields["mib"] * MIB, fields.get("gb_s", 0) * 1e9)
 
 
 def _price(fields: Mapping[str, Any] | None, key: str) -> Price | None:
@@ -149,9 +152,10 @@ ACCELERATORS: tuple[Accelerator, ...] = tuple(_rows())
 
 
 def find(name: str) -> Accelerator | None:
-    """Accelerator whose pattern matches `name` ("NVIDIA H100 80GB HBM3", "h200"); None if there is none. Excludes CPUs."""
+    """Accelerator whose pattern matches `name` ("NVIDIA H100 80GB HBM3", "h200"); None if there is none."""
     for accelerator in ACCELERATORS:
-        if accelerator.kind != "cpu" and re.search(rf"(?<![A-Za-z0-9])(?:{accelerator.pattern})", name, re.IGNORECASE):
+        pattern = accelerator.pattern
+        if pattern and re.search(rf"(?<![A-Za-z0-9])(?:{pattern})", name, re.IGNORECASE):
             return accelerator
     return None
 
@@ -175,10 +179,3 @@ def lookup(name: str) -> Accelerator:
 
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9-]+", name.lower()))
-
-
-def cpu(features: Iterable[str] = ()) -> Accelerator:
-    """Generic row for a processor with these instruction sets."""
-    return next(
-        accelerator for accelerator in ACCELERATORS if accelerator.kind == "cpu" and accelerator.needs <= set(features)
-    )

@@ -11,7 +11,7 @@ from ridgeline.planner.svg import Axis, Chart, Guide, Line, Points, figure, page
 
 
 def roofline_chart(result: Roofline, steps: Mapping[str, float]) -> Chart:
-    """Draw operations on the roof, and steps at their FLOP rate.
+    """Draw operations on the roof, and steps at their FLOP rate. A dashed slope is the level on the chip.
 
     Operations without FLOPs have no intensity and appear only in the table.
     steps: phase -> seconds of the step, predicted or measured.
@@ -26,10 +26,16 @@ def roofline_chart(result: Roofline, steps: Mapping[str, float]) -> Chart:
         if phase.name in steps
     ]
     intensities = [x for mark in dots for x, _, _ in mark.points] + [x for x, _, _ in step_points]
-    x = Axis.around([*intensities, 1.0, 8 * result.ridge], "arithmetic intensity, FLOP per byte", log=True)
+    on_chip = result.accelerator.on_chip
+    slopes = [on_chip] if on_chip is not None and on_chip.bandwidth else []
+    ridges = [max(peaks) / level.bandwidth for level in slopes]
+    x = Axis.around([*intensities, *ridges, 1.0, 8 * result.ridge], "arithmetic intensity, FLOP per byte", log=True)
     for index, (peak, dtype) in enumerate(sorted(peaks.items(), reverse=True)):
         roof = ((x.low, bandwidth * x.low), (peak / bandwidth, peak), (x.high, peak))
         marks.append(Line(f"{dtype} {si(peak, 'FLOP/s')}", roof, color=index, dashed=index > 0))
+    for level, ridge in zip(slopes, ridges, strict=True):
+        slope = ((x.low, level.bandwidth * x.low), (ridge, max(peaks)))
+        marks.append(Line(f"{level.kind} {si(level.bandwidth, 'B/s')}", slope, color=5, dashed=True))
     marks += dots
     if step_points:
         marks.append(Points("whole step", tuple(step_points), color=4))
