@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,23 +44,30 @@ def test_roofline_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(operation["flops"] for operation in decode["operations"]) == decode["flops"]
 
 
-def processor(monkeypatch: pytest.MonkeyPatch, row: Accelerator) -> None:
-    """Makes `row` the specification of this machine's processor."""
-    machine = Machine("x", 2, (), Device("cpu", "x", 1 << 40, 1 << 40, row), ())
-    for place in ("hardware.probe", "cli.roofline", "cli.fit"):
-        monkeypatch.setattr(f"ridgeline.{place}.probe", lambda: machine)
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Accelerator], None]:
+    """Makes a row the specification of this machine's processor."""
+    rows: list[Accelerator] = []
     monkeypatch.setattr("ridgeline.hardware.bandwidth.measured_rates", lambda device, dtype: (9e11, 5e10))
+    for place in ("hardware.probe", "cli.roofline", "cli.fit"):
+        monkeypatch.setattr(
+            f"ridgeline.{place}.probe",
+            lambda: Machine("x", 2, (), Device("cpu", "x", 1 << 40, 1 << 40, rows[-1]), ()),
+        )
+    return rows.append
 
 
-def test_roofline_of_this_processor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roofline_of_this_processor(
+    capsys: pytest.CaptureFixture[str], processor: Callable[[Accelerator], None]
+) -> None:
     """Its specification where it is known, measured rates where it is not, and never another machine's figures."""
     known = replace(lookup("epyc"), name="x, 2 cores", source="2 cores, Zen 4, at most 3.70 GHz")
-    processor(monkeypatch, known)
+    processor(known)
     for words in ((), ("--on", "cpu")):
         out = run(capsys, "roofline", *words)
         assert "x, 2 cores: 22.7 TFLOP/s dense, 461 GB/s" in out
         assert "This processor: 2 cores, Zen 4, at most 3.70 GHz." in out and "Measured on this machine" not in out
-    processor(monkeypatch, replace(known, flops={}, memory=replace(known.memory, bandwidth=0.0)))
+    processor(replace(known, flops={}, memory=replace(known.memory, bandwidth=0.0)))
     out = run(capsys, "roofline", "--on", "cpu")
     assert "x, 2 cores: 900 GFLOP/s dense, 50 GB/s" in out
     assert "Measured on this machine, because the specification is unknown: FLOP/s and memory bandwidth." in out

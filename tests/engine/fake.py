@@ -58,6 +58,8 @@ class FakeRunner:
         luck: float = 0.0,
         parents: tuple[int, ...] = (),
     ) -> None:
+        self.plans: list[StepPlan] = []
+        """All launched plans, in order."""
         self._layout = layout
         self._vocab = vocab
         self.fail_at = fail_at
@@ -68,6 +70,7 @@ class FakeRunner:
         self._results: deque[StepResult] = deque()
 
     def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
         """Run the step at once. Its result waits for `collect`, as one in flight would."""
         self._apply(plan)
         result = without(plan, None)

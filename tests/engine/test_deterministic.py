@@ -19,6 +19,7 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
 from ridgeline.ops import choose as choosing
 from ridgeline.ops import native_cpu
+from ridgeline.ops.table import Ops
 from ridgeline.wire.messages import Submit
 
 Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
@@ -163,9 +164,17 @@ def test_behind_a_prefix_hit(device: str, dtype: str) -> None:
     assert all(session.cached[f"r{number}"] > 0 for number in (1, 3, 5, 7))
 
 
-def test_a_cpu_without_compiled_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Ops | None]:
+    """The compiled operations; an engine takes the last of this list."""
+    libraries = [native_cpu.load(fixed=True)[0]]
+    monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (libraries[-1], "replaced"))
+    return libraries
+
+
+def test_a_cpu_without_compiled_operations(loaded: list[Ops | None]) -> None:
     """Each token alone: slow, and as invariant. For quantized products there is no such thing."""
-    monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (None, "not built"))
+    loaded.append(None)
     few = [replace_prompt(request, size) for request, size in zip(requests(answer=4)[:3], (3, 24, 11), strict=True)]
     session = Session("cpu", "auto", ROOM)
     assert session.engine.engine.setup.facts["ops"] == "cpu, batch-invariant"
@@ -179,13 +188,13 @@ def test_a_cpu_without_compiled_operations(monkeypatch: pytest.MonkeyPatch) -> N
             LocalEngine.start(ModelConfig(quantization=name), replace(ROOM, device="cpu"))
 
 
-def test_a_format_without_invariant_products_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_without_invariant_products_is_refused_by_name(loaded: list[Ops | None]) -> None:
     """As fp8-weight on a GPU is; what there is instead is named."""
-    library = native_cpu.load(fixed=True)[0]
+    library = loaded[0]
     if library is None:
         pytest.skip("the native operations are not built")
     without = replace(library, matmul=replace(library.matmul, without_kernel=frozenset({"fp8_weight"})))
-    monkeypatch.setattr(choosing.native_cpu, "load", lambda fixed: (without, "built"))
+    loaded.append(without)
     with pytest.raises(
         ConfigError,
         match="--deterministic does not support --quantization fp8-weight on cpu: use --quantization fp8 or",

@@ -103,14 +103,18 @@ def test_starts_clean() -> None:
     assert store("plain").flat.nbytes == (BLOCKS + 1) * store("plain").layout.page_bytes
 
 
+@pytest.fixture(params=FORMATS.values(), ids=FORMATS)
+def kv_format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KvFormat:
+    """A format that models can name during the test."""
+    test_format: KvFormat = request.param
+    monkeypatch.setitem(KV_FORMATS, test_format.name, test_format)
+    return test_format
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kv_format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("name", MODELS)
-def test_predicted_bytes_are_those_of_the_tensors(
-    name: str, kv_format: KvFormat, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predicted_bytes_are_those_of_the_tensors(name: str, kv_format: KvFormat, ranks: int) -> None:
     """Values and scales of all layers, each in bytes of its own, are what the formulas of the spec say, on every rank."""
-    monkeypatch.setitem(KV_FORMATS, kv_format.name, kv_format)
     spec = spec_of(name, kv_format, ranks)
     cache = KvStore(kv_layout(spec, PAGE), spec.layers, BLOCKS, CPU)
     slots, total = cache.pages * PAGE, 0
@@ -130,10 +134,8 @@ def test_predicted_bytes_are_those_of_the_tensors(
     assert cache.flat.nbytes == cache.pages * cache.layout.page_bytes
 
 
-@pytest.mark.parametrize("kv_format", FORMATS.values(), ids=FORMATS)
-def test_scales_go_where_their_values_go(kv_format: KvFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_go_where_their_values_go(kv_format: KvFormat) -> None:
     """When pages are copied, and when slots move along the accepted path of a draft tree."""
-    monkeypatch.setitem(KV_FORMATS, kv_format.name, kv_format)
     spec = spec_of("plain", kv_format)
     cache = KvStore(kv_layout(spec, PAGE), spec.layers, BLOCKS, CPU)
     parts = [part.view(torch.uint8) for part in (*cache.kv, *cache.scales) if part is not None]

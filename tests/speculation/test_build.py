@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -95,10 +96,15 @@ def test_the_text_is_that_of_plain_decoding(way: str, kind: int) -> None:
             assert item.token == other.token and item.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def always_drafting(way: str, monkeypatch: pytest.MonkeyPatch) -> list[StepStats]:
-    """Draft in every step, whether it pays or not. Returns the list that takes the records of the steps to come."""
+@pytest.fixture
+def always_drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[StepStats]]:
+    """Makes an engine draft in every step, whether it pays or not. Returns the list that takes the records of the steps to come."""
+    return lambda way: drafting(opened(way), monkeypatch.setattr)
+
+
+def drafting(model: Opened, set_attribute: Callable[..., None]) -> list[StepStats]:
     steps: list[StepStats] = []
-    _, running, controllers = opened(way)
+    _, running, controllers = model
     turn = running.turn
 
     def recorded() -> Deltas | None:
@@ -107,17 +113,17 @@ def always_drafting(way: str, monkeypatch: pytest.MonkeyPatch) -> list[StepStats
             steps.append(frame.stats)
         return frame
 
-    monkeypatch.setattr(running, "turn", recorded)
+    set_attribute(running, "turn", recorded)
     for controller in controllers:
-        monkeypatch.setattr(controller, "fixed", True)
+        set_attribute(controller, "fixed", True)
     return steps
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_kept(way: str, always_drafting: Callable[[str], list[StepStats]]) -> None:
     """On text that repeats itself every way is right at times; what it drafted and kept is counted. Always drafted: whether that
     pays depends on who else uses the machine."""
-    steps = always_drafting(way, monkeypatch)
+    steps = always_drafting(way)
     engine(way).generate([PROMPTS[1]], replace(KINDS[0], max_tokens=150))
     drafted, accepted = (sum(getattr(step, name) for step in steps) for name in ("drafted", "accepted"))
     assert drafted >= accepted > 0
@@ -125,10 +131,12 @@ def test_drafts_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < sum(step.drafts for step in steps) <= drafted
 
 
-def test_rows_without_drafts_pay_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_drafts_pay_for_none(
+    always_drafting: Callable[[str], list[StepStats]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside a row with drafts each other row has its one product with the head, and its one penalty."""
     llm, heads, penalties = engine("reference"), [], []
-    steps = always_drafting("reference", monkeypatch)
+    steps = always_drafting("reference")
     logits, apply = Decoder.logits, device.apply_penalties
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: heads.append(len(hidden)) or logits(self, hidden))
     monkeypatch.setattr(device, "apply_penalties", lambda rows, how: penalties.append(len(rows)) or apply(rows, how))

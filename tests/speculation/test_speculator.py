@@ -161,18 +161,11 @@ def test_what_the_device_drafted_is_verified_once() -> None:
     assert speculation.propose(request, 8) == EMPTY_DRAFT
 
 
-def test_steps_that_verify_alike_have_the_same_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_verify_alike_have_the_same_arrays() -> None:
     """A step whose drafts are as those of one of late takes that one's arrays, and a bound of its own."""
     speculation = Speculator(None, DeviceTraits(3, (-1, -1, 0)), Controller((0, 3), fixed=True))
     bench = Bench(speculation=speculation, luck=0.5, parents=(-1, -1, 0))
-    plans: list[StepPlan] = []
-    launch = bench.runner.launch
-
-    def noted(plan: StepPlan) -> None:
-        plans.append(plan)
-        launch(plan)
-
-    monkeypatch.setattr(bench.runner, "launch", noted)
+    plans = bench.runner.plans
     for number in range(2):
         bench.submit(str(number), [number] * 3, max_tokens=40)
     while not bench.scheduler.idle:
@@ -259,7 +252,7 @@ def test_a_step_is_measured_by_the_controller_that_chose_its_drafts(depth: int, 
     assert {rows for controller, rows in measured if controller is not greedy} == {2}
 
 
-def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_verify_as_one_of_late_have_its_arrays() -> None:
     """Whatever the steps between them verified, until somebody comes; who comes sits in rows of the new step's own."""
     turns = cycle((1, 0, 2, 3))
 
@@ -270,9 +263,7 @@ def test_steps_that_verify_as_one_of_late_have_its_arrays(monkeypatch: pytest.Mo
     bench = Bench(
         speculation=Speculator(None, DeviceTraits(3), InTurns((0, 1, 2, 3)), sampled=InTurns((0, 1, 2, 3))), luck=0.5
     )
-    plans: list[StepPlan] = []
-    launch = bench.runner.launch
-    monkeypatch.setattr(bench.runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+    plans = bench.runner.plans
     for number in range(2):
         bench.submit(str(number), [number] * 3, max_tokens=60)
         bench.turn()
