@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,8 +27,8 @@ import torch
 from common import HERE, Timed, lens, provenance, timed, write_rows
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.engine.account import Account, Accounted
 from ridgeline.engine.local import LocalEngine
+from ridgeline.metrics.account import Account, Accounted, Committed
 from ridgeline.service.launch import launch
 
 MAX_LEN = 10_240
@@ -116,11 +116,13 @@ class Composition:
         self.row = "start"
         self.steps: dict[str, list[Any]] = {}
 
-    def step(self, ends: Sequence[int], counts: Sequence[int], logits: int, device_s: float) -> Accounted:
+    def step(self, committed: Committed, prompt_tokens: int, device_s: float) -> Accounted:
+        ends, counts = committed.ends, committed.plan.n_query
+        logits = sum(committed.plan.samples) + len(committed.plan.drafts)
         decode = [end - 1 for end, count in zip(ends, counts, strict=True) if count == 1]
         chunks = [(end - count, count) for end, count in zip(ends, counts, strict=True) if count != 1]
         self.steps.setdefault(self.row, []).append([decode, chunks, logits, round(device_s, 7)])
-        return self._account.step(ends, counts, logits, device_s)
+        return self._account.step(committed, prompt_tokens, device_s)
 
 
 class Bench:

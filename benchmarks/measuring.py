@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,8 @@ import torch
 from common import cpu_name, provenance, timed, write_rows
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.engine.account import Account, Accounted
 from ridgeline.engine.local import LocalEngine
+from ridgeline.metrics.account import Account, Accounted, Committed
 from ridgeline.metrics.metrics import Metrics
 from ridgeline.wire.messages import StepStats
 
@@ -106,7 +106,7 @@ class Clocked:
 class ClockedAccount:
     """An account whose steps are clocked."""
 
-    step: Callable[[Sequence[int], Sequence[int], int, float], Accounted]
+    step: Callable[[Committed, int, float], Accounted]
 
 
 def interval(values: list[float]) -> tuple[float, float]:

@@ -26,8 +26,8 @@ from ridgeline.cli.roofline import read_spec
 from ridgeline.core.calibration import Calibration, Errors
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
-from ridgeline.engine.account import place
 from ridgeline.engine.local import LocalEngine
+from ridgeline.hardware.ceilings import place
 from ridgeline.hardware.probe import Device, probe
 from ridgeline.planner.calibrate import Measured, calibrate, errors
 

@@ -94,6 +94,40 @@ def test_roofline_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> No
     assert "capacity-bound" in out and "times slower" in out
 
 
+@pytest.fixture
+def llama_70b(tmp_path: Path) -> str:
+    config = json.loads((Path(LLAMA) / "config.json").read_text())
+    config |= {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_a_spill_counts_in_floor_rate_and_price(capsys: pytest.CaptureFixture[str], llama_70b: str) -> None:
+    """A 70B in 16 bits on an A100: 56 GB cross a link of 32 GB/s in every step, which takes 1.75 s, 25 times the floor that
+    ignores them. So does a prefill that computes for less time."""
+    words = ("roofline", llama_70b, "--on", "a100", "--prompt", "512")
+    facts = json.loads(run(capsys, *words, "--json"))
+    decode, prefill = facts["phases"]["decode"], facts["phases"]["prefill"]
+    link_s = facts["spilled_bytes"] / 32e9
+    assert decode["floor_s"] == decode["spill_s"] == pytest.approx(link_s) == pytest.approx(1.75, rel=0.03)
+    assert decode["predicted_s"] == pytest.approx(link_s) and decode["bound"] == prefill["bound"] == "capacity"
+    # The prompt's cache is smaller than that of the decoding sequence.
+    assert 0.99 * link_s < prefill["floor_s"] < link_s and prefill["predicted_s"] == prefill["floor_s"]
+    out = " ".join(run(capsys, *words).split())
+    price = float(out.split("hour (")[1].split("$")[1].split(" ")[0])
+    rent = float(out.split("Rented at $")[1].split(" ")[0])
+    assert price == pytest.approx(rent / 3600 * link_s * 1e6, rel=0.01)
+    assert "include these reads" in out and "= 1 tokens/s" in out
+
+
+def test_a_device_without_a_host_link_gives_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("roofline", LLAMA, "--on", "groq")
+    facts = json.loads(run(capsys, *words, "--json"), parse_constant=lambda name: pytest.fail(name))
+    assert facts["phases"]["decode"]["floor_s"] is None and facts["phases"]["decode"]["predicted_s"] is None
+    out = run(capsys, *words)
+    assert "cannot read host memory" in out and "A decode step" not in out and "per million output tokens" not in out
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

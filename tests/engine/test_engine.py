@@ -16,10 +16,10 @@ import pytest
 
 from ridgeline.core.events import LateWork, StepCounts, StepUpdates, Update
 from ridgeline.engine import process
-from ridgeline.engine.account import Accounted
 from ridgeline.engine.engine import Engine
 from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.process import serve
+from ridgeline.metrics.account import Accounted
 from ridgeline.wire.frames import FrameBuffer, down_decoder, encode
 from ridgeline.wire.inbox import Inbox
 from ridgeline.wire.messages import Cancel, Control, Delta, Deltas, Finish, Heartbeat, Reply, StepStats
@@ -62,7 +62,7 @@ def test_a_record_has_each_figure_in_its_place() -> None:
     names = [field.name for field in dataclasses.fields(StepCounts)]
     counts = StepCounts(**{name: next(figures) for name in names})  # type: ignore[arg-type]
     scheduler.counts = counts
-    account = Accounted(*(float(next(figures)) for _ in range(4)))
+    account = Accounted(*(float(next(figures)) for _ in Accounted._fields))
     late = [LateWork("compile", "kernel", 1.0)]
     parts: Any = {"account": SimpleNamespace(step=lambda *_: account), "late": SimpleNamespace(take=lambda: late)}
     engine.setup = dataclasses.replace(engine.setup, **parts)

@@ -21,6 +21,7 @@ STEP = StepStats(
     step=1, running=4, waiting=0, prompt_tokens=0, output_tokens=4, drafted=0, accepted=0, preempted=0,
     prefix_queries=0, prefix_hits=0, blocks_used=25, blocks_cached=50, blocks_total=100, waste_inside=0.0,
     waste_between=0.0, host_s=0.001, device_s=0.01, flops=4e9, bytes=2e8, predicted_s=0.009, idle_s=0.0, joules=0.0,
+    useful_flops=4e9,
 )  # fmt: skip
 GOOD = RequestRecord(
     id="cmpl-1", arrived_at=1000.0, prompt_tokens=100, cached_tokens=60, output_tokens=11, finish_reasons=("stop",),
@@ -211,19 +212,61 @@ def test_distance_to_the_limits() -> None:
     live = Live(Slo(), clock)
     live.ceilings = Ceilings("toy", flops=1e12, bytes=1e11, measured_bytes=4e10, price=3.6)
     for _ in range(100):
-        live.on_step(step(joules=2.0, idle_s=0.0025), 0.01)
+        work = {"useful_flops": 3e9, "draft_flops": 1e9, "draft_bytes": 1e8}
+        energy = {"joules": 2.0, "prompt_joules": 0.4, "output_joules": 0.6, "metered_s": 0.01}
+        live.on_step(step(idle_s=0.0025, **work, **energy), 0.01)
     clock.now += 10
     figures = live.figures()
-    assert figures["mfu"] == pytest.approx(0.4) and figures["mbu"] == pytest.approx(0.2)
+    assert figures["mfu"] == pytest.approx(0.3) and figures["mbu"] == pytest.approx(0.2)
+    assert figures["mfu_wall_clock"] == pytest.approx(0.03) and figures["mbu_wall_clock"] == pytest.approx(0.02)
+    assert figures["mfu_executed"] == pytest.approx(0.5) and figures["mbu_executed"] == pytest.approx(0.3)
+    shares = [name for name in figures if name.startswith(("mfu", "mbu"))]
+    assert shares[:4] == ["mfu_wall_clock", "mbu_wall_clock", "mfu", "mbu"], "that of the system stands first"
     assert figures["mbu_measured"] == pytest.approx(0.5) and "mfu_measured" not in figures
     assert figures["device_busy"] == pytest.approx(0.1) and figures["bubble"] == pytest.approx(0.2)
     assert figures["step_prediction_error"] == within(0.1)
     assert figures["decode_step_predicted_seconds"] == pytest.approx(0.009)
     assert figures["watts"] == pytest.approx(20.0) and figures["joules_per_token"] == pytest.approx(0.5)
     assert figures["cost_per_million_tokens"] == pytest.approx(0.001 * 10 / 400 * 1e6)
+    assert figures["busy_watts"] == pytest.approx(100.0) and figures["joules_per_output_token"] == pytest.approx(0.15)
+    assert "joules_per_prompt_token" not in figures, "no prompt token"
     intensity, rate = live.point() or (0.0, 0.0)
-    assert intensity == pytest.approx(20.0) and rate == pytest.approx(4e11)
-    assert live.shares(GOOD) == {"joules": pytest.approx(8.0), "cost": pytest.approx(0.0004)}
+    assert intensity == pytest.approx(5e9 / 3e8) and rate == pytest.approx(5e11)
+
+
+def test_joules_of_a_request_are_those_of_its_steps() -> None:
+    """Steps took 100 W lately. The request's decoding took 300 W; its prefill was too short for a reading. The idle device does not
+    make it cheaper."""
+    clock = Clock()
+    live = Live(Slo(), clock)
+    live.ceilings = Ceilings("toy", price=3.6)
+    live.on_step(step(joules=50.0, prompt_joules=0.4, output_joules=0.6, metered_s=0.01), 0.01)
+    record = replace(
+        GOOD, spent=replace(GOOD.spent, prompt_device_s=0.1), decoding=Totals(step_joules=60.0, metered_s=0.2)
+    )
+    clock.now += 10
+    for joules in (live.shares(record), live.why(record)):
+        assert joules["prompt_joules"] == pytest.approx(0.1 * 100) and joules["output_joules"] == pytest.approx(
+            0.3 * 300
+        )
+        assert joules["joules"] == pytest.approx(100.0) and joules["cost"] == pytest.approx(0.0004)
+    clock.now += 100
+    assert live.shares(record)["joules"] == pytest.approx(100.0)
+    assert live.totals.watts == pytest.approx(100.0)
+
+
+def test_new_counters_of_work_and_energy() -> None:
+    metrics = Metrics("m", clock=Clock())
+    metrics.on_step(
+        step(draft_flops=1e9, draft_bytes=1e8, joules=3.0, prompt_joules=0.5, output_joules=1.5, metered_s=0.01)
+    )
+    text = metrics.render().decode()
+    expected = {"estimated_flops": 4e9, "useful_flops": 4e9, "draft_flops": 1e9, "draft_moved_bytes": 1e8}
+    values = {f"{name}_per_gpu": value for name, value in expected.items()}
+    values |= {"energy_joules": 3.0, "prompt_energy_joules": 0.5, "output_energy_joules": 1.5}
+    for name, value in values.items():
+        (line,) = [line for line in text.splitlines() if line.startswith(f"ridgeline:{name}_total{{")]
+        assert float(line.rsplit(" ", 1)[1]) == value
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 from ridgeline.core.cost import step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
+from ridgeline.hardware.ceilings import published
 from ridgeline.hardware.table import lookup
 from ridgeline.planner.chart import roofline_chart, roofline_page, rows
-from ridgeline.planner.roofline import Load, matrix_dtype, phase, roofline
+from ridgeline.planner.roofline import Load, phase, roofline
 from ridgeline.planner.svg import Line, document
 
 H200 = lookup("h200")
@@ -51,8 +52,23 @@ def test_figures_ridge(llama: ModelSpec) -> None:
     """FIGURES 7: 206 FLOP/B in bf16, 412 in fp8; that many sequences saturate the linears."""
     assert roofline(llama, H200).ridge == pytest.approx(206, abs=0.5)
     eight = replace(llama, quantization="fp8")
-    assert matrix_dtype(eight) == "float8_e4m3"
+    assert eight.matrix_dtype == "float8_e4m3"
     assert roofline(eight, H200).ridge == pytest.approx(412, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("", "bfloat16"), ("fp8", "float8_e4m3"), ("fp8-weight", "bfloat16"), ("w8a8", "int8"), ("int8", "bfloat16"),
+     ("int4", "bfloat16"), ("llm-int8", "bfloat16")],
+)  # fmt: skip
+def test_products_are_priced_in_their_precision(llama: ModelSpec, quantization: str, dtype: str) -> None:
+    """W8A8 multiplies integers, at the rate of fp8. LLM.int8() here multiplies in the model's dtype."""
+    spec = replace(llama, quantization=quantization)
+    assert spec.matrix_dtype == dtype
+    prefill = {point.name: point.peak for point in phase("prefill", spec, H200, [(0, 2048)]).points}
+    assert prefill["gate+up"] == prefill["qkv"] == H200.flops[dtype]
+    assert prefill["attention"] == prefill["head"] == H200.flops["bfloat16"]
+    assert published(H200, spec)["flops"] == H200.flops[dtype]
 
 
 def test_decode_reads_and_prefill_computes(llama: ModelSpec) -> None:
@@ -88,6 +104,9 @@ def test_capacity_and_what_spills(llama: ModelSpec) -> None:
     assert small.capacity.spilled_bytes == over
     assert small.capacity.spill_s == pytest.approx(over / 32e9)
     assert small.decode_slowdown > 5  # 25 GB over PCIe against 1 TB/s
+    decode = small.phase("decode")
+    assert decode.floor_s == decode.serial_s == small.capacity.spill_s and decode.bound == "capacity"
+    assert small.phase("prefill").spill_s == 0, "the weights and the cache of one prompt fit"
     assert roofline(llama, lookup("groq")).decode_slowdown == float("inf")
 
 

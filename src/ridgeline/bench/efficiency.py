@@ -54,7 +54,7 @@ def point(run: Run, limits: Limits | None, steps: float | None) -> Point:
     if limits.device.measured:
         note += ", relative to rates measured on this machine, whose specification is unknown"
     total = work(run, limits.spec, steps)
-    peak_flops = limits.device.peak(limits.spec.dtype)
+    peak_flops = limits.device.peak(limits.spec.matrix_dtype)
     seconds = max(run.seconds, 1e-9)
     return Point(
         concurrency,

@@ -24,12 +24,11 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
-from ridgeline.engine.account import place
 from ridgeline.engine.local import LocalEngine
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth, with_measured_rates
+from ridgeline.hardware.ceilings import place
 from ridgeline.hardware.probe import Device, probe
 from ridgeline.planner.calibrate import Measured, calibrate
-from ridgeline.planner.roofline import matrix_dtype
 from ridgeline.planner.svg import si
 
 
@@ -105,7 +104,7 @@ def guess(spec: ModelSpec, device: Device) -> CostModel:
     row = device.accelerator
     if row is not None:
         row = with_measured_rates(row, spec.dtype)
-        return CostModel(spec, row.peak(matrix_dtype(spec)), row.bandwidth)
+        return CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth)
     torch_device = torch.device(device.kind)
     return CostModel(spec, matmul_rate(torch_device, torch.bfloat16, 4096), read_bandwidth(torch_device, 1 << 30))
 

@@ -94,7 +94,7 @@ def _cost(spec: ModelSpec, engine: EngineConfig, device: Device) -> CostModel | 
     if row is None:
         return None
     row = with_measured_rates(row, spec.dtype)
-    return CostModel(spec, row.peak(spec.dtype), row.bandwidth)
+    return CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth)
 
 
 def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, cost: CostModel | None) -> None:

@@ -35,7 +35,7 @@ from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
 from ridgeline.planner.chart import HEAD, roofline_chart, roofline_page, rows
 from ridgeline.planner.cost import usd_per_unit
-from ridgeline.planner.roofline import Load, Phase, Roofline, matrix_dtype, roofline
+from ridgeline.planner.roofline import Load, Phase, Roofline, roofline
 from ridgeline.planner.svg import document, si
 
 
@@ -75,7 +75,7 @@ def run(args: Arguments) -> int:
     load = _load(options, spec.max_len)
     result = roofline(spec, accelerator, load)
     cost = _cost(spec, accelerator, resolved.engine.calibration)
-    steps = {phase.name: cost.step_s(step_work(spec, step_rows(phase.name, load))) for phase in result.phases}
+    steps = {phase.name: predicted_s(cost, phase, load) for phase in result.phases}
     lines = (*notes(result, cost, steps), *caveat)
     if "svg" in options:
         Path(options["svg"]).write_text(document(roofline_chart(result, steps)), encoding="utf-8")
@@ -112,6 +112,11 @@ def step_rows(phase: str, load: Load) -> list[tuple[int, int]]:
     return [(load.context, 1)] * load.batch if phase == "decode" else [(0, load.prompt)]
 
 
+def predicted_s(cost: CostModel, phase: Phase, load: Load) -> float:
+    """Predicted seconds of a step: the cost model, or reads over the host link if they take longer."""
+    return max(cost.step_s(step_work(cost.spec, step_rows(phase.name, load))), phase.spill_s)
+
+
 def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, ...]]:
     """Accelerator of the hardware table or processor of this machine, and notes on its figures."""
     if name is not None and name.lower() != "cpu":
@@ -134,7 +139,7 @@ def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, 
 def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str) -> CostModel:
     if calibration:
         return load_calibration(Path(calibration), spec).cost
-    return CostModel(spec, accelerator.peak(matrix_dtype(spec)), accelerator.bandwidth)
+    return CostModel(spec, accelerator.peak(spec.matrix_dtype), accelerator.bandwidth)
 
 
 def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[str, ...]:
@@ -144,13 +149,18 @@ def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[s
     basis = (
         "calibrated" if cost.calibrated else "uncalibrated: a rough estimate; run `ridgeline calibrate` on that machine"
     )
-    lines = [
-        f"A decode step of {counted(load.batch, 'sequence')} with {counted(load.context, 'token')} each takes at least "
-        f"{si(decode.floor_s, 's')}, predicted {si(steps['decode'], 's')} = {load.batch / steps['decode']:,.0f} tokens/s "
-        f"({basis}).",
-        f"A prefill of {counted(load.prompt, 'token')} takes at least {si(prefill.floor_s, 's')}, predicted "
-        f"{si(steps['prefill'], 's')} = {load.prompt / steps['prefill']:,.0f} tokens/s.",
-    ]
+    lines = []
+    if math.isfinite(steps["decode"]):
+        lines.append(
+            f"A decode step of {counted(load.batch, 'sequence')} with {counted(load.context, 'token')} each takes at least "
+            f"{si(decode.floor_s, 's')}, predicted {si(steps['decode'], 's')} = {load.batch / steps['decode']:,.0f} tokens/s "
+            f"({basis})."
+        )
+    if math.isfinite(steps["prefill"]):
+        lines.append(
+            f"A prefill of {counted(load.prompt, 'token')} takes at least {si(prefill.floor_s, 's')}, predicted "
+            f"{si(steps['prefill'], 's')} = {load.prompt / steps['prefill']:,.0f} tokens/s."
+        )
     if capacity.fits:
         free = capacity.memory_bytes - capacity.weight_bytes - capacity.kv_bytes
         lines.append(f"Weights {bytes_text(capacity.weight_bytes)} and cache {bytes_text(capacity.kv_bytes)} fit: "
@@ -165,7 +175,7 @@ def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[s
         lines.append(f"The model does not fit (capacity-bound): {bytes_text(capacity.spilled_bytes)} would be in host memory. "
                      + _spilled(result))  # fmt: skip
     rent = result.accelerator.rent
-    if rent is not None:
+    if rent is not None and math.isfinite(steps["decode"]):
         price = usd_per_unit(rent.usd, load.batch / steps["decode"]) * 1e6
         lines.append(
             f"Rented at ${rent.usd:.2f} an hour ({rent.date}): ${price:.3f} per million output tokens at this load."
@@ -187,7 +197,10 @@ def _spilled(result: Roofline) -> str:
     slowdown = result.decode_slowdown
     if slowdown < 1.05:
         return f"The transfer takes {si(result.capacity.spill_s, 's')} per step and can overlap with the rest of a decode step."
-    return f"Decoding gets {slowdown:.1f} times slower, because each step reads them over the link."
+    return (
+        f"Decoding gets {slowdown:.1f} times slower, because each step reads them over the link: the times, rates and prices here "
+        "include these reads."
+    )
 
 
 def facts(result: Roofline, cost: CostModel, steps: dict[str, float]) -> dict[str, Any]:
@@ -197,7 +210,7 @@ def facts(result: Roofline, cost: CostModel, steps: dict[str, float]) -> dict[st
         "model": {"architecture": result.spec.architecture, "params": result.spec.params, "dtype": result.spec.dtype,
                   "quantization": result.spec.quantization, "weight_bytes": result.spec.weight_bytes,
                   "kv_bytes_per_token": result.spec.kv_bytes_per_token()},
-        "accelerator": {"name": accelerator.name, "peak_flops": accelerator.peak(matrix_dtype(result.spec)),
+        "accelerator": {"name": accelerator.name, "peak_flops": accelerator.peak(result.spec.matrix_dtype),
                         "bandwidth": accelerator.bandwidth, "memory_bytes": accelerator.memory_bytes,
                         "ridge_flop_per_byte": result.ridge, "source": accelerator.source, "serves": accelerator.serves,
                         "measured": accelerator.measured, "unverified": accelerator.unverified,
@@ -218,13 +231,18 @@ def _phase_facts(phase: Phase, predicted_s: float) -> dict[str, Any]:
         for operation in phase.points
     ]  # fmt: skip
     return {"tokens": phase.tokens, "flops": phase.flops, "bytes": phase.bytes, "intensity": phase.intensity,
-            "bound": phase.bound, "floor_s": phase.floor_s, "serial_floor_s": phase.serial_s, "predicted_s": predicted_s,
-            "operations": operations}  # fmt: skip
+            "bound": phase.bound, "floor_s": _finite(phase.floor_s), "serial_floor_s": _finite(phase.serial_s),
+            "spill_s": _finite(phase.spill_s), "predicted_s": _finite(predicted_s), "operations": operations}  # fmt: skip
+
+
+def _finite(seconds: float) -> float | None:
+    """None for a step that the device cannot run, because JSON has no infinity."""
+    return seconds if math.isfinite(seconds) else None
 
 
 def _show(console: Console, result: Roofline, lines: Sequence[str]) -> None:
     accelerator = result.accelerator
-    peak = si(accelerator.peak(matrix_dtype(result.spec)), "FLOP/s")
+    peak = si(accelerator.peak(result.spec.matrix_dtype), "FLOP/s")
     on_chip = f", {level_text(accelerator.on_chip)}" if accelerator.on_chip else ""
     console.print(
         f"[bold]{result.spec.architecture}[/bold], {count_text(result.spec.params)} parameters, {result.spec.dtype} on "

@@ -23,8 +23,8 @@ class NumberFormat:
     bits: per element. row: rows of elements are padded to multiples of it. group: inputs of one output channel that share a scale
     of `scale_bytes`; 0: all inputs; the last group may be shorter. zeros: each group also has a zero point of one byte. ordered:
     the matrix stores an int32 per input, the order of its inputs (act-order). inputs_8bit: products quantize their activations
-    too. kept: one input of so many keeps its weights in the model's dtype, with an int64 index; their number is rounded up to a
-    multiple of `row`. 0: none.
+    too. products: precision of matrix products on a device that has a unit for it; "": the model's dtype. kept: one input of so
+    many keeps its weights in the model's dtype, with an int64 index; their number is rounded up to a multiple of `row`. 0: none.
     """
 
     bits: int
@@ -32,6 +32,7 @@ class NumberFormat:
     zeros: bool = False
     ordered: bool = False
     inputs_8bit: bool = False
+    products: str = ""
     kept: int = 0
     scale_bytes: int = 2
     row: int = 32
@@ -68,9 +69,10 @@ def _integers() -> dict[str, NumberFormat]:
 
 
 NUMBER_FORMATS = {
-    "fp8": NumberFormat(8, inputs_8bit=True, scale_bytes=4, row=1),
+    "fp8": NumberFormat(8, inputs_8bit=True, products="float8_e4m3", scale_bytes=4, row=1),
     "fp8-weight": NumberFormat(8, scale_bytes=4, row=1),
-    "w8a8": NumberFormat(8, inputs_8bit=True),
+    "w8a8": NumberFormat(8, inputs_8bit=True, products="int8"),
+    # Outlier inputs of a token stay in floating point, so products are in the model's dtype (quant/mixed).
     "llm-int8": NumberFormat(8, inputs_8bit=True, kept=64),
     **_integers(),
 }
@@ -277,6 +279,12 @@ class ModelSpec:
 
     def scale_of(self, layer: LayerSpec) -> float:
         return self.query_scale if self.query_scale is not None else layer.head_dim**-0.5
+
+    @property
+    def matrix_dtype(self) -> str:
+        """Precision of the layers' matrix products. Attention and the head compute in `dtype`."""
+        stored = NUMBER_FORMATS.get(self.quantization)
+        return stored.products or self.dtype if stored else self.dtype
 
     @property
     def kv(self) -> KvFormat:

@@ -17,7 +17,6 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sizing import MemoryPlan, size
 from ridgeline.core.spec import KvLayout, ModelSpec
-from ridgeline.engine.account import open_account
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
@@ -25,7 +24,9 @@ from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.runner import build_runner
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.shape import Sizes
+from ridgeline.hardware.ceilings import read_ceilings
 from ridgeline.hardware.probe import host_memory
+from ridgeline.metrics.account import DeviceAccount
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.fingerprint import content_hash
@@ -82,7 +83,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     plan = size(spec, config, total, device.type, model=model, drafters=drafter_memory)
     ops = _operations(config, spec, device)
     stages.ends("config")
-    account, ceilings = open_account(spec, device, config.calibration)
+    cost, power, ceilings = read_ceilings(spec, device, config.calibration)
     stages.ends("ceilings")
     loaded = build(folder, model=model, ops=ops, device=device, progress=stages.progress)
     speculation, drafter = open_drafters(wanted, loaded, _encoder(folder), model.load_format == "dummy")
@@ -115,7 +116,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         | {"speculate": [*wanted.host, *filter(None, [wanted.device])]}
         | {"ops": ops.name, "startup_s": stages.seconds, "ceilings": ceilings, "options": asdict(config)},
         grammars=grammars,
-        account=account,
+        account=DeviceAccount(cost, power, drafter.work),
         late=runner.late,
     )
     log.debug("ready: %s", setup.facts)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from ridgeline.core.errors import RequestError, RidgelineError
 from ridgeline.core.events import StepUpdates, Update
 from ridgeline.core.sampling import MAX_STOP_IDS
-from ridgeline.engine.account import Account, Accounted
 from ridgeline.engine.late_compiles import LateCompiles
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.request import Request
 from ridgeline.kv.prefix import chain_root
+from ridgeline.metrics.account import Account, Accounted
 from ridgeline.text.grammar import COMPILE_S, CompiledGrammar
 from ridgeline.text.grammar_cache import GrammarCache
 from ridgeline.wire.messages import Cancel, Control, Delta, Deltas, Down, Finish, Reply, StepStats, Submit, Up
@@ -254,8 +254,10 @@ class Engine:
         if step % _WASTE_EVERY == 0 or not scheduler.running:
             self._waste_inside = scheduler.leases.waste_inside(scheduler.running)
         self._reported_counts = running, waiting = len(scheduler.running), scheduler.queued
-        account = self.setup.account.step(*scheduler.committed, loop.device_s) if steps else Accounted()
-        flops, bytes_moved, predicted, joules = account
+        account = (
+            self.setup.account.step(scheduler.committed, counts.prompt_tokens, loop.device_s) if steps else Accounted()
+        )
+        flops, bytes_moved, predicted, joules, *more = account
         token_counts = counts.prompt_tokens, counts.output_tokens, counts.drafted, counts.accepted, counts.preempted
         cache = counts.prefix_queries, counts.prefix_hits, pool.used, pool.cached, pool.total
         waste = self._waste_inside, self._waste_between
@@ -266,7 +268,7 @@ class Engine:
         work = steps, counts.failed, *parts, counts.dropped, flops, bytes_moved, predicted, idle, joules
         late = self.setup.late.take()
         record = step, running, waiting, *token_counts, *cache, *waste, host, loop.device_s, *work, *drafts, late
-        return StepStats(*record)
+        return StepStats(*record, *more)
 
 
 def _delta(update: Update) -> Delta:

@@ -84,6 +84,8 @@ class Request:
     row: int = 0
     generation: int = 0
     computed: int = 0
+    reached: int = 0
+    """Tokens that were computed before the last preemption. Computing them again is no progress."""
     planned: int = 0
     expected: int = 0
     in_flight: int = 0

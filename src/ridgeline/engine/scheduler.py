@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
 from operator import attrgetter
 
 from ridgeline.core.draft import EMPTY_DRAFT, Draft
@@ -27,6 +26,7 @@ from ridgeline.engine.in_flight import Share, StepInFlight
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.policy import Admission, Limits
 from ridgeline.engine.request import Constraint, Lease, Request, State
+from ridgeline.metrics.account import Committed, Waste, waste_of
 from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 
 _POLL_S = 0.0005
@@ -59,8 +59,8 @@ class Scheduler:
         self._next = StepInFlight(StepPlan(1))
         self.last_step = 0
         """Number of the last step committed."""
-        self.committed: tuple[Sequence[int], Sequence[int], int] = (), (), 0
-        """Of the last committed step: computed tokens of each row, query tokens of each row, number of logits rows that drew."""
+        self.committed = Committed((), StepPlan(0))
+        """The last committed step."""
         self._price = 0.0
         """Accumulated device seconds of one query token in every step so far."""
         self._flight: deque[StepInFlight] = deque()
@@ -186,6 +186,7 @@ class Scheduler:
             request.state = State.ENDED
             return
         request.state = State.WAITING
+        request.reached = max(request.reached, request.computed)
         request.computed = request.planned = 0
         request.expected = len(request.tokens)
         if request.needs_scores:
@@ -385,6 +386,7 @@ class Scheduler:
         for request, arrived in self.leases.ended(step.plan, result) if self.leases.filling else ():
             self._end_transfer(request, arrived, now)
         gained: list[Request] = []
+        waste: list[Waste] = []
         tokens, offset = result.tokens, 0
         updates = StepUpdates()
         before, self._price = self._price, self._price + result.device_s / max(1, step.plan.n_tokens)
@@ -397,22 +399,23 @@ class Scheduler:
                 request.tokens.append(tokens[offset])
                 updates.tokens.append(tokens[offset])
                 gained.append(request)
-            elif request.state is State.LEAVING:
-                self.counts.dropped += count
-                if request.in_flight == 0:
-                    self._release_row(request)
-            elif result.error is not None:
-                self.finish(request, "error", f"The step failed: {result.error}")
-            elif place in result.lost:
-                self.finish(request, "error", "The device lost an upload of the request: send it again.")
             else:
-                request.pay(before, self._price, n_query)
-                self._commit_share(step, place, tokens[offset : offset + count], result, now, updates)
+                if request.state is State.LEAVING:
+                    self.counts.dropped += count
+                    if request.in_flight == 0:
+                        self._release_row(request)
+                elif result.error is not None:
+                    self.finish(request, "error", f"The step failed: {result.error}")
+                elif place in result.lost:
+                    self.finish(request, "error", "The device lost an upload of the request: send it again.")
+                else:
+                    request.pay(before, self._price, n_query)
+                    self._commit_share(step, place, tokens[offset : offset + count], result, now, updates)
+                waste += waste_of(place, n_query, computed - 1, request.computed, request.reached)
             offset += count
         if step.requests:
             self.counts.saved_s += self._speculation.end_step(step.drafts, step.plan, step.requests, result)
-        draws = sum(step.plan.samples) + len(step.plan.drafts)
-        self.committed = [request.computed for request in step.requests], step.plan.n_query, draws
+        self.committed = Committed([request.computed for request in step.requests], step.plan, waste)
         self.counts.output_tokens += len(gained)
         if gained:
             updates.ids, updates.choices = [request.id for request in gained], [request.choice for request in gained]

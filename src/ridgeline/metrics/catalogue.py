@@ -84,11 +84,20 @@ COUNTERS: Mapping[str, Entry] = {
         "Tokens sampled for choices that had already ended, by a stop string or a cancellation.", ours=True
     ),
     "scheduler_host_part_seconds": Entry("Seconds the scheduler spent on steps, by part.", label="part", ours=True),
-    "estimated_flops_per_gpu": Entry("FLOPs of all steps, by the formula of the model."),
+    "estimated_flops_per_gpu": Entry("FLOPs of all query tokens, by the formula of the model."),
+    "useful_flops_per_gpu": Entry(
+        "The part of estimated_flops_per_gpu for tokens that count: without rejected drafts, tokens after an end, and tokens "
+        "computed again after a preemption.",
+        ours=True,
+    ),
+    "draft_flops_per_gpu": Entry("FLOPs of the drafter on the device.", ours=True),
+    "draft_moved_bytes_per_gpu": Entry("Bytes that the drafter on the device had to move.", ours=True),
     "estimated_moved_bytes_per_gpu": Entry(
         "Bytes that all steps had to move: weights as they are stored, keys and values read and written.", ours=True
     ),
     "energy_joules": Entry("Energy used by the device in joules, measured or estimated.", ours=True),
+    "prompt_energy_joules": Entry("Energy of steps for their prompt tokens in joules, without idle power.", ours=True),
+    "output_energy_joules": Entry("Energy of steps for their other tokens in joules, without idle power.", ours=True),
     "late_compiles": Entry("Kernels compiled after start-up, while requests waited.", ours=True),
     "late_captures": Entry("CUDA graphs captured after start-up; expected to be 0.", ours=True),
     "late_seconds": Entry("Seconds spent on kernels and graphs after start-up, by kind.", label="kind", ours=True),
@@ -127,10 +136,20 @@ LIVE: Mapping[str, Entry] = {
     ),
     "slo_met": Entry("1 if the last minutes meet the percentiles and shares of the SLO, else 0.", ours=True),
     "device_busy": Entry("Share of time the device was running a step (GPU utilization).", ours=True),
-    "mfu": Entry("FLOP/s while busy, as a share of the specified peak.", ours=True),
+    "mfu_wall_clock": Entry(
+        "Useful FLOP/s over all time, as a share of the specified peak: the MFU of the system.", ours=True
+    ),
+    "mbu_wall_clock": Entry(
+        "Bytes that the model moved per second over all time, as a share of the specified bandwidth.", ours=True
+    ),
+    "mfu": Entry("Useful FLOP/s while busy, as a share of the specified peak.", ours=True),
     "mbu": Entry("Bytes moved per second while busy, as a share of the specified bandwidth.", ours=True),
-    "mfu_measured": Entry("MFU relative to the matrix product rate measured on this machine.", ours=True),
-    "mbu_measured": Entry("MBU relative to the read bandwidth measured on this machine.", ours=True),
+    "mfu_executed": Entry(
+        "As mfu, with rejected drafts, tokens computed again and the drafter on the device.", ours=True
+    ),
+    "mbu_executed": Entry("As mbu, with the bytes of the drafter on the device.", ours=True),
+    "mfu_measured": Entry("mfu relative to the matrix product rate measured on this machine.", ours=True),
+    "mbu_measured": Entry("mbu relative to the read bandwidth measured on this machine.", ours=True),
     "bubble": Entry("Share of time the device waited for the host although there was work.", ours=True),
     "prompt_share": Entry("Share of busy time in steps that computed prompt tokens.", ours=True),
     "host_seconds_per_step": Entry("Seconds the scheduler spent per step.", ours=True),
@@ -142,8 +161,11 @@ LIVE: Mapping[str, Entry] = {
     "input_tokens_per_output_token": Entry(
         "Prompt tokens that cost as much latency as one output token (medians).", ours=True
     ),
-    "watts": Entry("Power of the device in watts.", ours=True),
-    "joules_per_token": Entry("Joules per token, prompt and output.", ours=True),
+    "watts": Entry("Power of the device in watts, idle time included.", ours=True),
+    "busy_watts": Entry("Power of the device in watts while steps ran.", ours=True),
+    "joules_per_token": Entry("Joules per token, prompt and output, idle time included.", ours=True),
+    "joules_per_prompt_token": Entry("Joules of steps per prompt token computed, without idle power.", ours=True),
+    "joules_per_output_token": Entry("Joules of steps per token generated, without idle power.", ours=True),
     "cost_per_million_tokens": Entry("Dollars per million tokens, prompt and output, idle time included.", ours=True),
     "cost_per_million_output_tokens": Entry("Dollars per million output tokens, idle time included.", ours=True),
 }

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from ridgeline.core.events import LateWork
@@ -50,6 +51,12 @@ class Ceilings:
     """Calibration that predicted step times use, or "" for uncalibrated predictions."""
 
 
+_ADDED = (
+    "flops", "bytes", "useful_flops", "draft_flops", "draft_bytes", "prompt_joules", "output_joules", "metered_s",
+)  # fmt: skip
+"""Fields of the records of run steps that are only added up."""
+
+
 class Live:
     """Live figures of one engine. Metrics writes to it; /metrics, the dashboard, /requests and the diagnosis read it."""
 
@@ -78,7 +85,7 @@ class Live:
         self._second_ends = 0.0
         """Until this time, records are only collected."""
         self._n_steps = 0
-        self._device_s = self._mixed_s = self._host_s = self._row_s = 0.0
+        self._device_s = self._mixed_s = self._host_s = self._row_s = self._step_joules = self._metered_s = 0.0
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -101,11 +108,15 @@ class Live:
             self._row_s += device_s * step.running
             if step.prompt_tokens:
                 self._mixed_s += device_s
+            if step.metered_s:
+                self._step_joules += step.prompt_joules + step.output_joules
+                self._metered_s += step.metered_s
 
     @property
     def totals(self) -> Totals:
         """Sums over all steps so far."""
-        return Totals(self._n_steps, self._device_s, self._mixed_s, self._host_s, self._row_s)
+        times = self._device_s, self._mixed_s, self._host_s, self._row_s
+        return Totals(self._n_steps, *times, self._step_joules, self._metered_s)
 
     def tick(self) -> None:
         """Advance the clock. Called every second, so that minutes and readings are recorded while nothing runs."""
@@ -197,11 +208,20 @@ class Live:
         return why(record, self.slo_of(record), Typical(queue, prefill, tpot)) | self.shares(record)
 
     def shares(self, record: RequestRecord) -> dict[str, float]:
-        """Return a request's energy and cost by its share of device time. Idle time is charged to no request."""
-        device_s = record.spent.device_s
+        """Return a request's energy and cost by its share of device time. Idle time is charged to no request.
+
+        Energy is device time times the power while steps ran: until the first token that of the request's prefill, then that of its
+        decoding, and that of the last minutes for a request too short for a reading.
+        """
+        spent, usual = record.spent, self.figures().get("busy_watts", 0.0)
+        watts = (totals.watts if totals.metered_s else usual for totals in (record.prefilling, record.decoding))
+        seconds = spent.prompt_device_s, spent.device_s - spent.prompt_device_s
+        prompt_joules, output_joules = (power * device_s for power, device_s in zip(watts, seconds, strict=True))
         return {
-            "joules": device_s * self.figures().get("watts", 0.0),
-            "cost": device_s * self.ceilings.price / 3600,
+            "joules": prompt_joules + output_joules,
+            "prompt_joules": prompt_joules,
+            "output_joules": output_joules,
+            "cost": spent.device_s * self.ceilings.price / 3600,
         }
 
     # --- figures ----------------------------------------------------------------------------------------------------
@@ -239,8 +259,9 @@ class Live:
     def figures(self) -> dict[str, float]:
         """Return the live figures by name. Unknown ones (no SLO, no price, unknown hardware) are left out.
 
-        mfu and mbu are relative to the specification, mfu_measured and mbu_measured to the rates measured on this machine. All
-        four count busy time only. device_busy is the share of time in which the device was busy.
+        mfu and mbu are relative to the specification, mfu_measured and mbu_measured to the rates measured on this machine. They
+        count useful FLOPs and the model's bytes in busy time only. mfu_wall_clock and mbu_wall_clock count all time. mfu_executed
+        and mbu_executed count all work in busy time, with the drafter's. device_busy is the share of time in which a step ran.
         """
         self._flush()
         now = self._clock()
@@ -268,23 +289,13 @@ class Live:
                 figures["decode_step_seconds"] = sums["decode_s"] / sums["decode_steps"]
                 figures["decode_step_bytes"] = sums["decode_bytes"] / sums["decode_steps"]
                 figures["decode_step_predicted_seconds"] = sums["decode_predicted_s"] / sums["decode_steps"]
-            for name, rate, peak in (
-                ("mfu", sums["flops"], peaks.flops),
-                ("mbu", sums["bytes"], peaks.bytes),
-                ("mfu_measured", sums["flops"], peaks.measured_flops),
-                ("mbu_measured", sums["bytes"], peaks.measured_bytes),
-            ):
-                if peak:
-                    figures[name] = rate / busy / peak
+            figures |= _utilization(sums, seconds, peaks)
         if (error := self._prediction_error.quantiles(now, (0.5,))[0]) == error:
             figures["step_prediction_error"] = error
         output, prompt = (window.quantiles(now, (0.5,))[0] for window in (self._windows["tpot"], self._prompt_token_s))
         if output / prompt > 0:
             figures["input_tokens_per_output_token"] = output / prompt
-        if sums.get("joules"):
-            figures["watts"] = sums["joules"] / seconds
-            if tokens:
-                figures["joules_per_token"] = sums["joules"] / tokens
+        figures |= _energy(sums, seconds)
         if peaks.price and tokens:
             figures["cost_per_million_tokens"] = peaks.price / 3600 * seconds / tokens * 1e6
             if sums.get("output_tokens"):
@@ -317,7 +328,8 @@ class Live:
         sums = self._sums.totals(self._clock())
         if not sums.get("bytes") or not sums.get("device_s"):
             return None
-        return sums["flops"] / sums["bytes"], sums["flops"] / sums["device_s"]
+        flops, n_bytes = sums["flops"] + sums["draft_flops"], sums["bytes"] + sums["draft_bytes"]
+        return flops / n_bytes, flops / sums["device_s"]
 
     @property
     def last(self) -> StepRecord | None:
@@ -356,6 +368,37 @@ class Live:
         )
 
 
+def _utilization(sums: Mapping[str, float], seconds: float, peaks: Ceilings) -> dict[str, float]:
+    """MFU and MBU over all time, then over busy time; see Live.figures. Left out where the peak is unknown."""
+    flops, n_bytes, busy = sums["useful_flops"], sums["bytes"], sums["device_s"]
+    parts = (
+        ("mfu_wall_clock", flops, peaks.flops, seconds),
+        ("mbu_wall_clock", n_bytes, peaks.bytes, seconds),
+        ("mfu", flops, peaks.flops, busy),
+        ("mbu", n_bytes, peaks.bytes, busy),
+        ("mfu_executed", sums["flops"] + sums["draft_flops"], peaks.flops, busy),
+        ("mbu_executed", n_bytes + sums["draft_bytes"], peaks.bytes, busy),
+        ("mfu_measured", flops, peaks.measured_flops, busy),
+        ("mbu_measured", n_bytes, peaks.measured_bytes, busy),
+    )
+    return {name: amount / time_s / peak for name, amount, peak, time_s in parts if peak}
+
+
+def _energy(sums: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Power and energy per token. Left out where no energy was read."""
+    joules, figures = sums.get("joules", 0.0), {}
+    if joules:
+        figures["watts"] = joules / seconds
+        if tokens := sums["prompt_tokens"] + sums["output_tokens"]:
+            figures["joules_per_token"] = joules / tokens
+    if sums.get("metered_s"):
+        figures["busy_watts"] = (sums["prompt_joules"] + sums["output_joules"]) / sums["metered_s"]
+        for name in ("prompt", "output"):
+            if sums[f"{name}_tokens"]:
+                figures[f"joules_per_{name}_token"] = sums[f"{name}_joules"] / sums[f"{name}_tokens"]
+    return figures
+
+
 def amounts(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Sum records: counts of all records, then of records of a run step, then of steps without prompt tokens (decode_*)."""
     run_steps = [step for step in steps if step.steps]
@@ -371,8 +414,7 @@ def amounts(steps: Sequence[StepRecord]) -> dict[str, float]:
         "device_s": device_s,
         "host_s": sum(step.host_s for step in run_steps),
         "idle_s": sum(step.idle_s for step in run_steps),
-        "flops": sum(step.flops for step in run_steps),
-        "bytes": sum(step.bytes for step in run_steps),
+        **{name: sum(map(attrgetter(name), run_steps)) for name in _ADDED},
         "row_s": sum(step.device_s * step.running for step in run_steps),
         "mixed_s": device_s - decode_s,
         "decode_s": decode_s,

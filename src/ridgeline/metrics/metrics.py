@@ -42,7 +42,12 @@ SUMMED: Mapping[str, Callable[[StepRecord], float]] = {
     "generation_tokens_dropped": attrgetter("dropped"),
     "estimated_flops_per_gpu": attrgetter("flops"),
     "estimated_moved_bytes_per_gpu": attrgetter("bytes"),
+    "useful_flops_per_gpu": attrgetter("useful_flops"),
+    "draft_flops_per_gpu": attrgetter("draft_flops"),
+    "draft_moved_bytes_per_gpu": attrgetter("draft_bytes"),
     "energy_joules": attrgetter("joules"),
+    "prompt_energy_joules": attrgetter("prompt_joules"),
+    "output_energy_joules": attrgetter("output_joules"),
 }
 """Counters that sum a field over all records."""
 PARTS: Mapping[str, Callable[[StepRecord], float]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,7 +40,7 @@ class StepRecord(Protocol):
     dropped: int
     """Tokens sampled for choices that had already ended."""
     flops: float
-    """Operations of the step by the model's formula."""
+    """Operations of the step's query tokens by the model's formula."""
     bytes: float
     """Bytes that the step must move: stored weights once, keys and values read and written."""
     predicted_s: float
@@ -55,6 +56,16 @@ class StepRecord(Protocol):
     """Seconds saved compared with steps without drafts. Below 0 if drafts cost more than they saved."""
     late: list[LateWork]
     """Kernels compiled and graphs captured since the previous record, while requests waited."""
+    useful_flops: float
+    """The part of `flops` for tokens that were committed and had not been computed before a preemption."""
+    draft_flops: float
+    draft_bytes: float
+    """Operations and bytes moved of the drafter on the device."""
+    prompt_joules: float
+    output_joules: float
+    """Energy of the steps since the last reading, by their query tokens. The remainder of `joules` is idle power."""
+    metered_s: float
+    """Device seconds of the steps that prompt_joules and output_joules belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,14 @@ class Totals:
     host_s: float = 0.0
     row_s: float = 0.0
     """Device seconds times running requests, summed over steps."""
+    step_joules: float = 0.0
+    metered_s: float = 0.0
+    """Energy of steps, and the device seconds of these steps."""
+
+    @property
+    def watts(self) -> float:
+        """Power while steps ran. NaN if no energy was read."""
+        return self.step_joules / self.metered_s if self.metered_s else math.nan
 
     def since(self, before: Totals) -> Totals:
         return Totals(
@@ -76,6 +95,8 @@ class Totals:
             self.mixed_s - before.mixed_s,
             self.host_s - before.host_s,
             self.row_s - before.row_s,
+            self.step_joules - before.step_joules,
+            self.metered_s - before.metered_s,
         )
 
 
@@ -107,6 +128,8 @@ class Spent:
     """Draft tokens verified."""
     accepted: int = 0
     """Draft tokens accepted."""
+    prompt_device_s: float = 0.0
+    """The part of device_s up to the first token. The service sets it."""
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Spent:
@@ -138,7 +161,7 @@ class RequestRecord:
     ttft_s: float | None
     """From arrival to the first token, measured in the service. None: no token came."""
     spent: Spent
-    """Of the slowest choice. device_s, drafted and accepted are sums over all choices."""
+    """Of the slowest choice. device_s, prompt_device_s, drafted and accepted are sums over all choices."""
     max_tokens: int | None = None
     """None: the request sets no limit."""
     hidden_tokens: int = 0
@@ -152,6 +175,8 @@ class RequestRecord:
     request_id: str = ""
     """Value of the header x-request-id, set by the client or by the service."""
     arrival: Arrival = Arrival()
+    prefilling: Totals = Totals()
+    """Work of all requests on the device between this request's arrival and its first token."""
     decoding: Totals = Totals()
     """Work of all requests on the device between this request's first and last token."""
     late: tuple[LateWork, ...] = ()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from html import escape
 
 from ridgeline.core.plural import counted
-from ridgeline.planner.roofline import Phase, Roofline, matrix_dtype
+from ridgeline.planner.roofline import Phase, Roofline
 from ridgeline.planner.svg import Axis, Chart, Guide, Line, Points, figure, page, si, table
 
 
@@ -17,13 +18,13 @@ def roofline_chart(result: Roofline, steps: Mapping[str, float]) -> Chart:
     steps: phase -> seconds of the step, predicted or measured.
     """
     bandwidth = result.accelerator.bandwidth
-    peaks = {result.accelerator.peak(dtype): dtype for dtype in (result.spec.dtype, matrix_dtype(result.spec))}
+    peaks = {result.accelerator.peak(dtype): dtype for dtype in (result.spec.dtype, result.spec.matrix_dtype)}
     marks: list[Line | Points | Guide] = [Guide(f"ridge {result.ridge:.0f} FLOP/B", x=result.ridge)]
     dots = [_operations(phase, color) for color, phase in ((2, result.phase("prefill")), (3, result.phase("decode")))]
     step_points = [
         (phase.intensity, phase.flops / steps[phase.name], f"{phase.name} step")
         for phase in result.phases
-        if phase.name in steps
+        if phase.name in steps and math.isfinite(steps[phase.name])
     ]
     intensities = [x for mark in dots for x, _, _ in mark.points] + [x for x, _, _ in step_points]
     on_chip = result.accelerator.on_chip

@@ -322,8 +322,9 @@ def _distance(observation: Observation) -> list[str]:
         )
     if observation.mfu == observation.mfu:
         sentences.append(
-            f"While busy, the device reaches {observation.mfu:.0%} of its peak FLOP/s (MFU) and "
-            f"{observation.mbu:.0%} of its bandwidth (MBU)."
+            f"Over all time, the device reaches {observation.busy * observation.mfu:.0%} of its peak FLOP/s (MFU) and "
+            f"{observation.busy * observation.mbu:.0%} of its bandwidth (MBU); while busy, {observation.mfu:.0%} and "
+            f"{observation.mbu:.0%}."
         )
     if observation.late_compile_s:
         sentences.append(

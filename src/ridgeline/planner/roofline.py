@@ -6,16 +6,15 @@ Source: Williams, Waterman, Patterson 2009.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.core.operations import Operation, operations
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.table import Accelerator
 
 _MATRICES = frozenset({"qkv", "out", "gate+up", "down"})
-_MATH = {"fp8": "float8_e4m3"}
-"""Precision of matrix products by weight format, if it differs from the dtype of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,9 @@ class Phase:
     tokens: int
     """Query tokens of the step."""
     points: tuple[Point, ...]
+    spill_s: float = 0.0
+    """Seconds for reading what does not fit into device memory over the host link; infinite without a link. Such reads overlap
+    reads from device memory and compute, so the slowest of the three determines the time. Source: FlexGen (Sheng et al. 2023)."""
 
     @property
     def flops(self) -> int:
@@ -87,19 +89,25 @@ class Phase:
     @property
     def serial_s(self) -> float:
         """Seconds if the operations run one after the other, each at its own roof."""
-        return sum(point.seconds for point in self.points)
+        return max(sum(point.seconds for point in self.points), self.spill_s)
 
     @property
     def floor_s(self) -> float:
-        """Lower bound in seconds on this device: all compute overlaps all unavoidable memory traffic."""
-        compute = sum(point.flops / point.peak for point in self.points)
-        return max(compute, sum(point.bytes / point.bandwidth for point in self.points))
+        """Lower bound in seconds on this device: compute, unavoidable memory traffic and reads over the host link overlap."""
+        return max(seconds for _, seconds in self._limits)
 
     @property
     def bound(self) -> str:
-        """Limit of the step: "compute" or "memory"."""
-        compute = sum(point.flops / point.peak for point in self.points)
-        return "compute" if compute > sum(point.bytes / point.bandwidth for point in self.points) else "memory"
+        """Limit of the step: "compute", "memory", or "capacity" if reads over the host link take longest."""
+        return max(self._limits, key=lambda limit: limit[1])[0]
+
+    @property
+    def _limits(self) -> tuple[tuple[str, float], ...]:
+        return (
+            ("memory", sum(point.bytes / point.bandwidth for point in self.points)),
+            ("compute", sum(point.flops / point.peak for point in self.points)),
+            ("capacity", self.spill_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +128,9 @@ class Capacity:
     memory_bytes: int
     """Memory of the device."""
     spilled_bytes: int
-    """Bytes that do not fit and are read from host memory in every step."""
+    """Bytes that do not fit and are read from host memory in every decode step."""
     spill_s: float
-    """Seconds per step for reading them; infinite if the device has no host link."""
+    """Seconds per decode step for reading them; infinite if the device has no host link."""
 
     @property
     def fits(self) -> bool:
@@ -142,41 +150,36 @@ class Roofline:
     @property
     def ridge(self) -> float:
         """Arithmetic intensity (FLOP/B) above which matrix products are compute-bound."""
-        return self.accelerator.ridge(matrix_dtype(self.spec))
+        return self.accelerator.ridge(self.spec.matrix_dtype)
 
     def phase(self, name: str) -> Phase:
         return next(phase for phase in self.phases if phase.name == name)
 
     @property
     def decode_slowdown(self) -> float:
-        """Slowdown of a decode step by reads from host memory.
-
-        Reads over the host link overlap reads from device memory; the slower of the two determines the time.
-        Source: FlexGen (Sheng et al. 2023).
-        """
-        floor = self.phase("decode").serial_s
-        return max(floor, self.capacity.spill_s) / floor
-
-
-def matrix_dtype(spec: ModelSpec) -> str:
-    """Precision of the matrix products. Weight-only formats multiply in the dtype of the model."""
-    return _MATH.get(spec.quantization, spec.dtype)
+        """Slowdown of a decode step by reads from host memory, see Phase.spill_s."""
+        decode = self.phase("decode")
+        return decode.serial_s / replace(decode, spill_s=0.0).serial_s
 
 
 def roofline(spec: ModelSpec, accelerator: Accelerator, load: Load = Load()) -> Roofline:
     """Roofline of a decode step and of a prefill.
 
+    A prefill reads the weights and the cache of its prompt. The cache of other sequences may be in host memory meanwhile.
     Raises ConfigError if the accelerator does not support the precision of the model.
     """
     decode = phase("decode", spec, accelerator, [(load.context, 1)] * load.batch)
     prefill = phase("prefill", spec, accelerator, [(0, load.prompt)])
-    return Roofline(spec, accelerator, load, (prefill, decode), capacity(spec, accelerator, load))
+    room = capacity(spec, accelerator, load)
+    prefill_spill = spill(spec.weight_bytes + spec.kv_bytes(load.prompt), accelerator)[1]
+    phases = replace(prefill, spill_s=prefill_spill), replace(decode, spill_s=room.spill_s)
+    return Roofline(spec, accelerator, load, phases, room)
 
 
 def phase(name: str, spec: ModelSpec, accelerator: Accelerator, rows: Iterable[tuple[int, int]]) -> Phase:
     """Roofline of one step. rows: (cached, new) tokens of each row."""
     rows = list(rows)
-    peaks = {True: accelerator.peak(matrix_dtype(spec)), False: accelerator.peak(spec.dtype)}
+    peaks = {True: accelerator.peak(spec.matrix_dtype), False: accelerator.peak(spec.dtype)}
     points = (
         _point(operation, peaks[operation.name in _MATRICES], accelerator.bandwidth)
         for operation in operations(spec, rows)
@@ -185,13 +188,16 @@ def phase(name: str, spec: ModelSpec, accelerator: Accelerator, rows: Iterable[t
 
 
 def capacity(spec: ModelSpec, accelerator: Accelerator, load: Load) -> Capacity:
-    """Bytes that do not fit into the memory of `accelerator`, and the time for reading them from the host in each step."""
+    """Memory that `load` needs on `accelerator`, and the part that does not fit."""
     weights = spec.weight_bytes
     kv = max(load.batch * spec.kv_bytes(load.context + 1), spec.kv_bytes(load.prompt))
-    spilled = max(0, weights + kv - accelerator.memory_bytes)
-    link = accelerator.host_link
-    seconds = 0.0 if not spilled else spilled / link if link else float("inf")
-    return Capacity(weights, kv, accelerator.memory_bytes, spilled, seconds)
+    return Capacity(weights, kv, accelerator.memory_bytes, *spill(weights + kv, accelerator))
+
+
+def spill(needed_bytes: int, accelerator: Accelerator) -> tuple[int, float]:
+    """(bytes that do not fit into the memory of `accelerator`, seconds for reading them over its host link)."""
+    spilled, link = max(0, needed_bytes - accelerator.memory_bytes), accelerator.host_link
+    return spilled, 0.0 if not spilled else spilled / link if link else math.inf
 
 
 def _point(operation: Operation, peak: float, bandwidth: float) -> Point:

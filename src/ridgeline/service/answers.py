@@ -8,6 +8,12 @@ _STRING = {"type": "string"}
 _TEXT = {"type": ["string", "null"]}
 _COUNT = {"type": "integer", "minimum": 0}
 _SECONDS = {"type": "number", "minimum": 0}
+_SHARES = {
+    "joules": _SECONDS,
+    "prompt_joules": _SECONDS | {"description": "Energy of its part of steps up to the first token."},
+    "output_joules": _SECONDS | {"description": "Energy of its part of steps after the first token."},
+    "cost": _SECONDS,
+}
 _MAYBE_SECONDS = {"type": ["number", "null"], "minimum": 0}
 _LOGPROBS = {"type": ["object", "null"], "description": "Log-probabilities, if requested."}
 _STOP_REASON = {
@@ -145,8 +151,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "e2e_s": _SECONDS,
             "ttft_s": _MAYBE_SECONDS,
             "tpot_s": _MAYBE_SECONDS,
-            "joules": _SECONDS,
-            "cost": _SECONDS,
+            **_SHARES,
         }
     ),
     "Ledger": _object({"object": {"const": "list"}, "data": _list(_ref("LedgerRow"))}),
@@ -159,6 +164,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "blame": {"enum": ["", "error", "queue", "prefill", "decode", "client"]},
             "reasons": _list(_STRING),
             "numbers": {"type": "object"},
+            **_SHARES,
         }
     ),
 }

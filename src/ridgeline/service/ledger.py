@@ -21,7 +21,9 @@ class Ledger:
         self._running: dict[tuple[str, int], tuple[float, Spent]] = {}
         """For each running choice: when the engine last reported its times, and these times."""
         self._ended: list[Spent] = []
+        self._arrived: Totals = metrics.live.totals
         self._before: Totals | None = None
+        self._prompt_device_s = 0.0
         self.cut, self.cut_reason = DISCONNECTED, ""
         """Why the call ended early, if it does; see RequestRecord."""
         self._late_before = len(metrics.live.late)
@@ -35,7 +37,10 @@ class Ledger:
             self._first = time.time()
             self._before = self._metrics.live.totals
         if delta.times is not None:
-            self._running[delta.id, delta.choice] = time.time(), Spent.of(delta.times)
+            spent, key = Spent.of(delta.times), (delta.id, delta.choice)
+            if key not in self._running:  # the engine reports times with the first token, and with the last
+                self._prompt_device_s += spent.device_s
+            self._running[key] = time.time(), spent
 
     def ended(self, reason: str, delta: Delta) -> None:
         """A choice ended with `delta`. If the service ended it (a stop string), it has been decoding since the last report."""
@@ -66,6 +71,7 @@ class Ledger:
                 spent=replace(
                     slowest,
                     device_s=sum(choice.device_s for choice in spent),
+                    prompt_device_s=self._prompt_device_s,
                     drafted=sum(choice.drafted for choice in spent),
                     accepted=sum(choice.accepted for choice in spent),
                 ),
@@ -78,6 +84,7 @@ class Ledger:
                 late=tuple(live.late[self._late_before :]),
                 declared=call.declared,
                 arrival=self._arrival,
+                prefilling=(live.totals if self._before is None else self._before).since(self._arrived),
                 decoding=Totals() if self._before is None else live.totals.since(self._before),
             )
         )

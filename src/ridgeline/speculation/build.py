@@ -138,6 +138,7 @@ def _medusa(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> t
     spec, place = target.spec, target.decoder.embedding.device
     heads = load_heads(folder, spec, target.ops, DTYPES[spec.dtype], place)
     medusa = Medusa(heads, target.decoder.logits, wanted.max_nodes)
+    medusa.work = heads.work([node.head for node in medusa.nodes], spec)
     return medusa, DeviceTraits(len(medusa.parents), medusa.parents)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.core.drafting import NO_DRAFT_WORK, DraftWork
 from ridgeline.core.spec import LayerSpec
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Int, RowState
@@ -85,6 +86,9 @@ class DeviceDrafter:
     """Layers of the target whose keys and values it reads."""
     parents: tuple[int, ...] = ()
     """Parents of the largest draft's nodes; a smaller draft is a prefix. Empty: chains."""
+
+    work: DraftWork = NO_DRAFT_WORK
+    """Counts its FLOPs and bytes."""
 
     def learns(self) -> bool:
         """Whether `see` needs the logits of the next step. Called once for each step that no graph runs."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from ridgeline.core.drafting import ModelDrafts
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.rows import Int, Spread
 from ridgeline.ops.step import StepInputs
@@ -38,6 +39,7 @@ class DraftModel(DeviceDrafter):
             model.decoder.restrict_vocabulary(self._ids)
         self._usual: dict[int, LastTokens] = {}
         """Number of rows -> inputs that read their last tokens."""
+        self.work = ModelDrafts(replace(model.spec, vocab_size=len(vocabulary) or model.spec.vocab_size), _UNREAD)
         parts = _chain_parts(model, self._ids)
         self._chain: RunChain = self._step_by_step
         if parts is not None:

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ridgeline.core.drafting import NetworkDrafts, counts_by_nodes
 from ridgeline.core.errors import ConfigError, UnsupportedModel
-from ridgeline.core.spec import ModelSpec
+from ridgeline.core.spec import DTYPE_BYTES, ModelSpec
 from ridgeline.ops.table import Ops
 
 PUBLISHED = "medusa_lm_head.pt"
@@ -97,6 +98,14 @@ class MedusaHeads:
         self._first = ops.matmul.unquantized.pack(self._weight[0].flatten(0, 1).contiguous())
         has_unembeddings = f"0.{self.layers}.weight" in tensors
         self._unembed = stacked(f"{self.layers}.weight") if has_unembeddings else None
+
+    def work(self, of_nodes: Sequence[int], spec: ModelSpec) -> NetworkDrafts:
+        """Counts their FLOPs and bytes. of_nodes: the head of each node of the tree. spec: of the target, whose unembedding heads
+        share that have none. All heads run at once."""
+        blocks, unembedding = self.width**2 * self.layers, spec.embedding_params
+        stored = self.heads * blocks + (1 if self._unembed is None else self.heads) * unembedding
+        once = [min(1, count) for count in range(len(of_nodes) + 1)]
+        return NetworkDrafts(counts_by_nodes(of_nodes), once, blocks + unembedding, stored * DTYPE_BYTES[spec.dtype])
 
     def states(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
         """hidden [S, D] -> states of the first `heads` heads before their unembedding, [S, heads, D]."""

@@ -19,12 +19,12 @@ class Medusa(DeviceDrafter):
 
     def __init__(self, heads: MedusaHeads, logits_of: Callable[[torch.Tensor], torch.Tensor], nodes: int) -> None:
         self._heads, self._logits_of = heads, logits_of
-        self._tree = tree((heads.accuracies or UNMEASURED)[: heads.heads], nodes)
-        self.parents = tuple(node.parent for node in self._tree)
+        self.nodes = tree((heads.accuracies or UNMEASURED)[: heads.heads], nodes)
+        self.parents = tuple(node.parent for node in self.nodes)
 
     def draft(self, draft_rows: DraftRows, count: int, views: Views) -> None:
         """Compute the candidates of all heads at once, then write the candidate of each node."""
-        nodes = self._tree[:count]
+        nodes = self.nodes[:count]
         top = [
             max(node.rank + 1 for node in nodes if node.head == head) for head in sorted({node.head for node in nodes})
         ]

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ridgeline.core.drafting import NetworkDrafts, counts_by_nodes
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
@@ -171,6 +172,14 @@ class Recurrent(DeviceDrafter):
         self._turn = rope_table(self._layer.rope, spec.max_len + SPARE_POSITIONS, device)
         self._ids = weights.ids.to(device)
         self._embedding = weights.dense("embedding", dtype, device)
+        self.work = NetworkDrafts(
+            counts_by_nodes(parents),
+            counts_by_nodes([node.head for node in nodes]),
+            sum(weights.matrices[name].out * weights.matrices[name].d_in for name in MATRICES),
+            sum(weights.matrices[name].codes.nbytes + weights.matrices[name].scales.nbytes for name in MATRICES),
+            self._layer,
+            self._layer.slot_bytes(spec.kv),
+        )
         parts = RecurrentParts(
             self._embedding,
             weights.matrices,

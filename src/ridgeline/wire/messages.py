@@ -118,7 +118,7 @@ class StepStats(msgspec.Struct, array_like=True):
     dropped: int = 0
     """Tokens sampled for choices that had already ended, by a stop string or a cancellation."""
     flops: float = 0.0
-    """Operations of the step by the model's formula."""
+    """Operations of the step's query tokens by the model's formula."""
     bytes: float = 0.0
     """Bytes that the step must move: stored weights once, keys and values read and written."""
     predicted_s: float = 0.0
@@ -135,6 +135,16 @@ class StepStats(msgspec.Struct, array_like=True):
     """Seconds saved by drafts."""
     late: list[LateWork] = []
     """Kernels compiled and graphs captured while requests waited."""
+    useful_flops: float = 0.0
+    """The part of `flops` for tokens that were committed and had not been computed before a preemption."""
+    draft_flops: float = 0.0
+    draft_bytes: float = 0.0
+    """Operations and bytes moved of the drafter on the device."""
+    prompt_joules: float = 0.0
+    output_joules: float = 0.0
+    """Energy of the steps since the last reading, by their query tokens. The remainder of `joules` is idle power."""
+    metered_s: float = 0.0
+    """Device seconds of the steps that prompt_joules and output_joules belong to."""
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):

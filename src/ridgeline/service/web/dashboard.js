@@ -58,7 +58,8 @@ function tiles(data) {
     ["Prefix cache", percent(figures.prefix_hit_rate), "hits", `${percent(now.kv_used)} of the KV cache in use`],
     figures.watts === undefined
       ? ["Power", "–", "", "not measured on this machine"]
-      : ["Power", number(figures.watts), "W", `${number(figures.joules_per_token)} J per token${data.ceilings.power === "estimate" ? ", estimated" : ""}`],
+      : ["Power", number(figures.watts), "W", `${number(figures.joules_per_token)} J per token${data.ceilings.power === "estimate" ? ", estimated" : ""}`
+        + ` · without idle power: prompt ${number(figures.joules_per_prompt_token)} J, output ${number(figures.joules_per_output_token)} J`],
     figures.cost_per_million_tokens === undefined
       ? ["Cost", "–", "", "no price is known (--price-per-hour)"]
       : ["Cost", `$${number(figures.cost_per_million_tokens)}`, "per M tokens", `at $${number(data.ceilings.price)} per hour, idle time included`],
@@ -118,7 +119,9 @@ function ended(data) {
 function use(data) {
   const figures = data.figures;
   const rows = [
-    ["Device busy", figures.device_busy], ["MFU", figures.mfu], ["MBU", figures.mbu],
+    ["MFU, all time", figures.mfu_wall_clock], ["MBU, all time", figures.mbu_wall_clock], ["Device busy", figures.device_busy],
+    ["MFU while busy", figures.mfu], ["MBU while busy", figures.mbu],
+    ["MFU, executed", figures.mfu_executed], ["MBU, executed", figures.mbu_executed],
     ["MFU, measured peak", figures.mfu_measured], ["MBU, measured peak", figures.mbu_measured],
     ["Waiting for the host", figures.bubble], ["Computing prompts", figures.prompt_share],
   ].filter(row => row[1] !== undefined);
