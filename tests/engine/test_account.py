@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ridgeline.engine.account import open_account
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import step_work
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.engine.account import open_account
 from ridgeline.engine.local import LocalEngine
 from ridgeline.hardware.probe import Device, Machine
 from ridgeline.hardware.table import lookup

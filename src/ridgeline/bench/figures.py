@@ -245,6 +245,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "per_character": per_character(run),
         "latency_s": {name: asdict(latency_spread) for name, latency_spread in spreads.items()},
         "client": {"send_lag_p99_s": send_lag, "loop_lag_p99_s": loop_lag, "cpu_share": cpu_share(run)},
+        "server_work": facts.get("counted"),
         "tokens_counted_by": _counting_methods(completed),
         "errors": errors(run),
         "missed": missed(run),

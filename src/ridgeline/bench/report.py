@@ -315,11 +315,12 @@ def _points(points: Sequence[Point]) -> str:
     rows = [
         (
             f"{point.concurrency}", digits(point.output_tokens_per_s), _ms(point.ttft_s), _ms(point.tpot_s),
-            _share(point.mfu), _share(point.mbu), point.note,
+            *map(_share, point.shares), point.note,
         )
         for point in points
     ]  # fmt: skip
-    return table(("concurrency", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", ""), rows)
+    shares = ("MFU", "MBU", "MFU busy", "MBU busy", "MFU executed")
+    return table(("concurrency", "out tok/s", "TTFT p50", "TPOT p50", *shares, ""), rows)
 
 
 def _facts(run: Run) -> str:
@@ -329,6 +330,11 @@ def _facts(run: Run) -> str:
         ("slo", "; ".join((str(run.slo) or "none", *run.broken))),
         ("requests dropped (longer than the context)", f"{run.dropped}"),
     ]
+    if (counted := run.facts.get("counted")) and counted["joules"]:
+        parts = (
+            f"prompts {counted['prompt_joules']:.4g}, outputs {counted['output_joules']:.4g}, the remainder idle power"
+        )
+        rows.append(("energy of the device, J", f"{counted['joules']:.4g} ({parts})"))
     rows += [("requests/minute", f"{rates['requests_per_minute']:.4g}"), ("seconds", f"{run.seconds:.2f}")]
     return table(("setting", "value"), rows)
 

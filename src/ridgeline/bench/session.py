@@ -12,7 +12,7 @@ import msgspec
 import ridgeline
 from ridgeline.bench import options
 from ridgeline.bench.clock import Alarm
-from ridgeline.bench.efficiency import metric
+from ridgeline.bench.efficiency import COUNTERS, metric
 from ridgeline.bench.load import Plan, Writer, send_all
 from ridgeline.bench.options import DEFAULT_CONCURRENCY, LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
 from ridgeline.bench.probe import fetch, probe
@@ -88,15 +88,22 @@ class Session:
             plan = Plan(workload, concurrency, load.duration, label_of_ids)
             total = len(workload.requests)
             state = ServerState(self.client, total, lambda done: self._progress(done, total))
+            before = await self._counters()
             sent = await send_all(plan, self.client, writer, clock, state.watch)
+            after = await self._counters()
         self._runs += 1
-        facts = {**self._facts(workload, load, concurrency, label), "server": await state.read()}
+        counted = {name: value - before[name] for name, value in after.items()} if before and after else None
+        facts = {**self._facts(workload, load, concurrency, label), "server": await state.read(), "counted": counted}
         return Run(facts, sent.rows, sent.seconds, dropped, sent.loop_lag_s, sent.cpu_s, self._slo)
 
-    async def metric(self, name: str) -> float | None:
-        """Return the sum of a metric of the server's /metrics over its labels. None if it does not exist."""
+    async def _counters(self) -> dict[str, float] | None:
+        """Read the counters of the server's work. None for other servers than Ridgeline, and for older ones."""
         reply = await fetch(self.client, "/metrics")
-        return metric(reply.text, name) if reply.status == 200 else None
+        if reply.status != 200:
+            return None
+        values = {name: metric(reply.text, full_name) for name, full_name in COUNTERS.items()}
+        known = {name: value for name, value in values.items() if value is not None}
+        return known if len(known) == len(values) else None
 
     async def whys(self, run: Run) -> list[dict[str, Any]]:
         """Fetch the explanations of the slowest requests (GET /requests/ID/why). Empty for other servers than Ridgeline."""

@@ -125,9 +125,11 @@ def differences_table(differences: Sequence[Difference], names: tuple[str, str],
 
 def points_table(points: Sequence[Point]) -> RenderableType:
     """Show a curve over concurrency."""
-    table = _table("at once", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", "")
+    table = _table(
+        "at once", "out tok/s", "TTFT p50", "TPOT p50", "MFU", "MBU", "MFU busy", "MBU busy", "MFU executed", ""
+    )
     for point in points:
-        shares = ("-" if value is None else f"{value:.2%}" for value in (point.mfu, point.mbu))
+        shares = ("-" if value is None else f"{value:.2%}" for value in point.shares)
         table.add_row(
             f"{point.concurrency}",
             f"{digits(point.output_tokens_per_s)}",

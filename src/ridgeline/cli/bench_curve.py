@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from ridgeline.bench import show
-from ridgeline.bench.efficiency import STEPS, Limits, point
+from ridgeline.bench.efficiency import Limits, point
 from ridgeline.bench.options import SHIPPED, CurveConfig
 from ridgeline.bench.progress import RunProgress
 from ridgeline.bench.report import Outcome
@@ -37,11 +37,8 @@ async def run_curve(
     async with Session(settings, options.get("target"), progress) as session:
         for level in _levels(config.levels):
             load = replace(settings.load, rate=None, concurrency=level)
-            before = await session.metric(STEPS)
             runs.append(await session.measure(load, label=f"concurrency {level}"))
-            after = await session.metric(STEPS)
-            steps = None if before is None or after is None else after - before
-            points.append(point(runs[-1], limits, steps))
+            points.append(point(runs[-1], limits))
             progress.print_run(runs[-1])
     return Outcome("Curve over concurrency", runs, points=points), show.points_table(points)
 
@@ -53,18 +50,16 @@ def _levels(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _limits(config: CurveConfig) -> Limits | None:
-    """Hardware limits for MFU and MBU; None if neither model nor device is given.
+def _limits(config: CurveConfig) -> Limits:
+    """Model and device that the options name. A model without a device runs on this machine.
 
-    Raises ConfigError if only one of them is known.
+    Raises ConfigError if this machine's device is needed and not in the hardware table.
     """
-    if not config.model_folder and not config.on:
-        return None
+    device = resolve_accelerator(config.on) if config.on else None
     if not config.model_folder:
-        raise ConfigError("--on needs --model-folder: MFU and MBU depend on device and model.", param="model_folder")
-    device = resolve_accelerator(config.on) if config.on else probe().device().accelerator
-    if device is None:
+        return Limits(None, device, named=bool(config.on))
+    if device is None and (device := probe().device().accelerator) is None:
         raise ConfigError("The device of this machine is not in the hardware table: give one with --on.", param="on")
     model = "" if config.model_folder == SHIPPED else config.model_folder
     spec = read_spec(ModelConfig(model=model))
-    return Limits(spec, with_measured_rates(device, spec.dtype))
+    return Limits(spec, with_measured_rates(device, spec.dtype), named=bool(config.on))

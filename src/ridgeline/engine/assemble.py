@@ -197,6 +197,7 @@ def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.de
         "params": spec.params,
         "dtype": spec.dtype,
         "quantization": spec.quantization,
+        "matrix_dtype": spec.matrix_dtype,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "vocab_size": spec.vocab_size,
         "eos_ids": list(spec.eos_ids),
