@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import cycle, repeat
 from pathlib import Path
@@ -11,8 +12,12 @@ import pytest
 import torch
 
 from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
+from ridgeline.core.cost import step_work
 from ridgeline.core.draft import EMPTY_DRAFT, Draft
+from ridgeline.core.drafting import NetworkDrafts
 from ridgeline.core.events import StepCounts
+from ridgeline.core.plan import StepPlan
+from ridgeline.core.spec import DTYPE_BYTES
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views
 from ridgeline.speculation.draft_model import DraftModel
@@ -192,3 +197,35 @@ def test_a_cut_is_forgotten_with_the_draft_it_was_made_to() -> None:
     bench.run()
     assert bench.tokens["one", 0] == alone(PROMPT, "llama-gqa")
     assert len(controller.learned) > 5 and set(controller.learned) == {4}
+
+
+def test_drafters_state_their_work() -> None:
+    """For two rows that draw: FLOPs of all products and of attention, and the weights that passes read."""
+    known, spec = drafters("llama-gqa"), pair("llama-gqa", "cpu")[1].spec
+    plan = StepPlan(1, n_query=array("i", [1, 1]), n_draft=array("i", [0, 0]), samples=array("b", [1, 1]), ahead=3)
+    plan.unread = array("i", [1, 1])
+    work = {name: drafter.work.of(plan, [30, 40]) for name, (drafter, _) in known.items()}
+    passes = [step_work(spec, [(28, 2), (38, 2)]), *[step_work(spec, [(29, 1), (39, 1)])] * 2]
+    assert work["itself"] == (sum(one.flops for one in passes), sum(one.bytes for one in passes))
+    assert work["recycling"] == (0, 0)
+    chain = known["recurrent"][0]
+    assert isinstance(chain, Recurrent) and isinstance(chain.work, NetworkDrafts)
+    attention = spec.layers[chain.attended[0]].attention_flops(0, 1) * 70
+    assert work["recurrent"][0] == 3 * (2 * 2 * chain.work.elements + attention)
+    assert chain.work.stored_bytes < chain.work.elements * 2 < work["recurrent"][1], "8 bits, read once for each level"
+    plan.ahead = 0
+    assert {drafter.work.of(plan, [30, 40]) for drafter, _ in known.values()} == {(0, 0)}
+
+
+def test_medusa_heads_state_their_work() -> None:
+    """Two heads of one block share the target's head: all run once for a draft."""
+    model = pair("llama-gqa", "cpu")[1]
+    width, head = model.spec.d_model, model.spec.embedding_params
+    tensors = {f"{number}.0.linear.weight": torch.zeros(width, width) for number in range(2)}
+    tensors |= {f"{number}.0.linear.bias": torch.zeros(width) for number in range(2)}
+    work = MedusaHeads(tensors, model.ops).work([0, 0, 1], model.spec)
+    plan = StepPlan(1, n_query=array("i", [1]), n_draft=array("i", [0]), samples=array("b", [1]), ahead=3)
+    stored = (2 * width**2 + head) * DTYPE_BYTES[model.spec.dtype]
+    assert work.of(plan, [9]) == (2 * 2 * (width**2 + head), stored)
+    plan.ahead = 2
+    assert work.of(plan, [9]) == (2 * (width**2 + head), stored), "the second head is not needed"
