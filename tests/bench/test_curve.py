@@ -36,14 +36,18 @@ def spec() -> ModelSpec:
 def test_a_server_that_counts_is_believed(spec: ModelSpec) -> None:
     """The folder stores bf16, the server quantized it while loading: its counters decide, and the peak of its products."""
     run = make_run([row()], seconds=2.0, concurrency=1, counted=COUNTED, server=SERVER)
-    found = point(run, Limits(spec, H200, named=True))
-    assert found.mbu == pytest.approx(2.4e12 / 2 / 4.8e12) and found.mbu_busy == pytest.approx(0.5)
-    assert found.mfu == pytest.approx(4e13 / 2 / H200.flops["int8"])
-    assert found.mfu_busy == pytest.approx(2 * found.mfu) and found.mfu_executed == pytest.approx(1.5 * found.mfu_busy)
-    assert found.mbu_executed == pytest.approx(1.1 * found.mbu_busy)
-    assert found.note == "100 steps and their work, as counted by the server"
-    own = point(run, Limits())
-    assert own.mbu == pytest.approx(0.12) and own.mfu == pytest.approx(0.02), "peaks of the server's own device"
+    curve_point = point(run, Limits(spec, H200, named=True))
+    assert curve_point.mbu == pytest.approx(2.4e12 / 2 / 4.8e12) and curve_point.mbu_busy == pytest.approx(0.5)
+    assert curve_point.mfu == pytest.approx(4e13 / 2 / H200.flops["int8"])
+    assert curve_point.mfu_busy == pytest.approx(2 * curve_point.mfu) and curve_point.mfu_executed == pytest.approx(
+        1.5 * curve_point.mfu_busy
+    )
+    assert curve_point.mbu_executed == pytest.approx(1.1 * curve_point.mbu_busy)
+    assert curve_point.note == "100 steps and their work, as counted by the server"
+    on_server = point(run, Limits())
+    assert on_server.mbu == pytest.approx(0.12) and on_server.mfu == pytest.approx(0.02), (
+        "peaks of the server's own device"
+    )
     measured = {"flops": 0.0, "bytes": 1e13, "measured_flops": 5e14, "measured_bytes": 1e12}
     hidden = point(
         make_run(run.rows, seconds=2.0, concurrency=1, counted=COUNTED, server={"ceilings": measured}), Limits()
@@ -55,12 +59,12 @@ def test_a_server_that_counts_is_believed(spec: ModelSpec) -> None:
 
 def test_a_server_without_counters_is_computed_from_the_folder(spec: ModelSpec) -> None:
     run = make_run([row()], seconds=2.0, concurrency=1, counted=None)
-    found = point(run, Limits(spec, H200))
-    assert found.mbu == pytest.approx(work(run, spec, 11).bytes / 2 / H200.bandwidth)
-    assert "as --model-folder stores them" in found.note and found.mbu_busy is None
+    curve_point = point(run, Limits(spec, H200))
+    assert curve_point.mbu == pytest.approx(work(run, spec, 11).bytes / 2 / H200.bandwidth)
+    assert "as --model-folder stores them" in curve_point.note and curve_point.mbu_busy is None
     eight = point(run, Limits(replace(spec, quantization="w8a8"), H200))
-    assert found.mfu is not None and eight.mfu == pytest.approx(
-        found.mfu * H200.flops["bfloat16"] / H200.flops["int8"]
+    assert curve_point.mfu is not None and eight.mfu == pytest.approx(
+        curve_point.mfu * H200.flops["bfloat16"] / H200.flops["int8"]
     ), "int8 has twice the rate"
     assert "need --model-folder and --on" in point(run, Limits()).note
 
@@ -75,10 +79,10 @@ def test_a_server_that_quantizes_while_loading(
         known = ["--on", "h200", "--model-folder", "shipped"]
         main(["bench", "curve", server.url, *load, *known, "--out", str(tmp_path / "curve")])
     curve = msgspec.json.decode(capsys.readouterr().out)
-    (run,), (found,) = curve["runs"], curve["points"]
+    (run,), (curve_point,) = curve["runs"], curve["points"]
     counted = run["ridgeline"]["server_work"]
     per_step = counted["bytes"] / counted["steps"]
     stored = served_spec(read_model(shipped_model())[0], ModelConfig(quantization="int4"))
     assert stored.step_weight_bytes < per_step < spec.step_weight_bytes
-    assert found["mbu"] == pytest.approx(counted["bytes"] / run["duration"] / H200.bandwidth, rel=1e-3)
-    assert 0 < found["mfu"] <= found["mfu_busy"] <= found["mfu_executed"] < 1
+    assert curve_point["mbu"] == pytest.approx(counted["bytes"] / run["duration"] / H200.bandwidth, rel=1e-3)
+    assert 0 < curve_point["mfu"] <= curve_point["mfu_busy"] <= curve_point["mfu_executed"] < 1

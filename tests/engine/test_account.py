@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ridgeline.engine.account import open_account
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import step_work
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
+from ridgeline.hardware.ceilings import read_ceilings
 from ridgeline.hardware.probe import Device, Machine
 from ridgeline.hardware.table import lookup
 from ridgeline.models.config import read_model
@@ -49,14 +49,14 @@ def test_an_unknown_specification_gives_no_ceiling(monkeypatch: pytest.MonkeyPat
     known = lookup("epyc")
     hidden = replace(known, flops={}, watts=0.0, memory=replace(known.memory, bandwidth=0.0))
     spec = read_model(resolve_model(ModelConfig()))[0]
-    monkeypatch.setattr("ridgeline.engine.account.measured_rates", lambda device, dtype: (9e11, 5e10))
+    monkeypatch.setattr("ridgeline.hardware.ceilings.measured_rates", lambda device, dtype: (9e11, 5e10))
     monkeypatch.setattr("ridgeline.hardware.power._rapl", lambda packages: None)
     facts = {}
     for name, row in (("known", known), ("hidden", hidden)):
         machine = Machine("x", 2, (), Device("cpu", "x", 1 << 40, 1 << 40, row), ())
-        monkeypatch.setattr("ridgeline.engine.account.probe", lambda machine=machine: machine)
-        account, facts[name] = open_account(spec, torch.device("cpu"))
+        monkeypatch.setattr("ridgeline.hardware.ceilings.probe", lambda machine=machine: machine)
+        cost, _, facts[name] = read_ceilings(spec, torch.device("cpu"))
         assert (facts[name]["measured_flops"], facts[name]["measured_bytes"]) == (9e11, 5e10)
     assert (facts["known"]["flops"], facts["known"]["bytes"]) == (known.peak(spec.dtype), 460.8e9)
     assert (facts["hidden"]["flops"], facts["hidden"]["bytes"], facts["hidden"]["power"]) == (0.0, 0.0, "")
-    assert (account.cost.flops_per_s, account.cost.bytes_per_s) == (9e11, 5e10)  # predictions use them
+    assert (cost.flops_per_s, cost.bytes_per_s) == (9e11, 5e10)  # predictions use them

@@ -206,7 +206,7 @@ def test_drafters_state_their_work() -> None:
     plan.unread = array("i", [1, 1])
     work = {name: drafter.work.of(plan, [30, 40]) for name, (drafter, _) in known.items()}
     passes = [step_work(spec, [(28, 2), (38, 2)]), *[step_work(spec, [(29, 1), (39, 1)])] * 2]
-    assert work["itself"] == (sum(one.flops for one in passes), sum(one.bytes for one in passes))
+    assert work["itself"] == (sum(step.flops for step in passes), sum(step.bytes for step in passes))
     assert work["recycling"] == (0, 0)
     chain = known["recurrent"][0]
     assert isinstance(chain, Recurrent) and isinstance(chain.work, NetworkDrafts)
@@ -218,7 +218,7 @@ def test_drafters_state_their_work() -> None:
 
 
 def test_medusa_heads_state_their_work() -> None:
-    """Two heads of one block share the target's head: all run once for a draft."""
+    """Two heads of a single block share the target's head: all run once for a draft."""
     model = pair("llama-gqa", "cpu")[1]
     width, head = model.spec.d_model, model.spec.embedding_params
     tensors = {f"{number}.0.linear.weight": torch.zeros(width, width) for number in range(2)}

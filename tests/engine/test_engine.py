@@ -73,7 +73,7 @@ def test_a_record_has_each_figure_in_its_place() -> None:
     record = frame.stats
     expected = {
         **{name: getattr(counts, name) for name in names},
-        **{name: getattr(account, name) for name in ("flops", "bytes", "predicted_s", "joules")},
+        **account._asdict(),
         **{name: getattr(loop, name) for name in ("plan_s", "commit_s", "device_s", "idle_s")},
         **{f"blocks_{name}": getattr(pool, name) for name in ("used", "cached", "total")},
         "step": scheduler.last_step,

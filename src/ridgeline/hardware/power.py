@@ -107,7 +107,7 @@ class Meter:
         self._last_reading = clock
         (last_joules, last), (joules, moment) = self._last, self._counter.read(self._now)
         seconds, busy_s = moment.seconds - last.seconds, moment.busy_s - last.busy_s
-        if seconds <= 0:
+        if seconds <= 0 or joules == last_joules:
             return Energy()
         self._last = joules, moment
         used = joules - last_joules + (self._counter.wraps if joules < last_joules else 0.0)
