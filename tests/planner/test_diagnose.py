@@ -72,3 +72,9 @@ def test_a_snapshot_with_unknown_figures_is_read() -> None:
         "now": {}, "figures": {}, "facts": {}, "ceilings": {"measured_bytes": 0.0, "bytes": 0.0}, "latencies": {},
     }  # fmt: skip
     assert diagnose(observe(snapshot)).bottleneck == "none"
+
+
+def test_the_distance_of_the_system_stands_before_that_of_busy_time() -> None:
+    distance = diagnose(replace(DECODING, busy=0.5, mfu=0.2, mbu=0.8)).distance
+    assert any("Over all time, the device reaches 10% of its peak FLOP/s (MFU) and 40%" in line for line in distance)
+    assert any("while busy, 20% and 80%" in line for line in distance)
