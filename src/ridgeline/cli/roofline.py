@@ -153,13 +153,13 @@ def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[s
     if math.isfinite(steps["decode"]):
         lines.append(
             f"A decode step of {counted(load.batch, 'sequence')} with {counted(load.context, 'token')} each takes at least "
-            f"{si(decode.floor_s, 's')}, predicted {si(steps['decode'], 's')} = {load.batch / steps['decode']:,.0f} tokens/s "
+            f"{si(decode.floor_s, 's')}, predicted {si(steps['decode'], 's')} = {_rate(load.batch / steps['decode'])} tokens/s "
             f"({basis})."
         )
     if math.isfinite(steps["prefill"]):
         lines.append(
             f"A prefill of {counted(load.prompt, 'token')} takes at least {si(prefill.floor_s, 's')}, predicted "
-            f"{si(steps['prefill'], 's')} = {load.prompt / steps['prefill']:,.0f} tokens/s."
+            f"{si(steps['prefill'], 's')} = {_rate(load.prompt / steps['prefill'])} tokens/s."
         )
     if capacity.fits:
         free = capacity.memory_bytes - capacity.weight_bytes - capacity.kv_bytes
@@ -183,6 +183,10 @@ def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[s
     if result.accelerator.unverified:
         lines.append(f"Unverified values in the hardware table: {', '.join(result.accelerator.unverified)}.")
     return tuple(lines)
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
 
 def level_text(level: Level) -> str:
