@@ -1,4 +1,4 @@
-"""How often the shipped model says what its drafters guess, by kind of held-out text.
+"""How often a model says what its drafters guess, by kind of held-out text.
 
     python training/acceptance.py --model FOLDER --corpus CORPUS --draft DRAFT --medusa HEADS --recurrent DRAFT \
         --machine "..." --commit HASH --out benchmarks/results/drafters.json
@@ -286,9 +286,6 @@ def main() -> None:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--medusa", type=Path)
     parser.add_argument("--recurrent", type=Path)
-    parser.add_argument(
-        "--calibrate", action="store_true", help="write what was found beside the recurrent draft, alone"
-    )
     parser.add_argument("--rows", type=int, default=192, help="rows of text of each kind")
     parser.add_argument("--machine", default="unnamed")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
