@@ -105,7 +105,8 @@ class Table:
 
     def measure(self, model: ModelConfig) -> Measured:
         args = self.args
-        config = EngineConfig(device=args.device, threads=args.threads, kv_cache_memory=CACHE_BYTES[args.device])
+        cache, rows = CACHE_BYTES[args.device], max(16, args.batch)
+        config = EngineConfig(device=args.device, threads=args.threads, kv_cache_memory=cache, max_num_seqs=rows)
         engine = LocalEngine.start(model, config)
         try:
             scores = EngineScorer(model.model, engine).score(self.windows, MAX_LOGPROBS, silent)
@@ -122,7 +123,7 @@ class Table:
     def tasks(self, model: ModelConfig) -> list[bool]:
         """Which questions a server of the model answers correctly."""
         flags = {"model": model.model, "quantization": model.quantization, "device": self.args.device}
-        flags |= {"kv_cache_memory": str(CACHE_BYTES[self.args.device])}
+        flags |= {"kv_cache_memory": str(CACHE_BYTES[self.args.device]), "max_num_seqs": "16"}
         with Hosted(private(resolve(flags, environ=os.environ)), silent) as url:
             return ask(Endpoint(url), self.questions, silent)
 

@@ -323,6 +323,8 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", default="benchmarks/results/speculation.json")
     args = parser.parse_args()
+    if args.device != "cpu" and "forced" in args.writings:
+        parser.error("--writings forced needs --device cpu: the graphs of a GPU are captured before texts are known")
     text, options = Text(), ways(args.drafters)
     names = args.ways.split(",") if args.ways else list(options)
     with text.dictate():

@@ -274,7 +274,8 @@ def main() -> None:
     if device.type == "cuda":
         compile_backward(students, loss, source(0))  # before the clock of the schedule starts
         print(f"compiled after {time.monotonic() - begin:.1f} s", flush=True)
-    schedule = Schedule(given.steps, decay_from=0.15, seconds=given.seconds - (time.monotonic() - begin))
+    left = max(1.0, given.seconds - (time.monotonic() - begin))  # a slow machine trains a step too
+    schedule = Schedule(given.steps, decay_from=0.15, seconds=left)
     training = Training(schedule, given.matrix_lr, given.vector_lr, log_every=50, check_every=given.keep_every)
 
     def keep() -> dict[str, float]:

@@ -1,12 +1,12 @@
 """From a corpus to a table of drafters and number formats: train a model, its drafts, and measure both with the engine.
 
-    python training/worked_path.py STAGE ... --corpus CORPUS --data FOLDER --work WORK [--target-seconds 360] [--tiny]
+    python training/worked_path.py STAGE ... --corpus CORPUS --data FOLDER --work WORK [--target-seconds 330] [--tiny]
 
-| stage | what it does | on one H200 |
+| stage | what it does | predicted on one H200 |
 | --- | --- | --- |
 | data | tokenizes the corpus with the shipped tokenizer (`data.py`) | 20 s |
-| target | trains and converts the target; held-out loss (`train.py --shape 107m`) | --target-seconds and 75 s |
-| draft | trains and converts the draft model before its distillation (`--shape 10m`) | --draft-seconds and 30 s |
+| target | trains and converts the target; held-out loss (`train.py --shape 107m`) | --target-seconds and 110 s |
+| draft | trains and converts the draft model before its distillation (`--shape 10m`) | --draft-seconds and 35 s |
 | drafters | draft model, recurrent draft and Medusa heads (`drafters.py`) | --drafters-seconds and 15 s |
 | compress | writes the folders of the compression recipes (`benchmarks/formats.py`) | 120 s |
 | acceptance | how often drafts are kept, by kind of text (`acceptance.py`) | 40 s |
@@ -14,7 +14,7 @@
 | speed | every drafter against plain decoding at batch 1, 8 and 32 (`benchmarks/speculation.py`) | 200 s |
 | formats | the compression table (`benchmarks/formats.py`) | 260 s |
 
-Stages run in the order given. A finished stage is not run again, and a stopped one starts from its beginning, except that `drafters`,
+Stages run in the order given. A finished stage is not run again, and a stopped one starts from its beginning, except that
 `compress` and `formats` go on. FOLDER holds spec_bench.jsonl and humaneval.jsonl. Writes WORK/results/drafters_0.1b.json,
 WORK/results/compression_0.1b.json, losses by kind of text, and WORK/logs. `--tiny` runs all of it on a CPU with models of 1 million
 parameters, which learn nothing: it tests the path.
@@ -220,9 +220,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="folder with spec_bench.jsonl and humaneval.jsonl")
     parser.add_argument("--work", type=Path, required=True, help="folder of all that is written; kept between stages")
-    parser.add_argument("--target-seconds", type=float, default=360)
+    parser.add_argument("--target-seconds", type=float, default=330)
     parser.add_argument("--draft-seconds", type=float, default=40)
-    parser.add_argument("--drafters-seconds", type=float, default=210, help="of which training gets about half")
+    parser.add_argument("--drafters-seconds", type=float, default=240, help="of which training gets about two fifths")
     parser.add_argument("--machine", default="unnamed", help="for the result files")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
     parser.add_argument("--tiny", action="store_true", help="dry run")

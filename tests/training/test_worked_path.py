@@ -135,3 +135,19 @@ def test_converted_weights_are_those_of_the_run(tmp_path: Path) -> None:
     ids = torch.arange(12).unsqueeze(0)
     expected.cast_parameters(torch.bfloat16).cast_parameters(torch.float32)
     torch.testing.assert_close(decoder(ids), expected(ids))
+
+
+RANKS = """
+import torch
+import acceptance
+acceptance.draw_ranks = lambda *_: torch.tensor([[1, 0, 0, 0], [2, 0, 0, 0]])  # no first draw is right
+text = acceptance.Text("docs", "read", torch.zeros(2, 320, dtype=torch.int64), None, torch.zeros(2, 2, dtype=torch.int32))
+figures = acceptance.recurrent_figures(None, None, text)
+assert figures["ranks"][0][:3] == [0.0, 0.5, 0.5], figures
+assert figures["ranks"][1] == [0.0] * acceptance.DRAWS, figures
+"""
+
+
+def test_places_that_no_chain_reaches_have_accuracy_zero() -> None:
+    ended = python(RANKS)
+    assert ended.returncode == 0, ended.stderr
