@@ -170,7 +170,7 @@ class Timed:
         if self.full and stats.steps and not stats.prompt_tokens:
             self.count.tokens += stats.output_tokens
             self.count.seconds += now - self._last
-            self.count.rows += stats.running
+            self.count.rows += stats.output_tokens - stats.accepted  # a row draws one token beyond its accepted drafts
         self._last = now
 
     def run(self, work: Sequence[Prompt], forced: bool, temperature: float, batch: int, text: Text) -> Sum:
