@@ -57,7 +57,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one engine says and how fast."""
+    """Scores and speed of an engine."""
 
     weight_bytes: int
     scores: Sequence[Scores]
@@ -78,7 +78,7 @@ class Table:
         self.windows = evaluation_windows(texts, encode, args.length, args.tokens)
         self.rows = calibration_rows(read_texts(default_calibration()), encode, args.length, args.calibration_tokens)
         beginnings = [tuple(encode(text)[: REQUEST[0]]) for text in texts]
-        self.prompts = [one for one in beginnings if len(one) == REQUEST[0]][: args.prompts]
+        self.prompts = [ids for ids in beginnings if len(ids) == REQUEST[0]][: args.prompts]
         self.name = Path(args.model).name or "ridgeline-14m"
         self.questions = read_tasks(args.tasks) if args.tasks else []
 
@@ -99,9 +99,9 @@ class Table:
     def entries(self) -> Mapping[str, ModelConfig]:
         """The models of the table by name, the reference first."""
         kept = str(self.folder)
-        found = {PLAIN: ModelConfig(kept)}
-        found |= {name: ModelConfig(kept, quantization=name) for name in names(self.args.formats)}
-        return found | {name: ModelConfig(str(self.place(name))) for name in names(self.args.recipes)}
+        models = {PLAIN: ModelConfig(kept)}
+        models |= {name: ModelConfig(kept, quantization=name) for name in names(self.args.formats)}
+        return models | {name: ModelConfig(str(self.place(name))) for name in names(self.args.recipes)}
 
     def measure(self, model: ModelConfig) -> Measured:
         args = self.args
@@ -141,11 +141,11 @@ class Table:
     def row(self, name: str, here: Measured, plain: Measured) -> dict[str, Any]:
         parts = [token_drift(*pair) for pair in zip(plain.scores, here.scores, strict=True)]
         drift = measure(by_document(parts, [window.document for window in self.windows]))
-        figures = {name: round(one.value, 6) + 0.0 for name, one in drift.figures.items()}
+        figures = {name: round(estimate.value, 6) + 0.0 for name, estimate in drift.figures.items()}
         intervals = {
-            f"{name}_interval": [round(one.low, 6) + 0.0, round(one.high, 6) + 0.0]
+            f"{name}_interval": [round(estimate.low, 6) + 0.0, round(estimate.high, 6) + 0.0]
             for name in ("kl", "top1", "perplexity_change")
-            if (one := drift.figures[name]).low is not None and one.high is not None
+            if (estimate := drift.figures[name]).low is not None and estimate.high is not None
         }
         shown = ("perplexity", "perplexity_reference", "perplexity_change", "kl", "kl_p99", "top1")
         return {
@@ -168,13 +168,13 @@ class Table:
         """What the tasks add to each row."""
         for name, answers in right.items():
             tally = count(self.questions, answers, right.get(PLAIN))
-            found: dict[str, Any] = {"questions": tally.questions}
-            for key, one in tally.figures.items():
-                found |= {
-                    key: round(one.value, 4),
-                    f"{key}_interval": [round(one.low or 0, 4), round(one.high or 0, 4)],
+            figures: dict[str, Any] = {"questions": tally.questions}
+            for key, estimate in tally.figures.items():
+                figures |= {
+                    key: round(estimate.value, 4),
+                    f"{key}_interval": [round(estimate.low or 0, 4), round(estimate.high or 0, 4)],
                 }
-            yield name, found
+            yield name, figures
 
 
 def names(text: str) -> list[str]:
@@ -224,25 +224,25 @@ def main() -> int:
     facts = provenance(machine, args.commit)
     kept = read_rows(args.out) if args.out else []
     done = {row["method"] for row in kept if "questions" in row or not table.questions}
-    plain, found, failed = table.measure(table.entries[PLAIN]), dict[str, dict[str, Any]](), []
+    plain, rows, failed = table.measure(table.entries[PLAIN]), dict[str, dict[str, Any]](), []
     for name, model in table.entries.items():
         if name in done:
             continue
         try:
-            found[name] = table.row(name, plain if name == PLAIN else table.measure(model), plain) | facts
+            rows[name] = table.row(name, plain if name == PLAIN else table.measure(model), plain) | facts
         except Exception as error:
             failed.append(name)
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
-        show(found[name])
+        show(rows[name])
         if args.out:
-            write_rows(args.out, [found[name]])
-    for name, figures in table.tallied(table.answered(list(dict.fromkeys([PLAIN, *found])))):
-        if name in found:
-            found[name] |= figures
+            write_rows(args.out, [rows[name]])
+    for name, figures in table.tallied(table.answered(list(dict.fromkeys([PLAIN, *rows])))):
+        if name in rows:
+            rows[name] |= figures
             print(f"{name:22}{figures['task_accuracy']:.1%} of {figures['questions']} questions", flush=True)
     if args.out:
-        write_rows(args.out, list(found.values()))
+        write_rows(args.out, list(rows.values()))
     return 1 if failed else 0
 
 

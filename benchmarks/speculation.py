@@ -206,7 +206,7 @@ class Timed:
 def prompts(args: argparse.Namespace, each: int) -> list[Prompt]:
     """`each` prompts of each kind of work, or of all kinds together."""
     data, tokenizer = args.data, Tokenizer.load(resolve_model(ModelConfig(args.model)))
-    found = [
+    loaded = [
         Prompt(
             "spec_bench " + line["category"], tokenizer.encode(line["turns"][0], add_special_tokens=False)[-PROMPT:], []
         )
@@ -215,12 +215,12 @@ def prompts(args: argparse.Namespace, each: int) -> list[Prompt]:
     for case in cases(data, tokenizer):
         if len(case.answer) >= OUTPUT // 2 and case.kind not in ("rag", "summarization"):
             answer = case.answer if case.kind != "humaneval" else []
-            found.append(Prompt(case.kind, case.prompt[-PROMPT:], answer[:OUTPUT]))
-    random.Random(3).shuffle(found)
+            loaded.append(Prompt(case.kind, case.prompt[-PROMPT:], answer[:OUTPUT]))
+    random.Random(3).shuffle(loaded)
     if args.mixed:
-        found = [replace(one, work="mixed") for one in found if not one.work.startswith("copy")]
-    kinds = dict.fromkeys(sorted(one.work for one in found))
-    return [one for kind in kinds for one in [one for one in found if one.work == kind][:each]]
+        loaded = [replace(prompt, work="mixed") for prompt in loaded if not prompt.work.startswith("copy")]
+    kinds = dict.fromkeys(sorted(prompt.work for prompt in loaded))
+    return [prompt for kind in kinds for prompt in [prompt for prompt in loaded if prompt.work == kind][:each]]
 
 
 def writings(prompt: Prompt) -> list[tuple[str, float]]:
@@ -236,14 +236,14 @@ def measure(
     args: argparse.Namespace, batch: int, engines: dict[str, Timed], text: Text
 ) -> dict[tuple[str, str, str], Sum]:
     """By (way of drafting, work, writing), `batch` requests at a time."""
-    found: dict[tuple[str, str, str], Sum] = defaultdict(Sum)
+    sums: dict[tuple[str, str, str], Sum] = defaultdict(Sum)
     kinds: dict[tuple[str, str, float], list[Prompt]] = defaultdict(list)
-    for one in prompts(args, args.each if batch == 1 else max(args.each, FULL_BATCHES * batch)):
-        for how, temperature in writings(one):
+    for prompt in prompts(args, args.each if batch == 1 else max(args.each, FULL_BATCHES * batch)):
+        for how, temperature in writings(prompt):
             if how not in args.writings.split(","):
                 continue
-            kinds[one.work, how, temperature].append(one)
-    parts = {kind: [[one] for one in work] if batch == 1 else [work] for kind, work in kinds.items()}
+            kinds[prompt.work, how, temperature].append(prompt)
+    parts = {kind: [[prompt] for prompt in work] if batch == 1 else [work] for kind, work in kinds.items()}
     groups = [(kind, part) for kind, work in parts.items() for part in work if len(part) >= batch]
     for dictated in (False, True):
         for timed in engines.values():
@@ -254,10 +254,10 @@ def measure(
             names = list(engines)
             # Who comes first changes, so that no way is always measured on a warmer machine.
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                # The faster of two runs counts, since whatever disturbs one makes it longer.
+                # The faster of two runs counts, since whatever disturbs prompt makes it longer.
                 runs = [engines[name].run(part, dictated, temperature, batch, text) for _ in range(2)]
-                found[name, work, how].add(min(runs, key=lambda one: one.seconds / max(1, one.tokens)))
-    return found
+                sums[name, work, how].add(min(runs, key=lambda run: run.seconds / max(1, run.tokens)))
+    return sums
 
 
 def added(parts: Sequence[Sum]) -> Sum:
@@ -277,7 +277,7 @@ def name_of(args: argparse.Namespace) -> str:
     return "-".join(part for part in parts if part)
 
 
-def rows(args: argparse.Namespace, batch: int, found: dict[tuple[str, str, str], Sum]) -> Iterator[dict[str, Any]]:
+def rows(args: argparse.Namespace, batch: int, sums: dict[tuple[str, str, str], Sum]) -> Iterator[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Sum]] = defaultdict(list)
     for (name, work, how), total in sums.items():
         groups[name, work, how].append(total)
@@ -298,10 +298,12 @@ def rows(args: argparse.Namespace, batch: int, found: dict[tuple[str, str, str],
             "tok_s": round(tok_s, 1),
             "plain_tok_s": round(plain_tok_s, 1),
             "ratio": round(tok_s / plain_tok_s, 3),
-            "accepted_len": round(own.tokens / max(1, own.rows), 3),
-            "loop_rate": round(sum(map(loops, own.answers)) / len(own.answers), 3) if how == "greedy" else None,
-            "prompts": len(own.answers),
-            "answers_changed": sum(one != other for one, other in zip(own.answers, plain.answers, strict=True)),
+            "accepted_len": round(drafted.tokens / max(1, drafted.rows), 3),
+            "loop_rate": round(sum(map(loops, drafted.answers)) / len(drafted.answers), 3) if how == "greedy" else None,
+            "prompts": len(drafted.answers),
+            "answers_changed": sum(
+                answer != other for answer, other in zip(drafted.answers, plain.answers, strict=True)
+            ),
         }
 
 
@@ -332,16 +334,16 @@ def main() -> None:
             name: Timed(option, args)
             for name, option in {"plain": "", **{name: options[name] for name in names}}.items()
         }
-        found = {batch: measure(args, batch, engines, text) for batch in args.batch}
+        measured = {batch: measure(args, batch, engines, text) for batch in args.batch}
     machine = cpu_name() if args.device == "cpu" else torch.cuda.get_device_name()
     model = f"{Path(args.model).name or 'ridgeline-14m'}, {engines['plain'].engine.engine.setup.facts['dtype']}"
     common = {"device": machine, "model": model, **provenance(machine, args.commit)}
-    done = [row for batch, sums in found.items() for row in rows(args, batch, sums)]
-    for one in done:
-        if one["work"].startswith(("all", "copy,")):
+    done = [row for batch, sums in measured.items() for row in rows(args, batch, sums)]
+    for row in done:
+        if row["work"].startswith(("all", "copy,")):
             shown = ("drafter", "work", "batch", "tok_s", "ratio", "accepted_len", "loop_rate", "answers_changed")
-            print(*(one[name] for name in shown))
-    write_rows(args.out, [one | common for one in done])
+            print(*(row[name] for name in shown))
+    write_rows(args.out, [row | common for row in done])
 
 
 if __name__ == "__main__":

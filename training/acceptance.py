@@ -183,9 +183,9 @@ def recurrent_figures(target: TrainableDecoder, draft: RecurrentModule, text: Te
     kept, ranks = torch.ones(len(drawn_ranks), dtype=torch.bool, device=drawn_ranks.device), []
     whole = 0.0
     for place in range(CHAIN):
-        here = found[kept, place]
+        here = drawn_ranks[kept, place]
         ranks.append([float((here == rank).double().sum()) / max(1, len(here)) for rank in range(DRAWS)])
-        kept &= found[:, place] == 0
+        kept &= drawn_ranks[:, place] == 0
         whole += float(kept.double().mean())
     return {"kept": [row[0] for row in ranks], f"kept_of_{CHAIN}": whole, "ranks": ranks}
 

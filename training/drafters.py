@@ -5,8 +5,8 @@
 
 The teacher writes first: continuations of pieces of the pools, greedy and at temperatures around 0.8. Three quarters of every batch
 are such text, the rest is text of the pools. Writes OUT/recurrent/, OUT/medusa/, OUT/draft/, OUT/log.jsonl and OUT/state.pt; a run
-that was stopped goes on. The draft model is distilled from a converted folder that train.py trained before. `--stream FILE.npy` keeps the text of the pools, for a machine that has none. `--tiny` with `data.py --limit 300` runs
-on a CPU in a minute.
+that was stopped goes on. The draft model is distilled from a converted folder that train.py trained before. `--stream FILE.npy` keeps
+the text of the pools, for a machine that has none. `--tiny` with `data.py --limit 300` runs on a CPU in a minute.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ def test_ways_are_those_whose_weights_the_folder_has(tmp_path: Path) -> None:
 def test_a_row_counts_tokens_per_row_and_answers_that_differ() -> None:
     plain = Sum(tokens=8, seconds=2.0, rows=8, answers=[[1, 2], [3, 4]])
     drafted = Sum(tokens=8, seconds=1.0, rows=4, answers=[[1, 2], [3, 5]])
-    found = {("plain", "mixed", "greedy"): plain, ("draft", "mixed", "greedy"): drafted}
+    sums = {("plain", "mixed", "greedy"): plain, ("draft", "mixed", "greedy"): drafted}
     args = arguments(model="a/target", device="cuda", dtype="float32")
-    by_name = {row["row"]: row for row in rows(args, 8, found)}
+    by_name = {row["row"]: row for row in rows(args, 8, sums)}
     row = by_name["gpu-target-float32-draft-mixed-greedy-b8"]
     assert (row["ratio"], row["accepted_len"], row["answers_changed"], row["prompts"]) == (2.0, 2.0, 1, 2)
 
