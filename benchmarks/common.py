@@ -60,10 +60,16 @@ def cpu_name() -> str:
     return f"{model}, {cores} cores"
 
 
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a result file, none if it does not exist."""
+    target = Path(path)
+    rows: list[dict[str, Any]] = json.loads(target.read_text()) if target.exists() else []
+    return rows
+
+
 def write_rows(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
     """Merge rows into a result file (a JSON list), replacing those of the same name."""
-    target = Path(path)
-    old = json.loads(target.read_text()) if target.exists() else []
+    target, old = Path(path), read_rows(path)
     names = {row["row"] for row in rows}
     merged = [row for row in old if row["row"] not in names] + list(rows)
     target.parent.mkdir(parents=True, exist_ok=True)

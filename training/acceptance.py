@@ -1,4 +1,4 @@
-"""How often the shipped model says what its drafters guess, by kind of held-out text.
+"""How often a model says what its drafters guess, by kind of held-out text.
 
     python training/acceptance.py --model FOLDER --corpus CORPUS --draft DRAFT --medusa HEADS --recurrent DRAFT \
         --machine "..." --commit HASH --out benchmarks/results/drafters.json
@@ -184,7 +184,7 @@ def recurrent_figures(target: TrainableDecoder, draft: RecurrentModule, text: Te
     whole = 0.0
     for place in range(CHAIN):
         here = drawn_ranks[kept, place]
-        ranks.append([float((here == rank).double().mean()) for rank in range(DRAWS)])
+        ranks.append([float((here == rank).double().sum()) / max(1, len(here)) for rank in range(DRAWS)])
         kept &= drawn_ranks[:, place] == 0
         whole += float(kept.double().mean())
     return {"kept": [row[0] for row in ranks], f"kept_of_{CHAIN}": whole, "ranks": ranks}
@@ -286,9 +286,6 @@ def main() -> None:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--medusa", type=Path)
     parser.add_argument("--recurrent", type=Path)
-    parser.add_argument(
-        "--calibrate", action="store_true", help="write what was found beside the recurrent draft, alone"
-    )
     parser.add_argument("--rows", type=int, default=192, help="rows of text of each kind")
     parser.add_argument("--machine", default="unnamed")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")

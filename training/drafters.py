@@ -1,11 +1,12 @@
-"""Train what drafts for the shipped model from its hidden states: a recurrent draft and Medusa heads.
+"""Train what drafts for a model: a recurrent draft and Medusa heads, which read its hidden states, and a draft model.
 
     python training/drafters.py --model FOLDER --pools POOLS --corpus CORPUS --out OUT --students recurrent medusa --seconds 150
+    python training/drafters.py ... --students draft --draft SMALL_MODEL
 
 The teacher writes first: continuations of pieces of the pools, greedy and at temperatures around 0.8. Three quarters of every batch
-are such text, the rest is text of the pools. Writes OUT/recurrent/, OUT/medusa/, OUT/log.jsonl and OUT/state.pt; a run that was
-stopped goes on. `--stream FILE.npy` keeps the text of the pools, for a machine that has none. `--tiny` with `data.py --limit 300` runs
-on a CPU in a minute.
+are such text, the rest is text of the pools. Writes OUT/recurrent/, OUT/medusa/, OUT/draft/, OUT/log.jsonl and OUT/state.pt; a run
+that was stopped goes on. The draft model is distilled from a converted folder that train.py trained before. `--stream FILE.npy` keeps
+the text of the pools, for a machine that has none. `--tiny` with `data.py --limit 300` runs on a CPU in a minute.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from acceptance import RANKS, Reader, head_hits, texts
+from acceptance import RANKS, Reader, Text, head_hits, recurrent_figures, texts
 from corpus import KINDS
 from pools import CHAT, TEXT, Blend, load
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ridgeline.compress.decoder import TrainableDecoder, load_decoder
-from ridgeline.compress.distill import LossWeights, MedusaModule, medusa_loss
+from ridgeline.compress.decoder import TrainableDecoder, load_decoder, save_decoder
+from ridgeline.compress.distill import Distillation, LossWeights, MedusaModule, medusa_loss
 from ridgeline.compress.generate import generate, noise_keys
+from ridgeline.compress.job import copy_other_files
 from ridgeline.compress.recurrent import RecurrentModule, depth_loss, recurrent_losses, save_recurrent, teacher_targets
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
 from ridgeline.core.spec import ModelSpec
@@ -39,7 +41,7 @@ STRIDE = 2  # every second place trains heads
 PIECE = 512  # tokens of a prompt and what the teacher wrote after it
 PROMPTS = (16, 48, 128)  # tokens of a prompt, batch by batch
 HEATS = (0.7, 0.9)  # around the one that losses and benchmarks are taken at
-STUDENTS = ("recurrent", "medusa")
+STUDENTS = ("recurrent", "medusa", "draft")
 RECIPE = LossWeights(logits=0.3, overlap=1.0, temperature=0.8)
 OUTPUTS = 4096  # the most frequent tokens, which alone are drafted
 
@@ -101,31 +103,46 @@ def frequent(text: Tensor, count: int, vocab: int) -> Tensor:
 
 
 class Students(nn.Module):
-    """What is trained, by name, of STUDENTS. ids: what a recurrent draft may say; attended: the layer that it attends to."""
+    """What is trained, by name, of STUDENTS. ids: what a recurrent draft may say; attended: the layer that it attends to; draft: the
+    draft model, None without it."""
 
-    def __init__(self, teacher: TrainableDecoder, names: Sequence[str], ids: Tensor, attended: int) -> None:
+    def __init__(
+        self,
+        teacher: TrainableDecoder,
+        names: Sequence[str],
+        ids: Tensor,
+        attended: int,
+        draft: TrainableDecoder | None = None,
+    ) -> None:
         super().__init__()
-        self.draft = RecurrentModule(teacher.spec, ids, attended) if "recurrent" in names else None
+        self.recurrent = RecurrentModule(teacher.spec, ids, attended) if "recurrent" in names else None
         self.heads = MedusaModule(teacher.spec.d_model, HEADS) if "medusa" in names else None
+        self.draft = draft
 
     def loss(self, teacher: TrainableDecoder) -> Loss:
         """The sum of all students' losses; they share no parameter."""
+        distillation = None if self.draft is None else Distillation(self.draft, teacher, RECIPE)
 
-        def of_heads(rows: Tensor) -> Tensor:
-            assert self.heads is not None
+        def of_logits(rows: Tensor) -> Tensor:
+            """The loss of heads and draft model, which share the teacher's logits."""
             with torch.no_grad():
                 hidden = teacher.hidden(rows)
                 wanted = teacher.logits(hidden)
-            return medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
+            loss = torch.zeros((), device=rows.device)
+            if self.heads is not None:
+                loss = loss + medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
+            return loss if distillation is None else loss + distillation.compare(rows, wanted)
 
-        heads, learn, place = of_heads, teacher_targets, depth_loss
+        outputs, learn, place = of_logits, teacher_targets, depth_loss
         if teacher.norm.weight.is_cuda:
-            heads, learn, place = (torch.compile(part, dynamic=False) for part in (heads, learn, place))
+            outputs, learn, place = (torch.compile(part, dynamic=False) for part in (outputs, learn, place))
 
         def total(rows: Tensor) -> Tensor:
-            loss = torch.zeros((), device=rows.device) if self.heads is None else heads(rows)
-            if self.draft is not None:
-                loss = loss + recurrent_losses(self.draft, teacher, rows, RECIPE, (learn, place)).sum()
+            loss = torch.zeros((), device=rows.device)
+            if self.heads is not None or self.draft is not None:
+                loss = outputs(rows)
+            if self.recurrent is not None:
+                loss = loss + recurrent_losses(self.recurrent, teacher, rows, RECIPE, (learn, place)).sum()
             return loss
 
         return total
@@ -149,22 +166,36 @@ def save_heads(heads: MedusaModule, folder: Path, spec: ModelSpec, accuracies: l
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def calibrate(teacher: TrainableDecoder, heads: MedusaModule, reader: Reader) -> list[list[float]]:
-    """accuracies[head][rank]: the chance that the target says the head's candidate of that rank, the mean over kinds of text of
-    the valid split: read as it is, continued greedily and at temperature 0.8."""
-    hits = [head_hits(teacher, heads, rows) for rows in texts(teacher, {kind: reader.rows(kind) for kind in KINDS})]
-    return [[round(float(value), 5) for value in row[:RANKS]] for row in torch.stack(hits).mean(0)]
+def calibrate(rows_of: Callable[[Text], Tensor], kinds: Sequence[Text]) -> list[list[float]]:
+    """accuracies[head or place][rank]: the chance that the target says the candidate of that rank, the mean over kinds of text of the
+    valid split: read as it is, continued greedily and at temperature 0.8."""
+    return [[round(float(value), 5) for value in row] for row in torch.stack([rows_of(text) for text in kinds]).mean(0)]
 
 
 def save(students: Students, teacher: TrainableDecoder, given: argparse.Namespace) -> None:
+    """Write all students. The trees of heads and recurrent draft are calibrated if there is a corpus; heads need that."""
+    kinds: list[Text] = []
+    if given.corpus is not None:
+        tokenizer, device = given.model / "tokenizer.json", teacher.norm.weight.device
+        reader = Reader(given.corpus, tokenizer, "valid", given.held_out, device)
+        kinds = list(texts(teacher, {kind: reader.rows(kind) for kind in KINDS}))
+    if (recurrent := students.recurrent) is not None:
+        save_recurrent(recurrent, given.out / "recurrent", teacher.spec)
+        if kinds:
+            path = given.out / "recurrent" / "config.json"
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config["accuracies"] = calibrate(
+                lambda text: torch.tensor(recurrent_figures(teacher, recurrent, text)["ranks"]), kinds
+            )
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if students.draft is not None:
-        save_recurrent(students.draft, given.out / "recurrent", teacher.spec)
+        config = json.loads((given.draft / "config.json").read_text(encoding="utf-8"))
+        save_decoder(students.draft, given.out / "draft", config)
+        copy_other_files(given.draft, given.out / "draft")
     if students.heads is not None:
         heads = students.heads.to(teacher.norm.weight.dtype)
-        reader = Reader(
-            given.corpus, given.model / "tokenizer.json", "valid", given.held_out, teacher.norm.weight.device
-        )
-        save_heads(heads, given.out / "medusa", teacher.spec, calibrate(teacher, heads, reader))
+        accuracies = calibrate(lambda text: head_hits(teacher, heads, text)[:, :RANKS], kinds)
+        save_heads(heads, given.out / "medusa", teacher.spec, accuracies)
 
 
 def options() -> argparse.Namespace:
@@ -172,11 +203,16 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="the teacher, a Hugging Face folder")
     parser.add_argument("--pools", type=Path, help="of data.py; or --stream alone")
     parser.add_argument("--stream", type=Path, help="a file of the pools' text, written if it is not there")
-    parser.add_argument("--corpus", type=Path, help="for Medusa heads, whose tree is calibrated")
+    parser.add_argument(
+        "--corpus", type=Path, help="to calibrate the trees of Medusa heads, which need it, and recurrent draft"
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--students", nargs="+", choices=STUDENTS, default=STUDENTS)
+    parser.add_argument("--students", nargs="+", choices=STUDENTS, default=STUDENTS[:2])
     parser.add_argument("--attend", type=int, default=-1, help="layer that the recurrent draft attends to")
     parser.add_argument("--start", type=Path, help="a recurrent draft to go on from")
+    parser.add_argument(
+        "--draft", type=Path, help="the draft model to distil, a converted folder with the model's tokenizer"
+    )
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=150, help="of all but the saving; training gets what is left")
     parser.add_argument("--rows", type=int, default=32, help="rows of a batch")
@@ -191,6 +227,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the text and its order")
     parser.add_argument("--tiny", action="store_true", help="small batches (dry runs)")
     given = parser.parse_args()
+    for student, option in (("medusa", "corpus"), ("draft", "draft")):
+        if student in given.students and vars(given)[option] is None:
+            parser.error(f"--students {student} needs --{option}")
     if given.tiny:
         given.rows, given.tokens, given.corpus_tokens, given.written_batches, given.written_rows = 4, 512, 20_000, 1, 8
         given.held_out = 2
@@ -224,22 +263,24 @@ def main() -> None:
     if before is not None:
         attended = before.layer
         ids = before.ids.long() if len(before.ids) == OUTPUTS else ids  # its head knows those
-    students = Students(teacher, given.students, ids, attended % len(teacher.spec.layers)).to(device)
-    if students.draft is not None:
+    small = load_decoder(given.draft) if "draft" in given.students else None
+    students = Students(teacher, given.students, ids, attended % len(teacher.spec.layers), small).to(device)
+    if students.recurrent is not None:
         with torch.no_grad():
-            students.draft.init_from_teacher(teacher, teacher.hidden(source(0)[:2]))
+            students.recurrent.init_from_teacher(teacher, teacher.hidden(source(0)[:2]))
         if before is not None:
-            students.draft.load(before)
+            students.recurrent.load(before)
     loss = students.loss(teacher)
     if device.type == "cuda":
         compile_backward(students, loss, source(0))  # before the clock of the schedule starts
         print(f"compiled after {time.monotonic() - begin:.1f} s", flush=True)
-    schedule = Schedule(given.steps, decay_from=0.15, seconds=given.seconds - (time.monotonic() - begin))
+    left = max(1.0, given.seconds - (time.monotonic() - begin))  # a slow machine trains a step too
+    schedule = Schedule(given.steps, decay_from=0.15, seconds=left)
     training = Training(schedule, given.matrix_lr, given.vector_lr, log_every=50, check_every=given.keep_every)
 
     def keep() -> dict[str, float]:
-        if students.draft is not None:
-            save_recurrent(students.draft, given.out / "recurrent", teacher.spec)
+        if students.recurrent is not None:
+            save_recurrent(students.recurrent, given.out / "recurrent", teacher.spec)
         return {"seconds": time.monotonic() - begin}
 
     last = Trainer(students, loss, source, training, given.out).run(keep)

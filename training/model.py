@@ -1,4 +1,4 @@
-"""The shape of the shipped model, and the loss it is trained by. What computes it is ridgeline.compress.decoder."""
+"""Shapes of the models that train.py trains, and their loss. What computes them is ridgeline.compress.decoder."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ class Shape:
         layer = LayerSpec(self.heads, self.kv_heads, self.head_dim, self.hidden, rope)
         layers = (layer,) * self.layers
         return ModelSpec("LlamaForCausalLM", self.vocab, self.width, layers, self.context, self.norm_eps, tied=True)
+
+
+SHAPES = {
+    "14m": Shape(),
+    "107m": Shape(width=768, layers=16, head_dim=64, hidden=2048, context=2048),
+    "10m": Shape(width=512, layers=2, heads=8, head_dim=64, hidden=1408, context=2048),
+    "tiny": Shape(width=128, layers=2, heads=4, kv_heads=2, hidden=256),
+    "tiny-draft": Shape(width=64, layers=1, heads=4, kv_heads=2, hidden=128),
+}
+"""Shapes by the name of `train.py --shape`. 14m: the shipped model. 107m: target of the worked path (worked_path.py), 16 layers because
+drafts pay where the target is much deeper than the draft. 10m: its draft model. tiny: dry runs."""
 
 
 def next_token_loss(model: nn.Module, rows: Tensor) -> Tensor:

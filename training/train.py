@@ -1,9 +1,10 @@
-"""Train the shipped model within a budget of tokens or of time, whichever is used up first.
+"""Train a model of one of the shapes of model.py within a budget of tokens or of time, whichever is used up first.
 
     python training/train.py --pools POOLS --out RUN --seconds 1000
     python training/train.py --pools POOLS --out RUN --init FOLDER --seconds 140   # goes on from a converted model
+    python training/train.py --pools POOLS --out RUN --shape 107m --seconds 450
 
-Writes RUN/model.safetensors (bfloat16, every two minutes and at the end) and RUN/log.jsonl.
+Writes RUN/model.safetensors (bfloat16, every two minutes and at the end), RUN/shape.json for convert.py, and RUN/log.jsonl.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from evaluate import load_model, total_nats
-from model import Shape, next_token_loss
+from model import SHAPES, next_token_loss
 from pools import CHAT, FINAL, MAIN, TEXT, Blend, Mixture, load
 from safetensors.torch import save_file
 from torch import Tensor
@@ -91,7 +92,7 @@ class Trainer:
         for name in parts:
             rows = self.rows[name]
             batch = rows.batch(self.plan.micro_tokens // rows.tokens)
-            with torch.autocast(self.device.type, torch.bfloat16):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 loss = self.loss(self.model, batch)
             (loss / len(parts)).backward()
             total += loss.detach() / len(parts)
@@ -202,15 +203,17 @@ def main() -> None:
         "--matrix-decay", type=float, default=0.3, help="strong, because every token is seen some twenty times"
     )
     parser.add_argument("--vector-lr", type=float, default=3e-3)
-    parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers (dry runs)")
+    parser.add_argument("--shape", choices=SHAPES, default="14m", help="of a new model; tiny: for dry runs")
     given = vars(parser.parse_args())
-    tiny, init, pools, out = (given.pop(name) for name in ("tiny", "init", "pools", "out"))
+    shape, init, pools, out = (given.pop(name) for name in ("shape", "init", "pools", "out"))
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    shape = Shape(width=128, layers=2, heads=4, kv_heads=2, hidden=256) if tiny else Shape()
-    model = load_model(init)[0] if init else TrainableDecoder(shape.spec())
+    model = load_model(init)[0] if init else TrainableDecoder(SHAPES[shape].spec())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    Trainer(Plan(**given), model.to(device), pools, out, second=init is not None).run()
+    trainer = Trainer(Plan(**given), model.to(device), pools, out, second=init is not None)
+    if init is None:
+        (out / "shape.json").write_text(json.dumps(asdict(SHAPES[shape])) + "\n", encoding="utf-8")
+    trainer.run()
 
 
 if __name__ == "__main__":
