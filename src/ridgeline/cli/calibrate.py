@@ -1,7 +1,8 @@
 """Measure steps of this model on this machine and fit the cost model to them, for accurate predictions.
 
-Runs decode steps, prefills and mixed steps in this process. With --load-format dummy a config.json is enough. Writes the fitted
-factors and their errors (also leave-one-out) to a file for `ridgeline serve --calibration` and `ridgeline roofline --calibration`.
+Runs decode steps, prefills and mixed steps in this process. With --load-format dummy a config.json is enough. Factors that the
+steps do not determine keep their defaults. Writes factors, 90 % intervals and errors (also leave-one-out) to a
+file for `ridgeline serve --calibration` and `ridgeline roofline --calibration`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from ridgeline.core.calibration import FACTORS, Calibration, Errors
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plural import counted
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.local import LocalEngine
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth, with_measured_rates
 from ridgeline.hardware.ceilings import place
 from ridgeline.hardware.probe import Device, probe
-from ridgeline.planner.calibrate import Measured, calibrate
+from ridgeline.planner.calibrate import MAX_SHARE, NEEDS, Measured, calibrate
 from ridgeline.planner.svg import si
 
 
@@ -110,7 +112,7 @@ def guess(spec: ModelSpec, device: Device) -> CostModel:
 
 
 def show(console: Console, calibration: Calibration, steps: list[Measured]) -> None:
-    """Print measured and predicted time of each step, the fitted factors, and the errors."""
+    """Print measured and predicted time of each step, the factors, and the errors."""
     table = Table("step", "measured", "predicted", "error", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
@@ -120,13 +122,33 @@ def show(console: Console, calibration: Calibration, steps: list[Measured]) -> N
         table.add_row(step.label, f"{step.seconds * 1e3:.3f} ms", f"{predicted * 1e3:.3f} ms", error)
     console.print(table)
     console.print()
-    factors = ", ".join(f"{name} {_factor(name, getattr(calibration.cost, name))}" for name in FACTORS)
     console.print(
-        f"[bold]{calibration.device}[/bold], {calibration.steps} steps: {factors}", highlight=False, soft_wrap=True
+        f"[bold]{calibration.device}[/bold], {counted(calibration.steps, 'step')}", highlight=False, soft_wrap=True
     )
+    _show_factors(console, calibration)
+    flops, bandwidth = si(calibration.cost.flops_per_s, "FLOP/s"), si(calibration.cost.bytes_per_s, "B/s")
+    peaks = {"compute_share": flops, "attention_share": flops, "memory_share": bandwidth, "kv_share": bandwidth}
+    for name, peak in peaks.items():
+        if name in calibration.intervals and getattr(calibration.cost, name) > 1:
+            console.print(f"{name} is above 1: the peak of {peak} is too low for this machine and model. The fit allows "
+                          f"{MAX_SHARE} at most.", highlight=False, soft_wrap=True)  # fmt: skip
     console.print(f"error on these steps: {_errors(calibration.fitted)}; "
                   f"on steps left out of the fit: {_errors(calibration.unseen)}",
                   highlight=False, soft_wrap=True)  # fmt: skip
+
+
+def _show_factors(console: Console, calibration: Calibration) -> None:
+    """Print value and 90 % interval of each fitted factor, and of each other factor the steps that would determine it."""
+    table = Table("factor", "value", "90 % interval", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, (low, high) in calibration.intervals.items():
+        interval = f"{_factor(name, low)} to {_factor(name, high)}"
+        table.add_row(name, _factor(name, getattr(calibration.cost, name)), interval)
+    console.print(table)
+    for name in FACTORS:
+        if name not in calibration.intervals:
+            value = _factor(name, getattr(calibration.cost, name))
+            console.print(f"{name} {value} is the default, not identified: needs steps with {NEEDS[name]}",
+                          highlight=False, soft_wrap=True)  # fmt: skip
 
 
 def _factor(name: str, value: float) -> str:

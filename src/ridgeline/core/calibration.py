@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ class Errors:
 class Calibration:
     """A fitted cost model, where and when it was measured, and its errors.
 
-    fitted: errors on the steps of the fit. unseen: errors on each step, predicted by a fit to all other steps (leave one out;
-    overlap and ramp, which are chosen among a few values, are not fitted again).
+    fitted: errors on the steps of the fit. unseen: errors on each step, predicted by a fit of the same factors to all other steps
+    (leave one out). intervals: 90 % interval of each fitted factor. The steps do not determine the other factors, which keep
+    their defaults. Empty in files that were written before intervals existed.
     """
 
     cost: CostModel
@@ -47,6 +49,7 @@ class Calibration:
     steps: int
     fitted: Errors
     unseen: Errors
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """ "2026-11-21, 120 steps, median error 3.1%", printed next to predictions."""
@@ -59,12 +62,18 @@ class Calibration:
             "model": identity(self.cost.spec),
             "flops_per_s": self.cost.flops_per_s,
             "bytes_per_s": self.cost.bytes_per_s,
-            "factors": {name: getattr(self.cost, name) for name in FACTORS},
+            "factors": {name: _finite(getattr(self.cost, name)) for name in FACTORS},
+            "intervals": {name: [_finite(low), _finite(high)] for name, (low, high) in self.intervals.items()},
             "steps": self.steps,
             "fitted_error": asdict(self.fitted),
             "leave_one_out_error": asdict(self.unseen),
         }
         return json.dumps(content, indent=2) + "\n"
+
+
+def _finite(value: float) -> float | str:
+    """The value for JSON, which has no infinity; `float` reads "inf"."""
+    return "inf" if value == math.inf else value
 
 
 def identity(spec: ModelSpec) -> dict[str, Any]:
@@ -89,8 +98,9 @@ def load_calibration(path: Path, spec: ModelSpec, device: str = "") -> Calibrati
         content = json.loads(path.read_text(encoding="utf-8"))
         factors = {name: float(content["factors"][name]) for name in FACTORS}
         cost = CostModel(spec, content["flops_per_s"], content["bytes_per_s"], calibrated=True, **factors)
-        errors = (Errors(**content[name]) for name in ("fitted_error", "leave_one_out_error"))
-        calibration = Calibration(cost, content["device"], content["date"], content["steps"], *errors)
+        fitted, unseen = (Errors(**content[name]) for name in ("fitted_error", "leave_one_out_error"))
+        intervals = {name: (float(low), float(high)) for name, (low, high) in content.get("intervals", {}).items()}
+        calibration = Calibration(cost, content["device"], content["date"], content["steps"], fitted, unseen, intervals)
         measured = dict(content["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
