@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import DoesNotFit
-from ridgeline.core.fit import Candidate, Deployment, Risk, Space, alternatives, command, format_risk, size
+from ridgeline.core.fit import WORTH, Candidate, Deployment, Risk, Space, alternatives, command, format_risk, size
 from ridgeline.core.sizing import GIB, DrafterMemory, Memory
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, LayerSpec, ModelSpec, Rope
 from ridgeline.hardware.probe import Device
@@ -135,6 +137,12 @@ def test_risk_grows_with_fewer_bits() -> None:
     assert format_risk("int4") == format_risk("w8a8") == Risk.MEDIUM
     assert format_risk("int3") == format_risk("int4-channel") == Risk.LARGE
     assert all(format_risk(name) > Risk.NONE for name in NUMBER_FORMATS)
+
+
+def test_the_page_states_what_a_risk_is_worth() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
+    for risk, worth in WORTH.items():
+        assert re.search(rf"^\| {risk.name.lower()} \| .* \| {worth:g} \|$", page, re.MULTILINE), risk
 
 
 def test_float32_is_served_in_bfloat16_before_it_is_quantized() -> None:
