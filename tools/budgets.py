@@ -71,6 +71,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/calibration.py": "start-up: factors of the cost model from a file",
     "core/config.py": "start-up: options",
     "core/drafting.py": "measures: FLOPs and bytes of drafters",
+    "core/fit.py": "start-up: options with which a model fits",
     "core/memory.py": "memory of the grammar processes",
     "core/operations.py": "calculators",
     "core/plural.py": "messages of commands",

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from ridgeline.cli.flags import parser_for, read_flags
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import DoesNotFit
+from ridgeline.core.fit import Deployment, Space, size
 from ridgeline.core.resolve import CONFIGS, resolve
-from ridgeline.core.sizing import GIB, size
+from ridgeline.core.sizing import GIB, Memory
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 
 LAYER = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
@@ -39,23 +40,27 @@ def advised(message: str) -> tuple[ModelConfig, EngineConfig] | None:
     cache=st.none() | st.integers(1, 300 * GIB),
     rows=st.none() | st.integers(1, 4096),
     dtype=st.sampled_from(["bfloat16", "float32"]),
+    formats=st.sampled_from([(), ("fp8", "int4", "int3"), ("int8", "int4-g64")]),
 )
 def test_the_one_command_works(
-    memory: int, kind: str, share: float, cache: int | None, rows: int | None, dtype: str
+    memory: int, kind: str, share: float, cache: int | None, rows: int | None, dtype: str, formats: tuple[str, ...]
 ) -> None:
     spec = replace(LLAMA_8B, dtype=dtype)
+    space, device = Space(formats), Memory(kind, memory)
     engine = EngineConfig(gpu_memory_utilization=share, kv_cache_memory=cache, max_num_seqs=rows)
     model = ModelConfig("my model", dtype=dtype)
     try:
-        size(spec, engine, memory, kind, model=model)
+        size(Deployment(spec, engine, device, model, space=space))
         return
     except DoesNotFit as error:
         advice = advised(error.message)
     if advice is None:
-        assert memory < LLAMA_8B.weight_bytes / 0.8
+        smallest = min(replace(LLAMA_8B, quantization=name).weight_bytes for name in ("", *formats))
+        assert memory < smallest / 0.8 + 2 * GIB
         return
     asked, changed = advice
     assert asked.model == "my model"
-    served = replace(spec, dtype=asked.dtype, max_len=asked.max_model_len or spec.max_len)
-    plan = size(served, changed, memory, kind, model=asked)
+    length = asked.max_model_len or spec.max_len
+    served = replace(spec, dtype=asked.dtype, max_len=length, quantization=asked.quantization)
+    plan = size(Deployment(served, changed, device, asked))
     assert plan.sequences >= 1 and plan.total_bytes <= plan.usable_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -230,6 +231,47 @@ def test_what_fits_counts_the_draft_model(capsys: pytest.CaptureFixture[str]) ->
         return int(out.split("concurrency")[1].split()[0])
 
     assert sequences("--speculate", f"draft:{LLAMA}") < sequences("--speculate", "reference") / 2
+
+
+def write_llama(folder: Path, **changes: object) -> str:
+    """A folder with only the config.json of a Llama."""
+    config = json.loads((Path(LLAMA) / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_fit_prints_the_best_command_and_the_alternatives(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    model = write_llama(tmp_path, **wide)
+    assert main(["fit", model, "--on", "a100"]) == 1
+    out = capsys.readouterr().out
+    command = re.search(r"This command works: ridgeline serve \S+ (--quantization int4 --max-model-len \d+)\n", out)
+    assert command is not None and "not built yet" not in out
+    rows = out.split("what fits, best first\n")[1].splitlines()
+    assert rows[0].split() == ["added", "risk", "context", "one", "request", "all", "requests", "options"]
+    assert [row.split()[0] for row in rows[1:4]] == ["medium", "small", "large"] and rows[1].rstrip().endswith(
+        command[1]
+    )
+    assert "A context below 131072 is a loss of function" in out and "awq-int4-g128" in out
+    served = run(capsys, "fit", model, "--on", "a100", *command[1].split())
+    assert "36.79 GiB in int4, embedding and head in bfloat16" in served and "as given" in served
+    assert f"fits  ridgeline serve {model} {command[1]}" in served
+
+
+def test_fit_prints_no_command_for_hardware_that_the_engine_does_not_run_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("tpu v5e", "gaudi 3", "m4", "mi300x"):
+        assert main(["fit", LLAMA, "--on", name]) == 1
+        out = capsys.readouterr().out
+        assert "Ridgeline does not run on " in out and "ridgeline serve" not in out and "ms/token" not in out
+
+
+def test_fit_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(Path(LLAMA).parent / "qwen3-0.6b")
+    words = (model, "--device", "cpu", "--max-model-len", "4K")
+    assert f"fits  ridgeline serve {model}" in run(capsys, "fit", *words, "--memory", "16G")
+    assert main(["fit", *words, "--memory", "1800M"]) == 1
+    out = capsys.readouterr().out
+    assert "weights in int8 (small risk to quality)" in out and "fp8" not in out
 
 
 def test_a_calibration_is_measured_and_used(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:

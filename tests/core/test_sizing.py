@@ -8,8 +8,10 @@ import pytest
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, DoesNotFit
+from ridgeline.core.fit import Deployment
+from ridgeline.core.fit import size as size_of
 from ridgeline.core.resolve import resolve
-from ridgeline.core.sizing import GIB, DrafterMemory, MemoryPlan, hardware_defaults, size
+from ridgeline.core.sizing import GIB, DrafterMemory, Memory, MemoryPlan, hardware_defaults
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 
 
@@ -22,6 +24,12 @@ def gemma_like() -> ModelSpec:
     rope = Rope(10_000.0, 64)
     local, whole = LayerSpec(4, 1, 64, 512, rope, window=512), LayerSpec(4, 1, 64, 512, rope)
     return ModelSpec("Gemma3ForCausalLM", 4096, 256, (local,) * 5 + (whole,), 32_768, tied=True)
+
+
+def size(
+    spec: ModelSpec, engine: EngineConfig, memory: int, kind: str, drafters: DrafterMemory = DrafterMemory()
+) -> MemoryPlan:
+    return size_of(Deployment(spec, engine, Memory(kind, memory), drafters=drafters))
 
 
 def check(plan: MemoryPlan) -> None:
@@ -84,6 +92,8 @@ def test_what_others_hold_is_not_ours() -> None:
     alone = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda")
     drafters = size(llama_8b(), EngineConfig(), 141 * GIB, "cuda", drafters=DrafterMemory(bytes=60 * GIB))
     assert drafters.total_bytes <= 81 * GIB < alone.total_bytes
+    others = size_of(Deployment(llama_8b(), EngineConfig(), Memory("cuda", 141 * GIB, 60 * GIB)))
+    assert others == drafters
 
 
 def test_windowed_layers_cost_their_window() -> None:
@@ -95,7 +105,7 @@ def test_windowed_layers_cost_their_window() -> None:
 def test_the_mildest_change_comes_first() -> None:
     with pytest.raises(DoesNotFit, match=r"--gpu-memory-utilization 0\.9$"):
         size(llama_8b(), EngineConfig(gpu_memory_utilization=0.1), 141 * GIB, "cuda")
-    with pytest.raises(DoesNotFit, match=r"serve --max-model-len \d+$"):
+    with pytest.raises(DoesNotFit, match=r"with a context of \d+ of 131072 tokens\..* --max-model-len \d+$"):
         size(llama_8b(), EngineConfig(), 24 * GIB, "cuda")
     with pytest.raises(DoesNotFit, match="more than 1[0-9]"):
         size(llama_8b(), EngineConfig(), 8 * GIB, "cuda")

@@ -12,10 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.spec import KV_FORMATS
 from ridgeline.engine import assemble as module
 from ridgeline.engine.assemble import assemble
 from tests.models.families import save
+
+MODELS = Path(__file__).resolve().parents[2] / "benchmarks" / "models"
 
 
 def test_stages_are_told_and_kept(tmp_path: Path) -> None:
@@ -28,6 +31,15 @@ def test_stages_are_told_and_kept(tmp_path: Path) -> None:
     assert seconds["imports"] == 1.25 and all(spent >= 0 for spent in seconds.values())
     assert {stage for stage, _, _ in reports} == {"weights"}
     assert reports[-1][1] == reports[-1][2]
+
+
+def test_the_refusal_of_a_large_model_offers_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(str(MODELS / "qwen3-0.6b"), load_format="dummy", max_model_len=4096)
+    monkeypatch.setattr(module, "host_memory", lambda: (2 << 30, 1_800_000_000))
+    with pytest.raises(
+        DoesNotFit, match=r"It fits with weights in int\d \(.* risk to quality\).* --quantization int\d"
+    ):
+        assemble(model, EngineConfig(device="cpu"), lambda *what: None)
 
 
 def test_a_stage_takes_the_time_since_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from ridgeline import LLM, SamplingParams
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError, UnsupportedModel
-from ridgeline.core.sizing import GIB, size
+from ridgeline.core.fit import Deployment, size
+from ridgeline.core.sizing import GIB, Memory
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.models.config import read_spec, stored_as
 from ridgeline.models.hub import resolve_model
@@ -241,9 +242,9 @@ def test_what_is_served_is_what_is_sized() -> None:
     scales = 32 * 4 * (6144 + 4096 + 28672 + 4096)
     matrices = 32 * (6144 + 4096 + 3 * 14336) * 4096
     assert plain.weight_bytes - spec.weight_bytes == matrices - scales
-    assert size(spec, EngineConfig(), 24 * GIB, "cuda", model=ModelConfig()).weight_bytes == spec.weight_bytes
+    assert size(Deployment(spec, EngineConfig(), Memory("cuda", 24 * GIB))).weight_bytes == spec.weight_bytes
     assert replace(spec, quantization="") == plain
-    on_cpu, plain_on_cpu = (size(model, EngineConfig(), 60 * GIB, "cpu") for model in (spec, plain))
+    on_cpu, plain_on_cpu = (size(Deployment(model, EngineConfig(), Memory("cpu", 60 * GIB))) for model in (spec, plain))
     assert on_cpu.workspace_bytes - plain_on_cpu.workspace_bytes == 4 * 28672 * 4096
 
 

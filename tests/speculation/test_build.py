@@ -217,10 +217,10 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_memory_is_planned_for_the_draft() -> None:
     spec = served_spec(read_model(shipped_model())[0], ModelConfig())
-    asked, beside = memory_of_drafters(drafts(shipped_model()), spec, ASSETS, "cpu", 100)
+    asked, beside = memory_of_drafters(drafts(shipped_model()), spec, ASSETS, "cpu")
     assert asked == wanted(f"draft:{shipped_model()}")
     draft = read_model(shipped_model())[0]
-    assert beside.layers == draft.layers and beside.bytes == 100 + draft.weight_bytes and beside.logit_rows == 40
+    assert beside.layers == draft.layers and beside.bytes == draft.weight_bytes and beside.logit_rows == 40
 
 
 def test_every_drafter_of_the_option_can_be_opened() -> None:

@@ -1,11 +1,12 @@
-"""Check whether a model fits into the memory of this machine (or another one), and print the command that serves it.
+"""Check whether a model fits into the memory of this machine (or another one), and print the best command that serves it.
 
-Reads only config.json. The exit status is 1 if the model does not fit.
+Reads only config.json. The exit status is 1 if the model does not fit, or if the engine does not run on the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,13 +20,15 @@ from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
+from ridgeline.core.fit import REQUEST_TOKENS, Deployment, Risk, alternatives, command, flags, size
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import parse
-from ridgeline.core.sizing import Memory, MemoryPlan, command, size
+from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.policy import admission
 from ridgeline.hardware.bandwidth import with_measured_rates
 from ridgeline.hardware.probe import Device, probe, resolve_accelerator
+from ridgeline.hardware.serving import search_space
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -48,26 +51,85 @@ def run(args: Arguments) -> int:
     model, engine = resolved.model, resolved.engine
     # "dummy" fetches only the small files of a hub model; sizes of weights follow from config.json.
     folder = resolve_model(replace(model, load_format="dummy"))
-    spec = served_spec(read_model(folder)[0], model)
+    checkpoint, _ = read_model(folder)
+    spec = served_spec(checkpoint, model)
     device = _device(args, engine.device)
     admission(engine.batching)  # raises for an invalid --batching: the printed command must start
-    cost = _cost(spec, engine, device)
     total = device.free_bytes if device.kind == "cpu" else device.memory_bytes
     memory = Memory(device.kind, total, 0 if device.kind == "cpu" else total - device.free_bytes)
+    _, beside = memory_of_drafters(engine, spec, folder, memory.kind)
+    if device.accelerator is not None:
+        device = replace(device, row=with_measured_rates(device.accelerator, spec.dtype))
+    space = search_space(device, checkpoint.quantization)
+    if engine.calibration:
+        calibrated = load_calibration(Path(engine.calibration), spec).cost
+        space = replace(space, cost=partial(_recalibrated, calibrated))
+    return _report(Deployment(spec, engine, memory, model, beside, space), device)
+
+
+def _recalibrated(calibrated: CostModel, spec: ModelSpec) -> CostModel:
+    """The calibrated cost model for another format of the same model, for which it is a guess."""
+    same = (spec.dtype, spec.quantization) == (calibrated.spec.dtype, calibrated.spec.quantization)
+    return replace(calibrated, spec=spec, calibrated=same)
+
+
+def _report(deployment: Deployment, device: Device) -> int:
+    """Print model, memory and alternatives. Returns the exit status."""
     console = Console()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    _describe(table, spec, device)
-    _, beside = memory_of_drafters(engine, spec, folder, memory.kind, memory.taken)
-    try:
-        plan = size(spec, engine, total, device.kind, model=model, drafters=beside)
-    except DoesNotFit as error:
+    _describe(table, deployment.spec, device)
+    row = device.accelerator
+    if row is not None and not row.serves:
         console.print(table)
-        console.print(f"\n[bold]does not fit[/bold]  {escape(error.message)}", soft_wrap=True, highlight=False)
+        console.print(
+            f"\n[bold]not supported[/bold]  Ridgeline does not run on {row.name} ({row.software}): plan for an NVIDIA GPU or a "
+            "processor with --on, as in --on h100.",
+            soft_wrap=True,
+            highlight=False,
+        )
         return 1
-    _plan(table, plan, spec, cost)
+    try:
+        plan = size(deployment)
+    except DoesNotFit as error:
+        verdict, status = f"[bold]does not fit[/bold]  {escape(error.message)}", 1
+    else:
+        _plan(table, plan, deployment)
+        verdict, status = f"[bold]fits[/bold]  {escape(command(deployment, {}))}", 0
     console.print(table)
-    console.print("\n[bold]fits[/bold]  " + escape(command(engine, memory, model, {})), soft_wrap=True, highlight=False)
-    return 0
+    console.print(f"\n{verdict}", soft_wrap=True, highlight=False)
+    _alternatives(console, deployment)
+    return status
+
+
+def _alternatives(console: Console, deployment: Deployment) -> None:
+    """Table of the candidates that fit, best first."""
+    candidates = alternatives(deployment)
+    if not candidates:
+        return
+    known = deployment.space.cost is not None
+    speeds = ("one request", "all requests") if known else ()
+    table = Table("added risk", "context", *speeds, "options", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for candidate in candidates:
+        latency = f"{candidate.request_s * 1e3:.2f} ms/token"
+        throughput = f"{candidate.tokens_s:,.0f} tokens/s ({candidate.requests})"
+        table.add_row(
+            candidate.risk.name.lower(),
+            str(candidate.plan.max_len),
+            *((latency, throughput) if known else ()),
+            " ".join(flags(candidate.change)) or "as given",
+        )
+    console.print("\n[bold]what fits, best first[/bold]")
+    Console(width=max(console.width, 200)).print(table)  # a command is copied from one line
+    notes = [
+        f"All requests: as many as fit at once (their number), of {min(REQUEST_TOKENS, deployment.spec.max_len)} tokens each."
+    ]
+    if any(candidate.plan.max_len < candidate.asked_len for candidate in candidates):
+        notes.append(f"A context below {deployment.spec.max_len} is a loss of function: longer requests are refused.")
+    if any(candidate.risk >= Risk.MEDIUM and "quantization" in candidate.change for candidate in candidates):
+        notes.append(
+            "--quantization rounds to nearest; a recipe of `ridgeline compress`, such as awq-int4-g128, loses about half as much."
+        )
+    console.print(" ".join(notes if known else notes[1:]), soft_wrap=True, highlight=False)
 
 
 def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
@@ -77,7 +139,8 @@ def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
         f"{spec.architecture}, {counted(len(spec.layers), 'layer')} of width {spec.d_model}, query/KV heads {heads}",
     )
     table.add_row("parameters", count_text(spec.params))
-    table.add_row("weights", f"{bytes_text(spec.weight_bytes)} in {spec.dtype}")
+    formats = f"{spec.quantization}, embedding and head in {spec.dtype}" if spec.quantization else spec.dtype
+    table.add_row("weights", f"{bytes_text(spec.weight_bytes)} in {formats}")
     windows = sorted({layer.window for layer in spec.layers if layer.window is not None})
     note = f" (some layers keep the last {', '.join(map(str, windows))} tokens)" if windows else ""
     table.add_row("KV per token", bytes_text(spec.kv_bytes_per_token()) + note)
@@ -86,28 +149,20 @@ def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
     table.add_row("device", f"{device.name}, {bytes_text(device.memory_bytes)}{free}")
 
 
-def _cost(spec: ModelSpec, engine: EngineConfig, device: Device) -> CostModel | None:
-    """Cost model of --calibration, of the hardware table or of this processor's measured rates; None if there is neither."""
-    if engine.calibration:
-        return load_calibration(Path(engine.calibration), spec).cost
-    row = device.accelerator
-    if row is None:
-        return None
-    row = with_measured_rates(row, spec.dtype)
-    return CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth)
-
-
-def _plan(table: Table, plan: MemoryPlan, spec: ModelSpec, cost: CostModel | None) -> None:
+def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:
     table.add_row("usable memory", bytes_text(plan.usable_bytes))
     table.add_row("working memory", bytes_text(plan.workspace_bytes + plan.graph_bytes))
     blocks = f"{counted(plan.n_pages, 'block')} of {counted(plan.page_tokens, 'token')}"
     table.add_row("KV cache", f"{bytes_text(plan.kv_bytes)}, {blocks} ({bytes_text(plan.layout.page_bytes)} each)")
     full = counted(plan.sequences, "sequence")
     table.add_row("concurrency", f"{full} of {plan.max_len} tokens, at most {counted(plan.max_rows, 'request')}")
-    if cost is not None:
+    if deployment.space.cost is not None:
+        spec = deployment.spec
+        cost = deployment.space.cost(spec)
         basis = "calibrated" if cost.calibrated else "uncalibrated"
         table.add_row(
-            "one request", f"about {cost.decode_s([min(1024, spec.max_len)]) * 1e3:.2f} ms per token ({basis})"
+            "one request",
+            f"about {cost.decode_s([min(REQUEST_TOKENS, spec.max_len)]) * 1e3:.2f} ms per token ({basis})",
         )
 
 

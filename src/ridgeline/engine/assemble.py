@@ -15,7 +15,8 @@ import torch
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.sizing import MemoryPlan, size
+from ridgeline.core.fit import Deployment, size
+from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.leases import Leases
@@ -26,6 +27,7 @@ from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.shape import Sizes
 from ridgeline.hardware.ceilings import read_ceilings
 from ridgeline.hardware.probe import host_memory
+from ridgeline.hardware.serving import space_here
 from ridgeline.metrics.account import DeviceAccount
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
@@ -77,10 +79,11 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     _finish(device)
     stages.ends("device")
     folder = resolve_model(model)
-    spec = served_spec(read_model(folder)[0], model)
-    total, taken = _memory(device)
-    wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type, taken)
-    plan = size(spec, config, total, device.type, model=model, drafters=drafter_memory)
+    checkpoint, _ = read_model(folder)
+    spec = served_spec(checkpoint, model)
+    wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
+    space = space_here(device.type, checkpoint.quantization)
+    plan = size(Deployment(spec, config, _memory(device), model, drafter_memory, space))
     ops = _operations(config, spec, device)
     stages.ends("config")
     cost, power, ceilings = read_ceilings(spec, device, config.calibration)
@@ -133,10 +136,9 @@ def _fingerprint(folder: Path, model: ModelConfig, spec: ModelSpec, layout: KvLa
 
 
 def _device(config: EngineConfig) -> torch.device:
-    kind = config.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and not torch.cuda.is_available():
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = available if config.device == "auto" else config.device
+    if kind == "cuda" and available == "cpu":
         raise ConfigError("--device is cuda, but torch finds no GPU: use --device cpu.", param="device")
     if kind == "cpu":
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
@@ -166,12 +168,10 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
-    """(total bytes of the device, bytes already in use). On a CPU: (bytes free now, 0)."""
-    if device.type == "cpu":
-        return host_memory()[1], 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total, total - free
+def _memory(device: torch.device) -> Memory:
+    """Memory of the device. Of a CPU only free memory counts."""
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (host_memory()[1],) * 2
+    return Memory(device.type, total, total - free)
 
 
 def _encoder(folder: Path) -> Callable[[str], list[int]]:

@@ -62,29 +62,24 @@ def draft_model(wanted: Wanted, spec: ModelSpec, load_format: str) -> tuple[Path
     return resolve_model(config), config
 
 
-def memory_of_drafters(
-    config: EngineConfig, spec: ModelSpec, folder: Path, place: str, taken: int = 0
-) -> tuple[Wanted, DrafterMemory]:
+def memory_of_drafters(config: EngineConfig, spec: ModelSpec, folder: Path, place: str) -> tuple[Wanted, DrafterMemory]:
     """The drafters that `config` selects, and their memory in addition to the served model `spec`.
 
-    Args:
-        taken: bytes that are already in use.
     Raises:
         ConfigError: before any weight is read, for drafters that cannot be opened and for a draft that does not fit the model.
     """
     wanted = wanted_by(config, spec, folder, place)
     if not wanted.max_nodes:
-        return wanted, DrafterMemory(bytes=taken)
+        return wanted, DrafterMemory()
     check_files(wanted)
     logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.max_nodes))
     if wanted.device == "draft":
         draft_folder, draft_config = draft_model(wanted, spec, "dummy")  # from the hub, only the small files
         draft = served_spec(read_model(draft_folder)[0], draft_config)
         check_draft(draft, spec)
-        return wanted, DrafterMemory(draft.layers, taken + draft.weight_bytes, logits)
-    if wanted.folder is not None:
-        taken += 2 * sum(file.stat().st_size for file in wanted.folder.glob("*") if file.is_file())
-    return wanted, DrafterMemory((), taken, logits)
+        return wanted, DrafterMemory(draft.layers, draft.weight_bytes, logits)
+    files = wanted.folder.glob("*") if wanted.folder is not None else ()
+    return wanted, DrafterMemory((), 2 * sum(file.stat().st_size for file in files if file.is_file()), logits)
 
 
 def open_drafters(

@@ -1,0 +1,64 @@
+"""What the engine serves on a device of the hardware table: number formats, and predicted speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from ridgeline.core.cost import CostModel
+from ridgeline.core.fit import Space
+from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
+from ridgeline.hardware.probe import Device, probe
+from ridgeline.hardware.table import ACCELERATORS, Accelerator
+
+WITHOUT_KERNEL: Mapping[str, frozenset[str]] = {"cuda": frozenset({"fp8-weight"}), "cpu": frozenset()}
+"""Number formats of weights by device type that only the slow PyTorch reference multiplies (MatmulOps.without_kernel)."""
+KV_FORMATS_SERVED: Mapping[str, tuple[str, ...]] = {"cuda": (), "cpu": ()}
+"""Formats of the KV cache by device type, beside the model's dtype (AttentionOps.kv_formats)."""
+PREFERRED: Mapping[str, tuple[str, ...]] = {
+    "cuda": ("fp8", "int8", "llm-int8", "w8a8", "int4", "int3"),
+    "cpu": ("int8", "fp8", "fp8-weight", "llm-int8", "w8a8", "int4", "int3"),
+}
+"""Number formats by device type, in the order in which equally good ones are named (docs/compression.md). Others follow."""
+
+
+def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:
+    """Number formats that a device serves weights in, preferred ones first. Each is named once.
+
+    kind: "cuda" or "cpu". row: None for an unknown device. Products of fp8 on a GPU need a unit for e4m3 (models.build).
+    """
+    ordered = [*PREFERRED[kind], *NUMBER_FORMATS]
+    names = {NUMBER_FORMATS[name]: name for name in reversed(ordered)}  # of equal formats the first name stays
+    fp8 = kind == "cpu" or (row is not None and "float8_e4m3" in row.flops)
+    served = [
+        name
+        for stored, name in names.items()
+        if not stored.ordered and name not in WITHOUT_KERNEL[kind] and (fp8 or name != "fp8")
+    ]
+    return tuple(sorted(served, key=ordered.index))
+
+
+def cost_model(row: Accelerator, spec: ModelSpec) -> CostModel:
+    """Uncalibrated cost model from the published figures of a device."""
+    return CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth)
+
+
+def search_space(device: Device, stored: str) -> Space:
+    """What `core.fit` may change on a device.
+
+    stored: the number format of the checkpoint; if it has one, no other can be served.
+    """
+    row = device.accelerator
+    known = row if row is not None and row.flops and row.bandwidth else None
+    return Space(
+        weight_formats=() if stored else weight_formats(device.kind, row),
+        kv_formats=KV_FORMATS_SERVED[device.kind],
+        cost=partial(cost_model, known) if known else None,
+        devices={gpu.name: gpu.memory_bytes for gpu in ACCELERATORS if gpu.kind == "cuda" and gpu.serves},
+    )
+
+
+def space_here(kind: str, stored: str) -> Space:
+    """search_space of this machine's device of type `kind` ("cuda" or "cpu")."""
+    device = probe().device(kind)
+    return search_space(device if device.kind == kind else Device(kind, "", 0, 0), stored)
