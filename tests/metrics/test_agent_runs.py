@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import ridgeline.metrics.agent_runs as agent_runs
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Ceilings, Live, Metrics, RequestRecord
-from ridgeline.metrics.agent_runs import KEPT_CALLS, SILENCE_S, AgentRuns, run_row
+from ridgeline.metrics.agent_runs import KEPT_CALLS, KEPT_RUNS, MAX_OPEN_RUNS, MEASURES, SILENCE_S, AgentRuns, run_row
 from ridgeline.metrics.records import DISCONNECTED
 from ridgeline.metrics.window import GROWTH
+from ridgeline.service.declared import RUN_ID, RUN_ID_LENGTH
 
 from .test_live import GOOD, Clock
 
@@ -115,3 +117,16 @@ def test_series_have_one_label_for_all_runs() -> None:
     metrics.live.tick()
     text = metrics.render().decode()
     assert text.count("ridgeline:agent_run_publish_seconds{") == 4 and "secret" not in text
+
+
+def test_the_documentation_names_the_limits_and_the_series() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs/measures.md").read_text(encoding="utf-8").split())
+    for words in (
+        f"none has come for {SILENCE_S:g} s",
+        f"`{RUN_ID}` (1 to {RUN_ID_LENGTH} printable ASCII characters",
+        f"ids of the last {KEPT_CALLS} calls",
+        f"At most {MAX_OPEN_RUNS:,} runs are open",
+        f"The last {KEPT_RUNS:,} ended runs are kept",
+        *(f"`agent_run_{name}`" for name in MEASURES),
+    ):
+        assert words in text, words
