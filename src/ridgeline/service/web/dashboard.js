@@ -1,5 +1,5 @@
 import {askKey, headers, text} from "./common.js";
-import {number, roofline, seconds, series} from "./charts.js";
+import {count, number, roofline, seconds, series} from "./charts.js";
 
 const EVERY_MS = 1000, KEPT = 360, NONE = "no request in the last five minutes";
 const byId = id => document.getElementById(id);
@@ -82,7 +82,7 @@ function tiles(data) {
 function agentRuns(runs, figures) {
   const open = figures.open_agent_runs ? `${number(figures.open_agent_runs)} open` : "";
   if (!runs.calls) return open || "no run (header x-run-id) in the last five minutes";
-  const middle = [`${number(runs.calls.p50)} calls`, `${number(runs.tokens.p50)} tokens`];
+  const middle = [count(Math.round(runs.calls.p50), "call"), `${number(runs.tokens.p50)} tokens`];
   if (runs.cost_dollars) middle.push(`$${number(runs.cost_dollars.p50)}`);
   if (runs.joules) middle.push(`${number(runs.joules.p50)} J`);
   const late = runs.publish_seconds ? `p95 ${seconds(runs.publish_seconds.p95)}` : "";
