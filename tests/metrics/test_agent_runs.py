@@ -17,7 +17,7 @@ from ridgeline.service.declared import RUN_ID, RUN_ID_LENGTH
 
 from .test_live import GOOD, Clock
 
-SHARES = {"joules": 2.0, "cost": 0.01}
+SHARES = {"joules": 2.0, "prompt_joules": 0.5, "output_joules": 1.5, "cost": 0.01}
 
 
 def call(run_id: str, arrived_at: float, publish_s: float | None = 0.5, **changes: object) -> RequestRecord:
@@ -46,6 +46,7 @@ def test_a_run_is_published_by_its_last_call() -> None:
     assert (row["prompt_tokens"], row["cached_tokens"], row["output_tokens"]) == (300, 180, 33)
     assert row["publish_s"] == pytest.approx(9.7) and row["e2e_s"] == pytest.approx(9.0 + GOOD.e2e_s)
     assert (row["joules"], row["cost"], row["device_s"]) == pytest.approx((6.0, 0.03, 3 * GOOD.spent.device_s))
+    assert (row["prompt_joules"], row["output_joules"]) == (1.5, 4.5)
     assert row["requests"] == ["a@1000", "a@1005", "a@1009"]
     ended(runs, 11.0, call("a", 1010.0, None))
     assert runs.find("a").publish_s is None, "its last call shows nothing"

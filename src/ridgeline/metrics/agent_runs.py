@@ -50,6 +50,8 @@ class AgentRun:
     """From the arrival of the first call to the end of the last one."""
     device_s: float = 0.0
     joules: float = 0.0
+    prompt_joules: float = 0.0
+    output_joules: float = 0.0
     cost: float = 0.0
     """US dollars."""
     requests: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
@@ -58,15 +60,15 @@ class AgentRun:
     """Arrival of the call that arrived last among the ended ones, unix seconds."""
 
     def add(self, record: RequestRecord, shares: Mapping[str, float]) -> None:
-        """Add an ended call. shares: its joules and cost."""
+        """Add an ended call. shares: its energy and cost (Live.shares)."""
         self.arrived_at = min(self.arrived_at, record.arrived_at)
         self.calls += 1
         self.cut_calls += bool(record.cut)
         for name in ("prompt_tokens", "cached_tokens", "output_tokens", "hidden_tokens"):
             setattr(self, name, getattr(self, name) + getattr(record, name))
         self.device_s += record.spent.device_s
-        self.joules += shares["joules"]
-        self.cost += shares["cost"]
+        for name in ("joules", "prompt_joules", "output_joules", "cost"):
+            setattr(self, name, getattr(self, name) + shares[name])
         self.e2e_s = max(self.e2e_s, record.arrived_at + record.e2e_s - self.arrived_at)
         self.requests.append(record.id)
         if record.arrived_at >= self.last_arrived_at:
@@ -104,7 +106,7 @@ class AgentRuns:
         self._active(now, run_id, arrived_at).open_calls += 1
 
     def end_call(self, now: float, record: RequestRecord, shares: Mapping[str, float]) -> None:
-        """A call has ended. now: monotonic seconds. shares: its joules and cost."""
+        """A call has ended. now: monotonic seconds. shares: its energy and cost (Live.shares)."""
         run = self._active(now, record.run_id, record.arrived_at)
         run.open_calls = max(0, run.open_calls - 1)
         run.add(record, shares)
@@ -165,6 +167,7 @@ def run_row(run: AgentRun) -> dict[str, Any]:
     """Build the response of GET /runs/{id}."""
     names = (
         "id", "arrived_at", "ended", "open_calls", "calls", "cut_calls", "prompt_tokens", "cached_tokens", "output_tokens",
-        "hidden_tokens", "publish_s", "e2e_s", "device_s", "joules", "cost",
+        "hidden_tokens", "publish_s", "e2e_s", "device_s", "joules", "prompt_joules",
+        "output_joules", "cost",
     )  # fmt: skip
     return {name: getattr(run, name) for name in names} | {"requests": list(run.requests)}

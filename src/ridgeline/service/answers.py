@@ -178,6 +178,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "e2e_s": _SECONDS,
             "device_s": _SECONDS,
             "joules": _SECONDS,
+            "prompt_joules": _SECONDS,
+            "output_joules": _SECONDS,
             "cost": _SECONDS,
             "requests": _list(_STRING),
         }
