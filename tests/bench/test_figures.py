@@ -10,13 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from ridgeline.bench.compare import compare
 from ridgeline.bench.figures import (
+    agent_runs,
     cpu_share,
     digits,
     errors,
     invalid_reason,
     kept_up,
     late_for_reader,
+    latency,
     missed,
     per_character,
     run_json,
@@ -27,6 +30,7 @@ from ridgeline.bench.figures import (
 from ridgeline.bench.record import read_run, write_run
 from ridgeline.bench.sample import difference, figure, mean, percentile, token_percentiles
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.slo import Slo
 
 from .rows import failed, make_run, row
 
@@ -195,3 +199,37 @@ def test_a_run_shorter_than_its_answers_shows_no_steady_state(rate: float, stead
     assert (too_short_reason(run) == "") is steady
     if not steady:
         assert "--num-prompts" in too_short_reason(run) and "0.475 s" in too_short_reason(run)
+
+
+def test_publish_has_its_own_percentiles_and_goodput() -> None:
+    slow = [row(at, answered_s=0.9, hidden_characters=40) for at in range(10)]
+    run = make_run(slow, "ttft=200ms,publish=500ms,p90(publish)<=1s")
+    assert spread(run, "ttft").percentiles[95].value == pytest.approx(0.1)
+    assert spread(run, "publish").percentiles[95].value == pytest.approx(0.9)
+    assert run.attainment == 0.0 and missed(run) == {"publish": 10} and run.broken == ()
+    assert run_json(run)["ridgeline"]["latency_s"]["publish"]["mean"]["value"] == pytest.approx(0.9)
+    plain = make_run([row(at) for at in range(10)], "publish=500ms")
+    assert plain.attainment == 1.0 and latency(plain.rows, "publish").tolist() == latency(plain.rows, "ttft").tolist()
+    by_name = {change.measure.name: change for change in compare(plain, make_run(slow))}
+    assert by_name["TTFT median"].verdict == "same" and by_name["publish median"].verdict == "worse"
+
+
+def test_an_answer_without_text_hides_nothing_and_hidden_reasoning_alone_publishes_nothing() -> None:
+    empty, hidden = row(answered_s=None, characters=0), row(answered_s=None, hidden_characters=44)
+    assert empty.publish_s == empty.ttft_s == pytest.approx(0.1)
+    assert hidden.publish_s is None and failed().publish_s is None
+    assert hidden.missed(Slo.parse("publish=60s")) == "publish never reached (limit 60 s)"
+
+
+def test_agent_runs_are_published_by_their_last_request() -> None:
+    assert agent_runs(make_run([row(0)])) is None
+    rows = [
+        row(0, at=0.0, run_id="a"), row(1, at=2.0, run_id="a", answered_s=2.7, hidden_characters=9), row(2, at=1.0, run_id="b"),
+        row(3, at=0.0, run_id="c"), failed(4, at=1.0), row(5, at=9.0),
+    ]  # fmt: skip
+    rows[4] = replace(rows[4], run_id="c")
+    figures = agent_runs(make_run(rows))
+    assert figures is not None and (figures.offered, figures.completed, figures.calls) == (3, 2, 1.5)
+    assert figures.publish.percentiles[50].value == pytest.approx((2.7 + 0.1) / 2) and figures.output_tokens == 16.5
+    text = msgspec.json.encode(run_json(make_run(rows))["ridgeline"]["agent_runs"]).decode()
+    assert '"offered":3' in text

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 
 from ridgeline.bench.load import LEAD_S, Plan, Sent, Writer, send_all
+from ridgeline.bench.target import Address
 from ridgeline.bench.workload import RequestSpec, Workload, arrivals
 
 from .virtual import FakeServer, FakeWriter, LoopClock, run
@@ -70,6 +71,17 @@ def test_a_turn_waits_for_the_answer_before_it_and_counts_from_there() -> None:
     assert [row.scheduled_s for row in sent.rows] == pytest.approx([0.0, 0.1, 2.0, 5.0])
     assert [row.ttft_s for row in sent.rows] == pytest.approx([1.0] * 4)
     assert server.most == 2 and [row.index for row in sent.rows] == [0, 1, 2, 3]
+
+
+def test_turns_of_a_conversation_share_a_run_id_if_asked() -> None:
+    work = turns([0.0, 0.1, 0.2], [7, -1, 7], timed=True)
+    sent, _ = send(Plan(work, label="b", run_ids=True), ttft=1.0)
+    assert [row.run_id for row in sent.rows] == ["b-run-7", "", "b-run-7"]
+    sent, _ = send(Plan(work, label="b"), ttft=1.0)
+    assert {row.run_id for row in sent.rows} == {""}
+    named = Address("http://host:1").request("/v1/completions", b"{}", "b-0", "b-run-7")
+    assert b"\r\nx-run-id: b-run-7\r\n" in named
+    assert b"x-run-id" not in Address("http://host:1").request("/v1/completions", b"{}", "b-0")
 
 
 def test_users_of_a_closed_loop_hold_one_conversation_each() -> None:

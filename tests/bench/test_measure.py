@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +13,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from ridgeline.bench.figures import agent_runs
 from ridgeline.bench.folder import save
 from ridgeline.bench.mock import MockServer, Speed
 from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
@@ -19,10 +23,12 @@ from ridgeline.bench.record import Run, read_run
 from ridgeline.bench.report import Outcome
 from ridgeline.bench.server_process import serving
 from ridgeline.bench.session import BenchConfig, Session
+from ridgeline.bench.show import run_table
 from ridgeline.cli.main import main
 from ridgeline.core.errors import ConfigError, RidgelineError
 
-from ..service.live import MODEL, behaviour, counts, live
+from ..service.conftest import THINKING
+from ..service.live import MODEL, behaviour, counts, live, says
 
 FAST = Speed(ttft_s=0.002, itl_s=0.001)
 SMALL = WorkloadConfig(input_len="5-20", output_len="1-6", max_requests=8)
@@ -94,6 +100,43 @@ def test_a_request_that_takes_too_long_ends() -> None:
     run = asyncio.run(against_mock(asked))
     assert {row.error for row in run.rows} == {"no complete answer within 0.3 s"}
     assert all(row.first_s is not None for row in run.rows)
+
+
+def test_server_and_client_agree_on_publish_and_on_agent_runs(tmp_path: Path) -> None:
+    """A model that reasons first, asked in conversations of two turns."""
+    talk = [("human", "Where?"), ("gpt", "In Rome, at noon."), ("human", "And then?"), ("gpt", "To the sea.")]
+    rows = [{"conversations": [{"from": role, "value": text} for role, text in talk]}] * 2
+    trace = tmp_path / "talk.json"
+    trace.write_text(json.dumps(rows), encoding="utf-8")
+    asked = BenchConfig(
+        TargetConfig(endpoint="chat", ignore_eos=False, extra_body='{"max_tokens": 64}'),
+        WorkloadConfig(trace=str(trace), run_ids=True),
+        LoadConfig(concurrency=1),
+        ResultConfig(slo="publish=1ms"),
+    )
+    with live(behaviour(says("<think>hm, hm</think>Yes."), delay=0.02), chat_template=THINKING) as server:
+        run = measured(asked, f"http://127.0.0.1:{server.port}")
+        assert [row.error for row in run.rows] == [""] * 4 and run.attainment == 0.0
+        for row in run.rows:
+            record = server.get(f"/requests/{row.answer_id}").json
+            assert row.publish_s - row.ttft_s == pytest.approx(record["publish_s"] - record["ttft_s"], abs=0.03)
+            assert row.publish_s - row.ttft_s > 0.1 and record["run_id"] == row.run_id
+        for run_id in {row.run_id for row in run.rows}:
+            first, last = (row for row in run.rows if row.run_id == run_id)
+            seen = server.get(f"/runs/{run_id}").json
+            assert (seen["calls"], seen["output_tokens"]) == (2, first.output_tokens + last.output_tokens)
+            assert seen["publish_s"] == pytest.approx(last.scheduled_s + last.publish_s - first.scheduled_s, abs=0.1)
+    assert agent_runs(run).completed == 2
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(run_table(run))
+    text = console.export_text()
+    assert "PUBLISH" in text and "2 offered, 2 completed, 2 requests each, time to publish" in text
+
+
+def test_run_ids_need_conversations() -> None:
+    with pytest.raises(ConfigError, match="--run-ids needs conversations") as error:
+        Session(BenchConfig(workload=replace(SMALL, run_ids=True)))
+    assert error.value.param == "run_ids"
 
 
 def test_the_same_seed_sends_the_same_bytes() -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from ridgeline.bench.load import divide
+from ridgeline.bench.options import TargetConfig, dialect
 from ridgeline.bench.stream import Connection, Reply
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -39,13 +40,13 @@ def event(text: str, tokens: int | None = None, finish: str = "null") -> bytes:
 class Asked:
     """A connection with one request under way, and a clock that counts its looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_reasoning: bool = False) -> None:
         self.time = 0.0
         self.ended = 0
         self.wire = Wire()
         self.connection = Connection(lambda: self.time)
         self.connection.connection_made(cast(asyncio.Transport, self.wire))
-        self.reply = Reply(self._end)
+        self.reply = Reply(self._end, shows_reasoning=shows_reasoning)
         self.connection.send(b"POST", self.reply)
 
     def _end(self) -> None:
@@ -114,11 +115,23 @@ def test_thoughts_are_tokens_but_no_answer() -> None:
     assert (reply.answered, reply.hidden, reply.character_count) == (3.0, 2, 5)
 
 
-def test_calls_of_tools_are_hidden_characters() -> None:
+def test_a_tool_call_is_published_with_its_first_delta() -> None:
     asked = Asked()
+    think = b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n'
     call = b'data: {"choices":[{"delta":{"tool_calls":[{"function":{"name":"add","arguments":"{1}"}}]}}]}\n\n'
-    reply = asked.read(HEAD + chunk(call))
-    assert (reply.hidden, len(reply.times)) == (6, 1)
+    reply = asked.read(HEAD + chunk(think), chunk(call), chunk(call))
+    assert (reply.answered, reply.hidden, reply.character_count) == (2.0, 2, 14)
+    assert list(reply.times) == [1.0, 2.0, 3.0]
+
+
+def test_reasoning_is_published_if_the_user_sees_it() -> None:
+    think = b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n'
+    says = b'data: {"choices":[{"delta":{"content":"yes"}}]}\n\n'
+    hidden, shown = Asked(), Asked(shows_reasoning=True)
+    assert hidden.read(HEAD + chunk(think), chunk(says)).answered == 2.0
+    assert shown.read(HEAD + chunk(think), chunk(says)).answered == 1.0
+    asked = TargetConfig(extra_body='{"include_reasoning": true}')
+    assert dialect(asked)[0].shows_reasoning and not dialect(TargetConfig())[0].shows_reasoning
 
 
 @pytest.mark.parametrize(

@@ -86,5 +86,5 @@ class FakeServer:
 class FakeWriter:
     """Writes only how many tokens are wanted."""
 
-    def write(self, ask: RequestSpec, index: int, name: str) -> tuple[bytes, int]:
+    def write(self, ask: RequestSpec, index: int, name: str, run_id: str = "") -> tuple[bytes, int]:
         return str(ask.output).encode(), 0

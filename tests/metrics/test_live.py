@@ -412,3 +412,60 @@ def test_a_record_without_a_step_adds_no_time() -> None:
     live.on_step(step(steps=0, running=0, output_tokens=0), None)
     assert live.totals == Totals(1, 0.01, 0.0, 0.001, 0.04)
     assert live.last is not None and live.last.running == 0
+
+
+def test_publish_is_a_latency_and_a_cause_of_misses() -> None:
+    clock = Clock()
+    slo = Slo.parse("ttft=200ms,publish=500ms")
+    live = Live(slo, clock)
+    live.on_request(replace(GOOD, publish_s=0.15))
+    live.on_request(replace(GOOD, publish_s=0.9, hidden_tokens=8))
+    assert live.latencies()["publish"]["p99"] == within(0.9) and live.latencies()["ttft"]["p99"] == within(0.15)
+    assert live.figures()["slo_attainment"] == 0.5 and live.blamed() == {"decode": 1}
+    late = replace(GOOD, publish_s=0.9, hidden_tokens=8)
+    assert verdict(late, slo) == "publish 900 ms > 500 ms" and blame(late, slo) == "decode"
+    queued = replace(late, ttft_s=0.6, spent=Spent(queue_s=0.5, prefill_s=0.1, decode_s=1.0))
+    assert blame(queued, Slo.parse("publish=500ms")) == "queue"
+    hidden = replace(late, publish_s=None)
+    assert verdict(hidden, slo) == "publish never reached (limit 500 ms)" and blame(hidden, slo) == "decode"
+    gone = replace(hidden, cut=DISCONNECTED, finish_reasons=())
+    assert verdict(gone, slo) == "publish 1200 ms > 500 ms", "its lifetime had passed the limit"
+    reasons = " ".join(why(late, slo, Typical(0.05, 0.1, 0.1))["reasons"])
+    assert (
+        "8 tokens of the output were hidden reasoning, and the first visible content came 900 ms after arrival"
+        in reasons
+    )
+    assert "and no visible content came" in " ".join(why(hidden, slo, Typical(0.05, 0.1, 0.1))["reasons"])
+
+
+def test_an_objective_on_publish_is_judged_over_the_window() -> None:
+    live = Live(Slo.parse("p50(publish)<=500ms"), Clock())
+    live.on_request(replace(GOOD, publish_s=0.15))
+    live.on_request(replace(GOOD, publish_s=0.9))
+    assert live.broken() == ()
+    live.on_request(replace(GOOD, publish_s=0.9))
+    (message,) = live.broken()
+    assert message.startswith("p50(publish)<=500ms: a share of 0.3333 ")
+
+
+def test_speed_of_one_user_by_quantile() -> None:
+    metrics = Metrics("tiny", clock=Clock())
+    assert metrics.live.speeds() == {}
+    for decode_s in (1.0, 2.0, 4.0):  # ten tokens after the first
+        metrics.on_request(replace(GOOD, spent=replace(GOOD.spent, decode_s=decode_s)))
+    metrics.on_request(replace(GOOD, output_tokens=1))
+    speeds = metrics.live.speeds()
+    assert (speeds[0.01], speeds[0.5], speeds[0.95]) == within((2.5, 5.0, 10.0))
+    assert 'user_tokens_per_second{engine="0",model_name="tiny",quantile="0.05"}' in metrics.render().decode()
+
+
+def test_requests_per_minute_arriving_and_completed() -> None:
+    clock = Clock()
+    live = Live(Slo(), clock)
+    for _ in range(6):
+        live.on_arrival()
+    live.on_request(GOOD)
+    live.on_request(replace(GOOD, cut="error", finish_reasons=()))
+    clock.now += 120.0
+    figures = live.figures()
+    assert figures["arriving_requests_per_minute"] == 3.0 and figures["completed_requests_per_minute"] == 0.5

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from typing import Any
 
 import pytest
 
 from ridgeline.core.errors import RequestError
-from ridgeline.service.declared import read_declared
+from ridgeline.core.slo import NAMES
+from ridgeline.metrics.agent_runs import SILENCE_S
+from ridgeline.service.declared import read_declared, read_run_id
 
+from .conftest import CALL, THINKING
 from .live import Live, behaviour, counts, live, says
 
 
@@ -93,9 +98,116 @@ def test_a_grammar_that_fails_midway_is_a_rejection_in_words() -> None:
         assert reasons[0].startswith("Rejected after ") and reasons[0].endswith(" (invalid grammar).")
 
 
-def test_hidden_thoughts_delay_what_is_published(thoughtful: Live) -> None:
-    row = wait_for(thoughtful, thoughtful.chat().json["id"])
-    assert row["hidden_tokens"] > 0 and row["publish_s"] >= row["ttft_s"]
+STEP_S = 0.03
+"""Seconds per token of an engine whose times a test tells apart."""
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_hidden_tokens_publish_equals_ttft(stream: bool) -> None:
+    with live(behaviour(says("Hello"))) as server:
+        for answer in (server.chat(stream=stream), server.complete(stream=stream)):
+            row = wait_for(server, answer.events[0]["id"] if stream else answer.json["id"])
+            assert row["publish_s"] == row["ttft_s"] > 0
+
+
+def test_an_empty_answer_is_published_with_its_end_token() -> None:
+    with live(behaviour(says(""))) as server:
+        row = wait_for(server, server.chat().json["id"])
+        assert row["output_tokens"] == 1 and row["publish_s"] == row["ttft_s"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hidden_reasoning_delays_publish(stream: bool) -> None:
+    with live(behaviour(says("<think>hm, hm</think>Yes."), delay=STEP_S), chat_template=THINKING) as server:
+        rows = []
+        for fields in ({}, {"include_reasoning": False}, {"include_reasoning": True}):
+            answer = server.chat(stream=stream, **fields)
+            rows.append(wait_for(server, answer.events[0]["id"] if stream else answer.json["id"]))
+        for row in rows[:2]:
+            assert row["hidden_tokens"] >= 6 and row["publish_s"] - row["ttft_s"] > 6 * STEP_S
+        shown = rows[2]
+        assert shown["publish_s"] - shown["ttft_s"] < 4 * STEP_S, "who asks for the reasoning reads it"
+
+
+def test_a_tool_call_is_published_with_its_first_delta() -> None:
+    with live(behaviour(says(CALL), delay=STEP_S)) as server:
+        answer = server.chat(stream=True, tools=TOOLS)
+        row = wait_for(server, answer.events[0]["id"])
+        assert any("tool_calls" in choice["delta"] for event in answer.events for choice in event["choices"])
+        planning = row["publish_s"] - row["ttft_s"]
+        assert 10 * STEP_S < planning < row["e2e_s"] - 5 * STEP_S, "after its name, before its arguments"
+
+
+def test_goodput_judges_by_publish() -> None:
+    """The first hidden token is quick enough; what the user sees comes too late."""
+    plan = behaviour(says("<think>hm, hm</think>Yes."), delay=STEP_S)
+    with live(plan, chat_template=THINKING, slo=f"publish={3 * STEP_S}s,p50(publish)<=60s") as server:
+        row = wait_for(server, server.chat().json["id"])
+        assert row["ttft_s"] < 3 * STEP_S and row["verdict"].startswith("publish ")
+        assert server.get(f"/requests/{row['id']}/why").json["blame"] == "decode"
+        data = server.get("/dashboard/data").json
+        assert data["figures"]["slo_attainment"] == 0 and data["blamed"] == {"decode": 1} and data["slo_broken"] == []
+        assert data["latencies"]["publish"]["p50"] == pytest.approx(row["publish_s"], rel=0.011)
+        scraped = server.get("/metrics").data.decode()
+        assert re.search(r'latency_window_seconds\{[^}]*latency="publish",quantile="0.95"\} ', scraped)
+        generous = wait_for(server, server.chat({"x-slo-publish-ms": "60000"}).json["id"])
+        assert generous["verdict"] == "good"
+
+
+def test_calls_of_one_run_id_are_one_agent_run() -> None:
+    with live(behaviour(says("<think>hm</think>Yes."), delay=0.01), chat_template=THINKING) as server:
+        runs = server.server.front.metrics.live.agent_runs
+        rows = [wait_for(server, server.chat({"x-run-id": "trip/1"}).json["id"]) for _ in range(3)]
+        wait_for(server, server.chat().json["id"])
+        run = server.get("/runs/trip%2F1").json
+        assert (run["id"], run["calls"], run["open_calls"], run["cut_calls"], run["ended"]) == (
+            "trip/1",
+            3,
+            0,
+            0,
+            False,
+        )
+        for name in ("prompt_tokens", "cached_tokens", "output_tokens", "hidden_tokens", "joules", "cost"):
+            assert run[name] == pytest.approx(sum(row[name] for row in rows)), name
+        first, last = rows[0], rows[2]
+        assert run["publish_s"] == pytest.approx(last["arrived_at"] + last["publish_s"] - first["arrived_at"])
+        assert run["publish_s"] > first["e2e_s"] and run["e2e_s"] >= run["publish_s"]
+        assert run["requests"] == [row["id"] for row in rows] and {row["run_id"] for row in rows} == {"trip/1"}
+        figures = server.get("/dashboard/data").json["figures"]
+        assert figures["open_agent_runs"] == 1
+        server.until(lambda: runs.tick(time.perf_counter() + SILENCE_S) is None)
+        assert server.get("/runs/trip%2F1").json["ended"]
+        data = server.get("/dashboard/data").json
+        assert data["agent_runs"]["calls"]["p50"] == pytest.approx(3, rel=0.011)
+        assert data["agent_runs"]["publish_seconds"]["p95"] == pytest.approx(run["publish_s"], rel=0.011)
+        scraped = server.get("/metrics").data.decode()
+        assert 'agent_run_calls{engine="0",model_name="tiny-test",quantile="0.5"}' in scraped
+        assert "trip" not in scraped, "labels are never per run"
+
+
+@pytest.mark.parametrize("value", ["", "a b", "x" * 129, "é"])
+def test_a_run_id_that_is_none_is_refused_by_name(polite: Live, value: str) -> None:
+    answer = polite.chat({"x-run-id": value.encode().decode("latin-1")})
+    assert answer.status == 400 and answer.error["param"] == "x-run-id" and "128" in answer.error["message"]
+
+
+def test_an_unknown_run_and_a_run_id_that_is_sent_twice(polite: Live) -> None:
+    answer = polite.get("/runs/nowhere")
+    assert answer.status == 404 and "x-run-id" in answer.error["message"]
+    with pytest.raises(RequestError, match="twice"):
+        read_run_id(["a", "b"])
+
+
+def test_requests_per_minute() -> None:
+    with live(behaviour(says("Hello there"))) as server:
+        for _ in range(3):
+            wait_for(server, server.chat().json["id"])
+        assert server.chat(temperature=9).status == 400
+        figures = server.get("/dashboard/data").json["figures"]
+        assert figures["arriving_requests_per_minute"] == figures["completed_requests_per_minute"] > 0
+        assert figures["completed_requests_per_minute"] == pytest.approx(60 * figures["requests_per_second"])
+        assert "ridgeline:arriving_requests_per_minute{" in server.get("/metrics").data.decode()
 
 
 def test_why_in_words_and_numbers(polite: Live) -> None:
@@ -103,11 +215,7 @@ def test_why_in_words_and_numbers(polite: Live) -> None:
     wait_for(polite, name)
     explained = polite.get(f"/requests/{name}/why").json
     assert explained["id"] == name and explained["verdict"] == "good" and "output tokens" in explained["summary"]
-    assert explained["numbers"]["spent"]["decode_s"] >= 0 and set(explained["numbers"]["slo"]) == {
-        "ttft",
-        "tpot",
-        "e2e",
-    }
+    assert explained["numbers"]["spent"]["decode_s"] >= 0 and list(explained["numbers"]["slo"]) == list(NAMES)
 
 
 def test_a_missed_limit_is_named() -> None:
@@ -125,7 +233,12 @@ def test_a_request_is_judged_by_the_limits_it_declares() -> None:
         wait_for(server, name)
         explained = server.get(f"/requests/{name}/why").json
         assert explained["verdict"].startswith("ttft ") and explained["verdict"].endswith("> 0.001 ms")
-        assert explained["numbers"]["slo"] == {"ttft": pytest.approx(1e-6), "tpot": 60.0, "e2e": 60.0}
+        assert explained["numbers"]["slo"] == {
+            "ttft": pytest.approx(1e-6),
+            "publish": None,
+            "tpot": 60.0,
+            "e2e": 60.0,
+        }
         assert server.get("/dashboard/data").json["figures"]["slo_attainment"] == 0
         assert wait_for(server, server.complete().json["id"])["verdict"] == "good"
         assert server.get("/dashboard/data").json["figures"]["slo_attainment"] == 0.5
@@ -140,7 +253,7 @@ def test_goodput_of_those_who_declare_limits_where_the_server_has_none() -> None
 
 
 @pytest.mark.parametrize("value", ["", "soon", "0", "-5", "nan", "inf", "200ms", "1,2"])
-@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"])
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-publish-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"])
 def test_a_declared_limit_that_is_none_is_refused_by_name(polite: Live, name: str, value: str) -> None:
     answer = polite.chat({name: value})
     assert answer.status == 400 and answer.error["param"] == name and "milliseconds" in answer.error["message"]

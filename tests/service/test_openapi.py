@@ -126,6 +126,8 @@ def test_real_answers_are_as_described(polite: Live, api: dict[str, Any]) -> Non
     polite.until(lambda: polite.server.front.metrics.live.find(name) is not None)
     check(api, "Ledger", polite.get("/requests").json)
     check(api, "LedgerRow", polite.get(f"/requests/{name}").json)
+    polite.chat({"x-run-id": "described"})
+    check(api, "AgentRun", polite.get("/runs/described").json)
     check(api, "Why", polite.get(f"/requests/{name}/why").json)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 import ridgeline
 import ridgeline.service.pages as pages
+from ridgeline.metrics.agent_runs import SILENCE_S
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, LIVE
+from ridgeline.metrics.metrics import FAMILIES
 
 from .live import Live, behaviour, live, says
 
@@ -75,7 +78,7 @@ def test_grafana_and_prometheus_ask_for_metrics_that_exist(polite: Live) -> None
         answer = polite.get(f"/dashboard/{name}")
         assert answer.status == 200
         asked |= set(re.findall(r"ridgeline:(\w+?)(?:_total|_bucket)?[\[{ ,]", answer.data.decode()))
-    ours = {*GAUGES, *COUNTERS, *HISTOGRAMS, *LIVE, "alert", "slo_missed_requests"}
+    ours = {*GAUGES, *COUNTERS, *HISTOGRAMS, *LIVE, *FAMILIES}
     assert len(asked) > 20 and asked <= ours
 
 
@@ -90,11 +93,18 @@ def test_the_key_guards_what_the_pages_show() -> None:
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 def test_a_browser_shows_the_figures(polite: Live, tmp_path: Path) -> None:
-    name = polite.chat().json["id"]
+    agent_runs = polite.server.front.metrics.live.agent_runs
+    for turn in range(3):
+        name = polite.chat({"x-run-id": "trip"}).json["id"]
+        polite.until(lambda expected=turn + 1: agent_runs.find("trip").calls == expected)
+    polite.until(lambda: agent_runs.tick(time.perf_counter() + SILENCE_S) is None)
+    polite.chat({"x-run-id": "open"})
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     command = ["chromium", *flags, f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", "--dump-dom"]
     page = f"http://127.0.0.1:{polite.port}/dashboard"
     shown = subprocess.run([*command, page], capture_output=True, text=True, timeout=60, check=True).stdout
     assert 'class="dot good"' in shown and "Time to first token" in shown
     assert name[:17] in shown, "the slowest requests"
+    assert "Time to publish" in shown and "arriving per minute" in shown and "Speed of one user" in shown
+    assert "medians: 3 calls, " in shown and "1 open" in shown
     assert shown.count("<svg") >= 5

@@ -69,6 +69,8 @@ def _speed(row: Row) -> float | None:
 MEASURES: tuple[Measure, ...] = (
     Measure("TTFT median", "ms", lambda row: row.ttft_s, percentile(50), 1e3),
     Measure("TTFT p95", "ms", lambda row: row.ttft_s, percentile(95), 1e3),
+    Measure("publish median", "ms", lambda row: row.publish_s, percentile(50), 1e3),
+    Measure("publish p95", "ms", lambda row: row.publish_s, percentile(95), 1e3),
     Measure("TPOT median", "ms", lambda row: row.tpot_s, percentile(50), 1e3),
     Measure("TPOT p95", "ms", lambda row: row.tpot_s, percentile(95), 1e3),
     Measure("end to end median", "ms", lambda row: row.e2e_s, percentile(50), 1e3),

@@ -53,15 +53,18 @@ def read_event(data: bytes) -> Event:
 
 
 def count_characters(choice: Choice) -> tuple[int, int]:
-    """Return (characters of the answer, hidden characters). Hidden are reasoning and the names and arguments of tool calls."""
-    answer = len(choice.text) if choice.text else 0
+    """Return (visible characters, hidden characters).
+
+    Hidden is reasoning. Visible are all other text and the names and arguments of tool calls.
+    """
+    visible = len(choice.text) if choice.text else 0
     hidden = 0
     for delta in (choice.delta, choice.message):
         if delta is not None:
-            answer += len(delta.content or "")
+            visible += len(delta.content or "")
             hidden += len(delta.reasoning_content or delta.reasoning or "")
-            hidden += sum(_arguments(call) for call in delta.tool_calls or ())
-    return answer, hidden
+            visible += sum(_arguments(call) for call in delta.tool_calls or ())
+    return visible, hidden
 
 
 def _arguments(call: Any) -> int:

@@ -26,6 +26,7 @@ READER_S = 0.12
 """Seconds that a fast reader needs for a token."""
 LATENCIES: Mapping[str, str] = {
     "ttft": "time to first token",
+    "publish": "time to publish (first visible content)",
     "tpot": "time per output token after the first",
     "itl": "time between tokens",
     "chunk": "time between chunks",
@@ -61,7 +62,10 @@ def spread(run: Run, name: str) -> Spread:
     rows = run.completed
     if name in ("itl", "chunk"):
         return _gap_spread(rows, by_token=name == "itl")
-    values = latency(rows, name)
+    return _spread_of(latency(rows, name))
+
+
+def _spread_of(values: Array) -> Spread:
     shares = {share: figure(values, percentile(share)) for share in SHARES}
     return Spread(figure(values, mean), shares, float(values.std()) if len(values) else math.nan, len(values))
 
@@ -202,6 +206,41 @@ def per_character(run: Run) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """Figures of the agent runs of a benchmark. Runs with a failed request are not complete."""
+
+    offered: int
+    completed: int
+    calls: float
+    """Requests of a complete run, on average."""
+    output_tokens: float
+    """Of a complete run, on average."""
+    publish: Spread
+    """From the scheduled time of a run's first request to the first visible content of its last one."""
+
+
+def agent_runs(run: Run) -> RunFigures | None:
+    """Compute the figures of agent runs. None if no request has a run id."""
+    by_id: dict[str, list[Row]] = {}
+    for row in run.rows:
+        if row.run_id:
+            by_id.setdefault(row.run_id, []).append(row)
+    complete = [rows for rows in by_id.values() if not any(row.error for row in rows)]
+    if not by_id:
+        return None
+    times = []
+    for rows in complete:
+        first, last = (choose(rows, key=lambda row: row.scheduled_s) for choose in (min, max))
+        if last.publish_s is not None:
+            times.append(last.scheduled_s + last.publish_s - first.scheduled_s)
+    rows = [row for rows in complete for row in rows]
+    count = len(complete) or math.nan
+    n_tokens = sum(row.output_tokens for row in rows)
+    publish = _spread_of(np.array(times, dtype=float))
+    return RunFigures(len(by_id), len(complete), len(rows) / count, n_tokens / count, publish)
+
+
 def at_once(rows: Sequence[Row]) -> int:
     """Return the largest number of concurrent requests."""
     edges = sorted([(row.sent_s, 1) for row in rows] + [(row.ended_s, -1) for row in rows])
@@ -211,7 +250,7 @@ def at_once(rows: Sequence[Row]) -> int:
 def run_json(run: Run) -> dict[str, Any]:
     """Build run.json: vLLM's keys at the top level, Ridgeline's figures with intervals under "ridgeline"."""
     rates, facts, completed = throughput(run), run.facts, run.completed
-    spreads = {name: spread(run, name) for name in (*LATENCIES, "publish")}
+    spreads = {name: spread(run, name) for name in LATENCIES}
     output: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "backend": "openai-chat" if facts.get("chat") else "openai",
@@ -243,6 +282,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "slo_broken": list(run.broken),
         "throughput": rates,
         "per_character": per_character(run),
+        "agent_runs": None if (runs := agent_runs(run)) is None else asdict(runs),
         "latency_s": {name: asdict(latency_spread) for name, latency_spread in spreads.items()},
         "client": {"send_lag_p99_s": send_lag, "loop_lag_p99_s": loop_lag, "cpu_share": cpu_share(run)},
         "server_work": facts.get("counted"),

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -52,6 +52,8 @@ class Plan:
     """A closed loop starts no request later than this."""
     label: str = "bench"
     """Prefix of the request ids."""
+    run_ids: bool = False
+    """Send the requests of one conversation as one agent run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,17 @@ class Writer:
         self._dialect = dialect
         self._prompts = prompts
 
-    def write(self, request: RequestSpec, index: int, name: str) -> tuple[bytes, int]:
-        """Return the encoded request and the number of characters of its prompt (0 for token ids)."""
+    def write(self, request: RequestSpec, index: int, name: str, run_id: str = "") -> tuple[bytes, int]:
+        """Return the encoded request and the number of characters of its prompt (0 for token ids).
+
+        name, run_id: ids of the request and of its agent run ("": none).
+        """
         prompt = self._prompts.make(request, index)
         characters = (
             sum(map(len, prompt)) if isinstance(prompt, tuple) else len(prompt) if isinstance(prompt, str) else 0
         )
         body = self._dialect.body(prompt, request.output)
-        return self._address.request(self._dialect.path, body, name), characters
+        return self._address.request(self._dialect.path, body, name, run_id), characters
 
 
 async def send_all(
@@ -187,7 +192,7 @@ class _Sending:
             when = max(self._clock.now(), due + requests[index].at_s - requests[turns[0]].at_s)
             if when > last:
                 return
-            data, characters = self._writer.write(requests[index], index, self._name(index))
+            data, characters = self._write(index)
             await self._clock.until(when)
             await self._send_request((index, data, characters), when, gate)
 
@@ -207,7 +212,8 @@ class _Sending:
                 gate.release()
         request = self._plan.workload.requests[index]
         times = due - self._start, held_s, issued - self._start
-        self.rows[index] = make_row(request, reply, self._start, (self._name(index), index, *times, characters))
+        row = make_row(request, reply, self._start, (self._name(index), index, *times, characters))
+        self.rows[index] = replace(row, run_id=self._run_id(index))
         self._done += 1
         self._progress(self._done)
 
@@ -218,15 +224,22 @@ class _Sending:
 
     def _write_ahead(self, count: int) -> bool:
         """Encode first turns until `count` or _AHEAD are ready or none is left. Return whether any was encoded."""
-        requests, n_before = self._plan.workload.requests, self._n_written
+        n_before = self._n_written
         while len(self._ready) < min(count, _AHEAD) and self._n_written < len(self._conversations):
             turns = self._conversations[self._n_written]
-            self._ready.append((turns, *self._writer.write(requests[turns[0]], turns[0], self._name(turns[0]))))
+            self._ready.append((turns, *self._write(turns[0])))
             self._n_written += 1
         return self._n_written > n_before
 
+    def _write(self, index: int) -> tuple[bytes, int]:
+        return self._writer.write(self._plan.workload.requests[index], index, self._name(index), self._run_id(index))
+
     def _name(self, index: int) -> str:
         return f"{self._plan.label}-{index}"
+
+    def _run_id(self, index: int) -> str:
+        session = self._plan.workload.requests[index].session
+        return f"{self._plan.label}-run-{session}" if self._plan.run_ids and session >= 0 else ""
 
 
 def make_row(

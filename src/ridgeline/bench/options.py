@@ -66,6 +66,9 @@ class WorkloadConfig:
     prefix_len: int = option(
         0, "tokens of a prefix that all prompts share, if there is no trace", "--random-prefix-len"
     )
+    run_ids: bool = option(
+        False, "send the requests of one conversation of the trace as one agent run (header x-run-id)"
+    )
     max_requests: int | None = option(
         None, f"maximum number of requests (default without a trace: {DEFAULT_REQUESTS})", "--num-prompts"
     )
@@ -94,7 +97,9 @@ class LoadConfig:
 class ResultConfig:
     """How the result is judged and where it is written."""
 
-    slo: str = option("", "latency limits: ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms,attain>=0.95", "--goodput")
+    slo: str = option(
+        "", "latency limits: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms,attain>=0.95", "--goodput"
+    )
     out: str = option("", "folder for run.json, requests.jsonl and report.html (default: bench-DATE-TIME)", "-o")
     label: str = option("", "name of this run in tables and plots")
     json: bool = option(False, "print run.json instead of a table")
@@ -168,6 +173,15 @@ def source(config: WorkloadConfig, load: LoadConfig) -> Workload:
         open_loop = load.rate is not None and math.isfinite(load.rate)
         count = math.ceil((load.rate or 0.0) * load.duration * 1.5) + 50 if open_loop else MAX_CLOSED_LOOP_REQUESTS
     return synthetic(count, (config.input_len, config.output_len), config.prefix_len, config.seed)
+
+
+def check_conversations(workload: Workload) -> None:
+    """Raise ConfigError for --run-ids with a workload that has no conversations."""
+    if all(request.session < 0 for request in workload.requests):
+        raise ConfigError(
+            f"--run-ids needs conversations, and {workload.name} has none: give a --trace with several turns (ShareGPT, WEKA).",
+            param="run_ids",
+        )
 
 
 def schedule(workload: Workload, context: int | None, config: WorkloadConfig, load: LoadConfig) -> tuple[Workload, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.slo import Slo
+from ridgeline.core.slo import Latencies, Slo
 
 RUN_FILE = "run.json"
 ROWS_FILE = "requests.jsonl"
@@ -45,7 +45,7 @@ class Row:
     first_s: float | None = None
     """First token."""
     answered_s: float | None = None
-    """First text of the answer that is not hidden reasoning."""
+    """First visible content: text that is not hidden reasoning, or part of a tool call."""
     last_s: float | None = None
     """Last token."""
     gaps_s: tuple[float, ...] = ()
@@ -60,8 +60,11 @@ class Row:
     input_characters: int = 0
     characters: int = 0
     hidden_characters: int = 0
+    """Characters of reasoning."""
     answer_id: str = ""
     """The id of the answer in the server's ledger."""
+    run_id: str = ""
+    """The agent run that the request belongs to, or ""."""
     finish: str = ""
     status: int = 0
     error: str = ""
@@ -72,8 +75,13 @@ class Row:
 
     @property
     def publish_s(self) -> float | None:
-        """Time to the first visible text. Later than TTFT if the model reasons first."""
-        return None if self.answered_s is None else self.answered_s - self.scheduled_s
+        """Time to publish: until the first visible content. Later than TTFT if the model reasons first.
+
+        It equals TTFT for a complete answer without any text, which hides nothing.
+        """
+        if self.answered_s is None:
+            return None if self.error or self.hidden_characters else self.ttft_s
+        return self.answered_s - self.scheduled_s
 
     @property
     def e2e_s(self) -> float | None:
@@ -88,13 +96,17 @@ class Row:
         return (self.last_s - self.first_s) / after if after > 0 else None
 
     @property
+    def latencies(self) -> Latencies:
+        return Latencies(self.ttft_s, self.publish_s, self.tpot_s, self.e2e_s)
+
+    @property
     def lag_s(self) -> float:
         """Delay caused by the load generator."""
         return self.issued_s - self.scheduled_s - self.held_s
 
     def missed(self, slo: Slo) -> str:
         """Return why the request is not good, or ""."""
-        return f"error: {self.error}" if self.error else slo.verdict(self.ttft_s, self.tpot_s, self.e2e_s)
+        return f"error: {self.error}" if self.error else slo.verdict(self.latencies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +143,7 @@ class Run:
     def broken(self) -> tuple[str, ...]:
         """Describe the percentiles and the share of the SLO that the run misses. A failed request meets no limit."""
         rows, slo = self.rows, self.slo
-        objectives_met = [slo.within(row.ttft_s, row.tpot_s, row.e2e_s) for row in rows if not row.error]
+        objectives_met = [slo.within(row.latencies) for row in rows if not row.error]
         shares = [sum(met[index] for met in objectives_met) / max(1, len(rows)) for index in range(len(slo.objectives))]
         return slo.broken(shares, self.attainment)
 
@@ -166,7 +178,7 @@ def write_run(run: Run, folder: Path, figures: dict[str, Any]) -> None:
     (folder / RUN_FILE).write_bytes(_json({**figures, "ridgeline": ours}))
     with (folder / ROWS_FILE).open("wb") as file:
         for row in run.rows:
-            latencies = {"ttft_s": row.ttft_s, "tpot_s": row.tpot_s, "e2e_s": row.e2e_s, "lag_s": row.lag_s}
+            latencies = {f"{name}_s": value for name, value in row.latencies._asdict().items()} | {"lag_s": row.lag_s}
             file.write(msgspec.json.encode({**msgspec.to_builtins(row), **latencies, "missed": row.missed(run.slo)}))
             file.write(b"\n")
 

@@ -90,7 +90,9 @@ def html(outcome: Outcome) -> str:
 def charts(outcome: Outcome) -> list[Chart]:
     """Build all plots that the outcome has data for."""
     runs = [run for run in outcome.runs if run.completed]
-    plots = [_cdf(runs, name) for name in ("ttft", "tpot", "e2e") if any(len(latency(run.rows, name)) for run in runs)]
+    hides_tokens = any(row.hidden_characters for run in runs for row in run.completed)  # else publish equals TTFT
+    names = ("ttft", "publish", "tpot", "e2e") if hides_tokens else ("ttft", "tpot", "e2e")
+    plots = [_cdf(runs, name) for name in names if any(len(latency(run.rows, name)) for run in runs)]
     if runs:
         plots.append(_against_length(runs))
     if len(runs) == 1:

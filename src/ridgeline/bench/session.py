@@ -52,6 +52,8 @@ class Session:
         self._slo = Slo.parse(config.result.slo)
         self._dialect, self._ids, self._chat = options.dialect(config.target)
         self._source = options.source(config.workload, config.load)
+        if config.workload.run_ids:
+            options.check_conversations(self._source)
         self.client = Client(options.address(config.target, url), config.target.timeout_s)
         self._progress = progress or (lambda done, all: None)
         self._runs = 0
@@ -60,6 +62,7 @@ class Session:
         await self.client.open()
         dialect, self._vocabulary = await probe(self.client, self._dialect, ids=self._ids, chat=self._chat)
         self.dialect = replace(dialect, context=self._config.target.context or dialect.context)
+        self.client.shows_reasoning = dialect.shows_reasoning
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -85,7 +88,7 @@ class Session:
                 await self.client.warm(min(concurrency or 1, len(workload.requests)))
             # The time makes ids unique in the server's ledger.
             label_of_ids = f"bench-{time.time_ns() // 1_000_000:x}-{self._runs}"
-            plan = Plan(workload, concurrency, load.duration, label_of_ids)
+            plan = Plan(workload, concurrency, load.duration, label_of_ids, self._config.workload.run_ids)
             total = len(workload.requests)
             state = ServerState(self.client, total, lambda done: self._progress(done, total))
             before = await self._counters()

@@ -13,6 +13,7 @@ from ridgeline.bench.compare import Difference
 from ridgeline.bench.efficiency import Point
 from ridgeline.bench.figures import (
     LATENCIES,
+    agent_runs,
     cpu_share,
     digits,
     errors,
@@ -64,6 +65,13 @@ def run_table(run: Run) -> RenderableType:
         f"{digits(rates['characters_per_s'])}/s, {characters['characters_per_s_per_user']:.4g}/s per user, "
         f"{characters['e2e_ms_per_character']:.4g} ms each, {characters['characters_per_output_token']:.3g} per token",
     )
+    if (runs := agent_runs(run)) is not None:
+        median, p95 = (runs.publish.percentiles[share].value for share in (50, 95))
+        facts.add_row(
+            "agent runs",
+            f"{runs.offered} offered, {runs.completed} completed, {runs.calls:.3g} requests each, time to publish {_ms(median)} "
+            f"(median), {_ms(p95)} (p95)",
+        )
     facts.add_row("reader", f"{rates['late_for_reader']:.1%} of tokens came late for a reader of one token per 120 ms")
     send, loop = lag_p99(run)
     lag = f"requests sent {send * 1e3:.2f} ms late, event loop {loop * 1e3:.2f} ms late (p99), {cpu_share(run):.0%} of a core"

@@ -28,14 +28,16 @@ class Reply:
 
     __slots__ = (
         "answered", "cached_tokens", "characters", "done", "ended", "error", "events", "finish", "hidden", "id", "has_output",
-        "output_tokens", "prompt_tokens", "character_count", "sent", "status", "text", "times", "tokens", "event_count",
+        "output_tokens", "prompt_tokens", "character_count", "sent", "shows_reasoning", "status", "text", "times", "tokens",
+        "event_count",
     )  # fmt: skip
 
-    def __init__(self, done: Callable[[], None]) -> None:
-        """done: called when the reply has ended. See `Connection.send`."""
+    def __init__(self, done: Callable[[], None], *, shows_reasoning: bool = False) -> None:
+        """done: called when the reply has ended. See `Connection.send`. shows_reasoning: the user sees reasoning too."""
         self.done = done
+        self.shows_reasoning = shows_reasoning
         self.sent = self.answered = self.ended = float("nan")
-        """answered: when the first text arrived that is not hidden reasoning."""
+        """answered: when the first visible content arrived, which is text that is not hidden reasoning, or part of a tool call."""
         self.status = 0
         self.error = self.finish = self.id = ""
         """error: empty if the request succeeded. id: of the answer in the server."""
@@ -51,7 +53,7 @@ class Reply:
         self.has_output = False
         """The current read of the socket contains new output."""
         self.event_count = self.character_count = self.hidden = 0
-        """event_count: events with output. hidden: characters of reasoning and tool calls."""
+        """event_count: events with output. hidden: characters of reasoning."""
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
 
 
@@ -236,10 +238,10 @@ def _take_event(reply: Reply, event: Event, now: float) -> None:
         return
     n_characters = 0
     for choice in event.choices:
-        answer, hidden = count_characters(choice)
-        if answer and reply.answered != reply.answered:
+        visible, hidden = count_characters(choice)
+        if (visible or (hidden and reply.shows_reasoning)) and reply.answered != reply.answered:
             reply.answered = now
-        n_characters += answer + hidden
+        n_characters += visible + hidden
         reply.hidden += hidden
         reply.finish = choice.finish_reason or reply.finish
     if event.id and not reply.id:

@@ -59,14 +59,16 @@ class Address:
     def port(self) -> int:
         return urlsplit(self._full).port or (443 if self.secure else 80)
 
-    def request(self, path: str, body: bytes | None, name: str = "") -> bytes:
-        """Encode an HTTP request: POST with a body, GET without. name: value of x-request-id."""
+    def request(self, path: str, body: bytes | None, name: str = "", run_id: str = "") -> bytes:
+        """Encode an HTTP request: POST with a body, GET without. name: value of x-request-id. run_id: value of x-run-id."""
         base = urlsplit(self._full).path.rstrip("/").removesuffix("/v1")
         lines = [f"{'GET' if body is None else 'POST'} {base}{path} HTTP/1.1", f"host: {self.host}:{self.port}"]
         if self.api_key:
             lines.append(f"authorization: Bearer {self.api_key}")
         if name:
             lines.append(f"x-request-id: {name}")
+        if run_id:
+            lines.append(f"x-run-id: {run_id}")
         if body is not None:
             lines += ["content-type: application/json", f"content-length: {len(body)}"]
         return "\r\n".join([*lines, "", ""]).encode() + (body or b"")
@@ -112,6 +114,11 @@ class Dialect:
             body["prompt"] = prompt if not isinstance(prompt, tuple) else "\n\n".join(prompt)
         return msgspec.json.encode(body)
 
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the user sees the reasoning, because the requests ask for it by `include_reasoning`."""
+        return self.fields.get("include_reasoning") is True
+
     def without(self, *names: str) -> Dialect:
         """Return a copy without these fields."""
         return replace(self, fields={name: value for name, value in self.fields.items() if name not in names})
@@ -122,6 +129,8 @@ class Client:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
+        self.shows_reasoning = False
+        """See Dialect.shows_reasoning."""
         self._timeout_s = timeout_s
         self._idle: deque[Connection] = deque(maxlen=_MAX_IDLE)
         self._ip = ""
@@ -151,7 +160,7 @@ class Client:
         """Send a request and return its reply when it has ended. Failures are in `reply.error`."""
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
-        reply = Reply(partial(resolve_future, ended))
+        reply = Reply(partial(resolve_future, ended), shows_reasoning=self.shows_reasoning)
         try:
             connection = await self._connect()
         except OSError as error:

@@ -105,7 +105,7 @@ class ServiceConfig:
     )
     engine_restart_minutes: float = option(10.0, "minutes during which a restart counts towards --engine-restarts")
     slo: str = option(
-        "", "latency limits of a good request: ttft=200ms,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
+        "", "latency limits of a good request: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
     )
     price_per_hour: float | None = option(
         None, "price of the device per hour in USD (default: the price in the hardware table)"

@@ -12,18 +12,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ridgeline.core.errors import ConfigError
 
-NAMES = ("ttft", "tpot", "e2e")
-"""Limits in the order of their checks: time to first token, time per output token after the first, end to end."""
+
+class Latencies(NamedTuple):
+    """Latencies of one request in seconds, in the order of their checks. None: the request never reached it."""
+
+    ttft: float | None
+    """Time to first token."""
+    publish: float | None
+    """Time to publish: until the first content that the user sees (docs/measures.md)."""
+    tpot: float | None
+    """Time per output token after the first."""
+    e2e: float | None
+    """End to end."""
+
+
+NAMES = Latencies._fields
 ATTAIN = "attain"
 
 _ALIASES = {
     "e2el": "e2e",
     "time_to_first_token": "ttft",
+    "time_to_publish": "publish",
+    "time_to_first_output_token": "publish",
     "time_per_output_token": "tpot",
     "request_latency": "e2e",
 }
@@ -34,8 +50,8 @@ _PART = re.compile(r"([^=:<>]*)(<=|>=|=|:|)(.*)")
 _PERCENTILE = re.compile(r"p([0-9]+(?:\.[0-9]+)?)\((\w+)\)")
 _SHARE = re.compile(r"([0-9]*\.?[0-9]+)(%|)")
 _REMEDY = (
-    "give ttft=200ms,tpot=100ms,e2e=5s (any of the three; a number without unit is milliseconds), or for all requests of a "
-    "window p95(ttft)<=200ms or attain>=0.95"
+    "give ttft=200ms,publish=2s,tpot=100ms,e2e=5s (any of them; a number without unit is milliseconds), or for all requests "
+    "of a window p95(ttft)<=200ms or attain>=0.95"
 )
 
 
@@ -60,6 +76,7 @@ class Slo:
     """
 
     ttft_s: float | None = None
+    publish_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
     objectives: tuple[Objective, ...] = ()
@@ -93,8 +110,18 @@ class Slo:
             if name in limits:
                 raise ConfigError(f"--slo gives {name} twice in {text!r}: keep one.", param="slo")
             limits[name] = _share(value) if name == ATTAIN else _seconds(name, value)
-        ttft_s, tpot_s, e2e_s = (limits.get(name) for name in NAMES)
-        return Slo(ttft_s, tpot_s, e2e_s, tuple(objectives), limits.get(ATTAIN))
+        attain = limits.pop(ATTAIN, None)
+        return replace(Slo.of(limits), objectives=tuple(objectives), attain=attain)
+
+    @staticmethod
+    def of(limits: Mapping[str, float]) -> Slo:
+        """Build from limits in seconds by name. A name that is missing has no limit."""
+        return Slo(**{f"{name}_s": limit for name, limit in limits.items()})  # type: ignore[arg-type]
+
+    @property
+    def _declared(self) -> dict[str, float | None]:
+        """Limits in seconds by name, in the order of their checks, without those of objectives."""
+        return {name: getattr(self, f"{name}_s") for name in NAMES}
 
     @property
     def of_windows(self) -> bool:
@@ -103,7 +130,7 @@ class Slo:
 
     def limits(self) -> dict[str, float | None]:
         """Limits of a good request in seconds by name, in the order of their checks."""
-        limits = dict(zip(NAMES, (self.ttft_s, self.tpot_s, self.e2e_s), strict=True))
+        limits = self._declared
         for name, limit in limits.items():
             if limit is None:
                 limits[name] = max(
@@ -115,16 +142,15 @@ class Slo:
         """These limits, replaced by those of `request_slo` where it has some: a request's own limits take precedence."""
         if request_slo == NO_SLO:
             return self
-        ttft_s, tpot_s, e2e_s = request_slo.limits().values()
-        return replace(self, ttft_s=ttft_s or self.ttft_s, tpot_s=tpot_s or self.tpot_s, e2e_s=e2e_s or self.e2e_s)
+        limits = {f"{name}_s": limit for name, limit in request_slo.limits().items() if limit is not None}
+        return replace(self, **limits)  # type: ignore[arg-type]
 
-    def verdict(self, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> str:
+    def verdict(self, latencies: Latencies) -> str:
         """ "" if every limit is met, else the first missed one with both numbers, as in "ttft 312 ms > 200 ms".
 
         A time that is None was never reached and misses its limit. TPOT is the exception: an answer of one token has none.
         """
-        measured = (ttft_s, tpot_s, e2e_s)
-        for (name, limit), value in zip(self.limits().items(), measured, strict=True):
+        for (name, limit), value in zip(self.limits().items(), latencies, strict=True):
             if limit is None or (value is None and name == "tpot"):
                 continue
             if value is None or math.isnan(value):
@@ -133,12 +159,11 @@ class Slo:
                 return f"{name} {_text(value)} > {_text(limit)}"
         return ""
 
-    def within(self, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> tuple[bool, ...]:
+    def within(self, latencies: Latencies) -> tuple[bool, ...]:
         """For each objective, whether a request meets its limit. See `verdict` for times that are None."""
-        measured = dict(zip(NAMES, (ttft_s, tpot_s, e2e_s), strict=True))
         verdicts = []
         for objective in self.objectives:
-            value = measured[objective.name]
+            value = getattr(latencies, objective.name)
             verdicts.append(objective.name == "tpot" if value is None else value <= objective.limit_s)
         return tuple(verdicts)
 
@@ -159,8 +184,7 @@ class Slo:
 
     def __str__(self) -> str:
         """Text that `parse` reads back; empty without limits."""
-        limits = zip(NAMES, (self.ttft_s, self.tpot_s, self.e2e_s), strict=True)
-        parts = [f"{name}={limit * 1e3:g}ms" for name, limit in limits if limit is not None]
+        parts = [f"{name}={limit * 1e3:g}ms" for name, limit in self._declared.items() if limit is not None]
         parts += [str(objective) for objective in self.objectives]
         return ",".join([*parts, f"attain>={self.attain:g}"] if self.attain is not None else parts)
 
@@ -171,7 +195,7 @@ NO_SLO = Slo()
 def _objective(part: str, sign: str, percentile: re.Match[str], value: str) -> Objective:
     name, share = _ALIASES.get(percentile[2], percentile[2]), round(float(percentile[1]) / 100, 9)
     if name not in NAMES or not 0 < share < 1 or sign not in ("=", ":", "<="):
-        raise ConfigError(f"--slo {part!r} is not a percentile of ttft, tpot or e2e: {_REMEDY}.", param="slo")
+        raise ConfigError(f"--slo {part!r} is not a percentile of ttft, publish, tpot or e2e: {_REMEDY}.", param="slo")
     return Objective(name, share, _seconds(name, value))
 
 

@@ -106,7 +106,10 @@ COUNTERS: Mapping[str, Entry] = {
 HISTOGRAMS: Mapping[str, Entry] = {
     "time_to_first_token_seconds": Entry("Seconds from arrival to the first token.", edges=FIRST_TOKEN_SECONDS),
     "time_to_first_visible_token_seconds": Entry(
-        "Seconds from arrival to the first text that is not hidden reasoning.", ours=True, edges=FIRST_TOKEN_SECONDS
+        "Time to publish: seconds from arrival to the first visible content, which is text that is not hidden reasoning, or a tool "
+        "call.",
+        ours=True,
+        edges=FIRST_TOKEN_SECONDS,
     ),
     "inter_token_latency_seconds": Entry("Seconds between tokens, weighted by token.", edges=TOKEN_SECONDS),
     "request_time_per_output_token_seconds": Entry("Mean seconds per token after the first.", edges=TOKEN_SECONDS),
@@ -127,6 +130,12 @@ LIVE: Mapping[str, Entry] = {
     "prompt_tokens_per_second": Entry("Prompt tokens computed per second.", ours=True),
     "output_tokens_per_second": Entry("Tokens generated per second.", ours=True),
     "requests_per_second": Entry("Requests ended per second.", ours=True),
+    "arriving_requests_per_minute": Entry(
+        "Valid requests that arrived per minute, including those refused because the queue was full.", ours=True
+    ),
+    "completed_requests_per_minute": Entry("Requests answered completely per minute.", ours=True),
+    "open_agent_runs": Entry("Agent runs (calls with one x-run-id) that have not ended.", ours=True),
+    "agent_runs_per_minute": Entry("Agent runs ended per minute.", ours=True),
     "prefix_hit_rate": Entry("Share of looked-up prompt tokens found in the prefix cache.", ours=True),
     "goodput_requests_per_second": Entry("Requests per second within their SLO.", ours=True),
     "slo_attainment": Entry(

@@ -14,6 +14,7 @@ from typing import Any
 
 from ridgeline.core.events import LateWork
 from ridgeline.core.slo import Slo
+from ridgeline.metrics.agent_runs import AgentRuns
 from ridgeline.metrics.history import READING_S, History, Minute, Reading
 from ridgeline.metrics.records import DISCONNECTED, RequestRecord, StepRecord, Totals
 from ridgeline.metrics.request_index import RequestIndex
@@ -23,9 +24,11 @@ from ridgeline.metrics.window import QUANTILES, Sums, Window
 SPAN_S = 300.0
 """Seconds that the live figures cover."""
 KEPT_REQUESTS = 4096
-LATENCIES = ("ttft", "tpot", "itl", "e2e", "queue", "prefill", "outside")
+LATENCIES = ("ttft", "publish", "tpot", "itl", "e2e", "queue", "prefill", "outside")
 """outside: time that neither queue nor device explains. itl is observed once per step, the others once per request."""
-CHARTED_LATENCIES = ("ttft", "tpot")
+SPEED_SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)
+"""Quantiles of per-user speed. The low ones are the slowest users."""
+CHARTED_LATENCIES = ("ttft", "publish", "tpot")
 CHARTED_FIGURES = ("prompt_tokens_per_second", "output_tokens_per_second", "prefix_hit_rate")
 """Latencies and figures that a reading keeps."""
 
@@ -69,6 +72,9 @@ class Live:
         self.history = History()
         self._clock, self._wall = clock, wall
         self._windows = {name: Window(SPAN_S) for name in LATENCIES}
+        self._speed = Window(SPAN_S)
+        """Output tokens per second that one user sees, 1 / TPOT, once per request."""
+        self.agent_runs = AgentRuns(SPAN_S, lambda: self._sums.add(self._clock(), {"agent_runs": 1.0}))
         self._prediction_error = Window(SPAN_S)
         self._prompt_token_s = Window(SPAN_S)
         """Seconds from admission to the first token, per computed prompt token."""
@@ -127,6 +133,7 @@ class Live:
         if now >= self._second_ends:
             self._flush()
             self._second_ends = math.floor(now) + 1.0
+            self.agent_runs.tick(now)
             self._record_history(now)
 
     def _flush(self) -> None:
@@ -151,6 +158,15 @@ class Live:
             now, [(gap, step.output_tokens) for gap, step in timed if gap is not None and step.output_tokens]
         )
 
+    def on_arrival(self) -> None:
+        """Count a valid request that arrived, before it is admitted or refused."""
+        self._sums.add(self._clock(), {"arrived": 1.0})
+
+    def on_call(self, run_id: str, arrived_at: float) -> None:
+        """A request goes to the engine. run_id: its agent run, or "". arrived_at: unix seconds."""
+        if run_id:
+            self.agent_runs.begin_call(self._clock(), run_id, arrived_at)
+
     def on_request(self, record: RequestRecord) -> None:
         """Add an ended request. Goodput judges requests that have an SLO; core.slo defines how disconnects count."""
         now = self._clock()
@@ -159,15 +175,15 @@ class Live:
         slo = self.slo_of(record)
         cause = blame(record, slo)
         judged = bool(slo) and bool(cause or record.cut != DISCONNECTED)
-        events = {"requests": 1.0}
-        if record.cut:
-            events[f"cut_{record.cut}"] = 1.0
+        if record.run_id:
+            self.agent_runs.end_call(now, record, self.shares(record))
+        events = {"requests": 1.0, f"cut_{record.cut}" if record.cut else "completed": 1.0}
         if judged:
             events |= {"judged": 1.0, "good": 0.0 if cause else 1.0}
         if judged and cause:
             events[f"blame_{cause}"] = 1.0
         if self.slo.objectives and not record.cut:
-            objectives_met = self.slo.within(record.ttft_s, record.tpot_s, record.e2e_s)
+            objectives_met = self.slo.within(record.latencies)
             events |= {f"within_{index}": 1.0 for index, met in enumerate(objectives_met) if met}
         self._sums.add(now, events)
         self._count("requests", 1)
@@ -176,11 +192,13 @@ class Live:
         if record.cut:
             return
         spent = record.spent
-        latencies = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
+        latencies = record.latencies._asdict()
         latencies |= {"queue": spent.queue_s, "prefill": spent.prefill_s, "outside": record.elsewhere_s}
         for name, value in latencies.items():
             if value is not None:
                 self._windows[name].add(now, value)
+        if record.tpot_s:
+            self._speed.add(now, 1 / record.tpot_s)
         if (computed := record.prompt_tokens - record.cached_tokens) > 0 and spent.prefill_s > 0:
             self._prompt_token_s.add(now, spent.prefill_s / computed)
 
@@ -242,6 +260,15 @@ class Live:
             latencies.setdefault(name, {})[f"p{share * 100:g}"] = seconds
         return latencies
 
+    def speeds(self) -> dict[float, float]:
+        """Return output tokens per second seen by one user, by quantile. Empty without data."""
+        quantiles = zip(SPEED_SHARES, self._speed.quantiles(self._clock(), SPEED_SHARES), strict=True)
+        return {share: speed for share, speed in quantiles if speed == speed}
+
+    def runs(self) -> dict[str, dict[str, float]]:
+        """Return quantiles of the agent runs that ended in the last minutes, by measure and percentile."""
+        return self.agent_runs.percentiles(self._clock())
+
     def now(self) -> dict[str, float]:
         """Return requests and KV cache shares of the newest step. Empty before the first step."""
         step = self._last
@@ -271,7 +298,10 @@ class Live:
             "prompt_tokens_per_second": sums.get("prompt_tokens", 0.0) / seconds,
             "output_tokens_per_second": sums.get("output_tokens", 0.0) / seconds,
             "requests_per_second": sums.get("requests", 0.0) / seconds,
+            "arriving_requests_per_minute": 60 * sums.get("arrived", 0.0) / seconds,
+            "completed_requests_per_minute": 60 * sums.get("completed", 0.0) / seconds,
             "device_busy": min(1.0, busy / seconds),
+            **self._run_figures(sums, seconds),
         }
         if sums.get("prefix_queries"):
             figures["prefix_hit_rate"] = sums["prefix_hits"] / sums["prefix_queries"]
@@ -301,6 +331,11 @@ class Live:
             if sums.get("output_tokens"):
                 figures["cost_per_million_output_tokens"] = peaks.price / 3600 * seconds / sums["output_tokens"] * 1e6
         return figures
+
+    def _run_figures(self, sums: Mapping[str, float], seconds: float) -> dict[str, float]:
+        """Return the figures of agent runs. Empty without runs."""
+        n_open, n_ended = self.agent_runs.count_open(), sums.get("agent_runs", 0.0)
+        return {"open_agent_runs": n_open, "agent_runs_per_minute": 60 * n_ended / seconds} if n_open or n_ended else {}
 
     def blamed(self) -> dict[str, int]:
         """Count the requests of the last minutes by the cause of their SLO miss. Empty without an SLO."""

@@ -10,6 +10,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 from ridgeline.core.slo import NO_SLO, Slo
+from ridgeline.metrics.agent_runs import MEASURES
 from ridgeline.metrics.aliases import ALIASES, DERIVED, Alias
 from ridgeline.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, LIVE, Entry, one_two_five
 from ridgeline.metrics.exposition import gauge, head, labelled, number, sample
@@ -22,6 +23,8 @@ FAMILIES: Mapping[str, str] = {
     "latency_window_seconds": "Latencies of the last minutes by quantile.",
     "slo_missed_requests": "Requests of the last minutes that missed the SLO, by cause.",
     "alert": "1 for every alert rule that is violated now.",
+    "user_tokens_per_second": "Output tokens per second seen by one user, of the last minutes' requests by quantile.",
+    **{f"agent_run_{name}": f"{text} Of the last minutes, by quantile." for name, (text, _) in MEASURES.items()},
     "step_prediction_info": "Basis of predicted step times: a calibration (date, steps, error), or uncalibrated.",
 }
 """Gauges over the last minutes that have a further label, with their help texts."""
@@ -343,7 +346,17 @@ class Metrics:
         calibration = (
             [(with_label("calibration", live.ceilings.calibration or UNCALIBRATED), 1.0)] if self._cache else []
         )
-        for name, samples in zip(FAMILIES, (latencies, blamed, alerts, calibration), strict=True):
+        speeds = [(with_label("quantile", f"{share:g}"), speed) for share, speed in live.speeds().items()]
+        runs = live.runs()
+        of_runs = [
+            [
+                (with_label("quantile", f"{float(name[1:]) / 100:g}"), value)
+                for name, value in runs.get(measure, {}).items()
+            ]
+            for measure in MEASURES
+        ]
+        families = (latencies, blamed, alerts, speeds, *of_runs, calibration)
+        for name, samples in zip(FAMILIES, families, strict=True):
             yield gauge(f"{PREFIX}:{name}", FAMILIES[name], samples)
 
     def _count(self, name: str, amount: float, label: str = "") -> None:

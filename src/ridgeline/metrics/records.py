@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ridgeline.core.events import LateWork
-from ridgeline.core.slo import NO_SLO, Slo
+from ridgeline.core.slo import NO_SLO, Latencies, Slo
 
 
 class StepRecord(Protocol):
@@ -167,7 +167,7 @@ class RequestRecord:
     hidden_tokens: int = 0
     """Tokens of hidden reasoning."""
     publish_s: float | None = None
-    """From arrival to the first character that is not hidden reasoning. None: none came."""
+    """Time to publish (docs/measures.md): from arrival to the first content that the user sees. None: none came."""
     cut: str = ""
     """Why choices were not completed, or "" if all were."""
     cut_reason: str = ""
@@ -183,6 +183,8 @@ class RequestRecord:
     """Kernels compiled and graphs captured while the request waited or ran."""
     declared: Slo = NO_SLO
     """Limits that the client set for this request."""
+    run_id: str = ""
+    """Value of the header x-run-id: the agent run that the request belongs to, or ""."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -191,6 +193,10 @@ class RequestRecord:
             return None
         later = self.output_tokens / len(self.finish_reasons) - 1
         return self.spent.decode_s / later if later > 0 else None
+
+    @property
+    def latencies(self) -> Latencies:
+        return Latencies(self.ttft_s, self.publish_s, self.tpot_s, self.e2e_s)
 
     @property
     def elsewhere_s(self) -> float:

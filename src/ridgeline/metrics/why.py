@@ -41,9 +41,15 @@ def verdict(record: RequestRecord, slo: Slo) -> str:
 
 
 def _missed(record: RequestRecord, slo: Slo) -> str:
-    """Return the first limit that the request misses, or "". If it was cut off before the first token, TTFT is its lifetime."""
-    waited = record.e2e_s if record.cut and record.ttft_s is None else record.ttft_s
-    return slo.verdict(waited, record.tpot_s, record.e2e_s)
+    """Return the first limit that the request misses, or "".
+
+    A time that a request had not reached when it was cut off (TTFT, publish) counts as its lifetime.
+    """
+    latencies = record.latencies
+    if record.cut:
+        waits = {name: getattr(latencies, name) or record.e2e_s for name in ("ttft", "publish")}
+        latencies = latencies._replace(**waits)
+    return slo.verdict(latencies)
 
 
 def blame(record: RequestRecord, slo: Slo) -> str:
@@ -60,6 +66,10 @@ def blame(record: RequestRecord, slo: Slo) -> str:
         return "queue" if spent.queue_s >= spent.prefill_s else "prefill"
     if missed == "tpot":
         return "decode"
+    if missed == "publish":  # of its parts, only hidden tokens are decoding
+        published = record.e2e_s if record.publish_s is None else record.publish_s
+        hidden = {"queue": spent.queue_s, "prefill": spent.prefill_s, "decode": published - (record.ttft_s or 0.0)}
+        return max(hidden, key=lambda name: hidden[name])
     parts = {
         "queue": spent.queue_s,
         "prefill": spent.prefill_s,
@@ -160,6 +170,10 @@ def _decode(record: RequestRecord, typical: Typical) -> str:
         text += f"; it was preempted {spent.preempted} {times}, because KV blocks were missing, and recomputed"
     if record.hidden_tokens:
         text += f"; {_tokens(record.hidden_tokens)} of the output {'was' if record.hidden_tokens == 1 else 'were'} hidden reasoning"
+        if record.publish_s is None:
+            text += ", and no visible content came"
+        else:
+            text += f", and the first visible content came {_seconds(record.publish_s)} after arrival"
     if spent.drafted:
         text += f"; {spent.accepted} of {spent.drafted} draft {_noun(spent.drafted, 'token')} accepted"
     return text + "."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ridgeline.metrics.agent_runs import SILENCE_S
+
 _STRING = {"type": "string"}
 _TEXT = {"type": ["string", "null"]}
 _COUNT = {"type": "integer", "minimum": 0}
@@ -141,6 +143,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
         {
             "id": {"type": "string", "description": "The id of the answer's body."},
             "request_id": {"type": "string", "description": "The id of the header x-request-id."},
+            "run_id": {"type": "string", "description": "The id of the header x-run-id, empty without one."},
             "arrived_at": _SECONDS,
             "prompt_tokens": _COUNT,
             "cached_tokens": _COUNT,
@@ -150,11 +153,37 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "verdict": {"type": "string", "description": "good, the first missed limit, or why it ended early."},
             "e2e_s": _SECONDS,
             "ttft_s": _MAYBE_SECONDS,
+            "publish_s": _MAYBE_SECONDS,
             "tpot_s": _MAYBE_SECONDS,
             **_SHARES,
         }
     ),
     "Ledger": _object({"object": {"const": "list"}, "data": _list(_ref("LedgerRow"))}),
+    "AgentRun": _object(
+        {
+            "id": {"type": "string", "description": "The id of the header x-run-id."},
+            "arrived_at": _SECONDS,
+            "ended": {"type": "boolean", "description": f"Whether no request came for {SILENCE_S:g} s."},
+            "open_calls": _COUNT,
+            "calls": _COUNT,
+            "cut_calls": _COUNT,
+            "prompt_tokens": _COUNT,
+            "cached_tokens": _COUNT,
+            "output_tokens": _COUNT,
+            "hidden_tokens": _COUNT,
+            "publish_s": {
+                **_MAYBE_SECONDS,
+                "description": "From the arrival of the first request to the first visible content of the last one.",
+            },
+            "e2e_s": _SECONDS,
+            "device_s": _SECONDS,
+            "joules": _SECONDS,
+            "prompt_joules": _SECONDS,
+            "output_joules": _SECONDS,
+            "cost": _SECONDS,
+            "requests": _list(_STRING),
+        }
+    ),
     "Why": _object(
         {
             "id": _STRING,

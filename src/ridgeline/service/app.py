@@ -17,7 +17,7 @@ from ridgeline.service.answer import Shape, send_body, send_events
 from ridgeline.service.call import Call
 from ridgeline.service.chat import read_chat
 from ridgeline.service.completions import read_completion
-from ridgeline.service.declared import read_declared
+from ridgeline.service.declared import RUN_ID, read_declared, read_run_id
 from ridgeline.service.fields import Route, read_fields
 from ridgeline.service.front import Front
 from ridgeline.service.guard import FRONT, IGNORED, REQUEST_ID, add_headers, guard, read_json, request_id
@@ -70,6 +70,7 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
     front = request.app[FRONT]
     service = front.service()
     declared, unknown = read_declared(request.headers.items())
+    run_id = read_run_id(request.headers.getall(RUN_ID, []))
     fields = await read_json(request, partial(read_fields, route))
     if unknown or fields.ignored:
         request[IGNORED] = (*fields.ignored, *unknown)
@@ -84,7 +85,8 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
         call, shape, streaming = await read_completion(service, fields, f"cmpl-{call_id}", arrival)
     if call.ignored:
         request[IGNORED] = (*request.get(IGNORED, ()), *call.ignored)
-    call = replace(call, declared=declared, request_id=request[REQUEST_ID])
+    call = replace(call, declared=declared, request_id=request[REQUEST_ID], run_id=run_id)
+    service.metrics.live.on_arrival()
     stats = service.client.stats
     try:
         service.gate.admit(service.client.open_choices, stats.waiting if stats is not None else 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from ridgeline.core.sampling import SamplingParams
@@ -18,8 +17,8 @@ class Call:
     max_tokens: as the caller gave it; None: as many as fit; 0: the engine computes one token, which is dropped.
     continues: the answer continues the last text of the prompt instead of starting a new one.
     constrained_by: the field with the answer's grammar, "" without one.
-    request_id: of the header x-request-id. declared: latency limits that the caller set for this request. ignored: parts of its
-    messages that the template does not read.
+    request_id: of the header x-request-id. run_id: of the header x-run-id, "" without one. declared: latency limits that the caller
+    set for this request. ignored: parts of its messages that the template does not read.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -34,6 +33,7 @@ class Call:
     continues: bool = False
     constrained_by: str = ""
     request_id: str = ""
+    run_id: str = ""
     declared: Slo = NO_SLO
     ignored: tuple[str, ...] = ()
 
@@ -53,16 +53,18 @@ class Call:
 class Usage:
     """Token counts of an answer. prompt includes cached, completion includes reasoning.
 
-    published: unix seconds of the first visible text; None before it.
+    received: unix seconds at which the engine's newest tokens came. published: that time for the first content that the user sees;
+    None before it.
     """
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    received: float = 0.0
     published: float | None = None
 
     def publish(self) -> None:
-        """Record the time of the first visible text."""
+        """Record that the newest tokens have visible content: text that is not hidden reasoning, or part of a tool call."""
         if self.published is None:
-            self.published = time.time()
+            self.published = self.received

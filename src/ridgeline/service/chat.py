@@ -81,6 +81,7 @@ async def read_chat(
         tags=tags,
         inside=tags is not None and starts_inside(tags, prompt.text),
         show=fields.get("include_reasoning", True),
+        publishes_reasoning=fields.get("include_reasoning", False),
         form=tool_format,
         names=frozenset(tool.name for tool in tools.tools) if tools is not None else frozenset(),
     )
@@ -202,12 +203,14 @@ def _read_controls(template: ChatTemplate, fields: Fields) -> tuple[dict[str, An
 class Parsing:
     """How to parse the model's text.
 
-    inside: the prompt ends inside of reasoning. show: reasoning is returned. form, names: format and functions of tool calls.
+    inside: the prompt ends inside of reasoning. show: reasoning is returned. publishes_reasoning: the user sees it, so it counts as
+    published. form, names: format and functions of tool calls.
     """
 
     tags: Tags | None
     inside: bool
     show: bool
+    publishes_reasoning: bool
     form: ToolFormat | None
     names: frozenset[str]
 
@@ -279,6 +282,7 @@ class ChatShape:
         self._tokenizer = service.tokenizer
         self._scored = call.sampling.logprobs is not None
         self._show_prompt = call.sampling.prompt_logprobs is not None
+        self._publishes_reasoning = parsing.publishes_reasoning
         self._messages = [_Message(parsing) for _ in range(call.choices)]
         self.body_head: dict[str, Any] = {
             "id": call.id,
@@ -339,7 +343,7 @@ class ChatShape:
         before = message.reasoning_reader.tokens
         part = message.read(piece)
         self.usage.reasoning += message.reasoning_reader.tokens - before
-        if part.content or part.calls:
+        if part.content or part.calls or (self._publishes_reasoning and part.reasoning):
             self.usage.publish()
         return message, part
 

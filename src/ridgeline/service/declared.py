@@ -1,12 +1,14 @@
-"""Latency limits of one request, in headers: `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-slo-e2e-ms`.
+"""What a request declares in headers: latency limits, and the agent run that it belongs to.
 
-They take precedence over the server's limits (`--slo`) in that request's verdict, its blame and goodput.
+`x-slo-ttft-ms`, `x-slo-publish-ms`, `x-slo-tpot-ms` and `x-slo-e2e-ms` take precedence over the server's limits (`--slo`) in that
+request's verdict, its blame and goodput. Requests with the same `x-run-id` are calls of one run (`metrics.agent_runs`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 from ridgeline.core.errors import RequestError
 from ridgeline.core.slo import NAMES, Slo
@@ -14,6 +16,9 @@ from ridgeline.core.slo import NAMES, Slo
 _PREFIX = "x-slo-"
 HEADERS = {f"{_PREFIX}{name}-ms": name for name in NAMES}
 """Header -> name of the limit."""
+RUN_ID = "x-run-id"
+RUN_ID_LENGTH = 128
+_RUN_ID = re.compile(rf"[\x21-\x7e]{{1,{RUN_ID_LENGTH}}}")
 
 
 def read_declared(headers: Iterable[tuple[str, str]]) -> tuple[Slo, tuple[str, ...]]:
@@ -33,8 +38,22 @@ def read_declared(headers: Iterable[tuple[str, str]]) -> tuple[Slo, tuple[str, .
             raise RequestError(f"{name} is given twice: send it once.", param=name)
         else:
             limits[HEADERS[name]] = _seconds(name, value)
-    ttft_s, tpot_s, e2e_s = (limits.get(name) for name in NAMES)
-    return Slo(ttft_s, tpot_s, e2e_s), tuple(unknown)
+    return Slo.of(limits), tuple(unknown)
+
+
+def read_run_id(values: Sequence[str]) -> str:
+    """The agent run of one request, "" without one. values: those of the header x-run-id.
+
+    Raises RequestError for more than one value, and for one that is not RUN_ID_LENGTH printable ASCII characters or fewer.
+    """
+    if len(values) > 1:
+        raise RequestError(f"{RUN_ID} is given twice: send it once.", param=RUN_ID)
+    if values and not _RUN_ID.fullmatch(values[0]):
+        raise RequestError(
+            f"{RUN_ID} is {values[0][:40]!r}: send 1 to {RUN_ID_LENGTH} printable ASCII characters without spaces.",
+            param=RUN_ID,
+        )
+    return values[0] if values else ""
 
 
 def _seconds(name: str, value: str) -> float:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from ridgeline.core.errors import NotFound, RequestError
 from ridgeline.metrics import Live, RequestRecord
+from ridgeline.metrics.agent_runs import KEPT_RUNS, run_row
 from ridgeline.metrics.live import KEPT_REQUESTS
 from ridgeline.metrics.why import verdict
 from ridgeline.service.front import Front
@@ -55,6 +56,20 @@ async def why(request: web.Request) -> web.Response:
     return json_response(live.why(record))
 
 
+@ROUTES.get("/runs/{id}")
+async def agent_run(request: web.Request) -> web.Response:
+    """One agent run: the sums of all requests with one header x-run-id, and the time until its answer was published."""
+    run_id = request.match_info["id"]
+    run = request.app[FRONT].metrics.live.agent_runs.find(run_id)
+    if run is None:
+        raise NotFound(
+            f"No agent run has the id {run_id[:80]!r}: give the value of the header x-run-id that its requests had. The last "
+            f"{KEPT_RUNS} ended runs are kept.",
+            param="id",
+        )
+    return json_response(run_row(run))
+
+
 @ROUTES.get("/dashboard/data")
 async def data(request: web.Request) -> web.Response:
     """Everything that the dashboard shows.
@@ -95,6 +110,8 @@ def snapshot(front: Front) -> dict[str, Any]:
         "now": live.now(),
         "figures": live.figures(),
         "latencies": live.latencies(),
+        "user_speed": {f"p{share * 100:g}": speed for share, speed in live.speeds().items()},
+        "agent_runs": live.runs(),
         "blamed": live.blamed(),
         "cut": live.cut(),
         "point": live.point(),
@@ -126,6 +143,7 @@ def _brief(live: Live, record: RequestRecord) -> dict[str, Any]:
         "request_id": record.request_id,
         "e2e_s": record.e2e_s,
         "ttft_s": record.ttft_s,
+        "publish_s": record.publish_s,
         "tpot_s": record.tpot_s,
         "prompt_tokens": record.prompt_tokens,
         "output_tokens": record.output_tokens,

@@ -31,16 +31,18 @@ class Ledger:
         self._arrival = Arrival()
         if step is not None:
             self._arrival = Arrival(step.waiting, step.running, step.blocks_used / max(1, step.blocks_total))
+        metrics.live.on_call(call.run_id, call.arrival)
 
-    def observe(self, delta: Delta) -> None:
+    def observe(self, delta: Delta, now: float) -> None:
+        """A delta came at `now`, unix seconds."""
         if self._first is None and delta.tokens:
-            self._first = time.time()
+            self._first = now
             self._before = self._metrics.live.totals
         if delta.times is not None:
             spent, key = Spent.of(delta.times), (delta.id, delta.choice)
             if key not in self._running:  # the engine reports times with the first token, and with the last
                 self._prompt_device_s += spent.device_s
-            self._running[key] = time.time(), spent
+            self._running[key] = now, spent
 
     def ended(self, reason: str, delta: Delta) -> None:
         """A choice ended with `delta`. If the service ended it (a stop string), it has been decoding since the last report."""
@@ -57,6 +59,9 @@ class Ledger:
         cut = [replace(choice, decode_s=choice.decode_s + now - at) for at, choice in self._running.values()]
         spent = self._ended if complete else [*self._ended, *cut]
         slowest = max(spent, key=lambda choice: choice.queue_s + choice.prefill_s + choice.decode_s, default=Spent())
+        published = usage.published
+        if published is None and complete and not usage.reasoning:  # an empty answer hides nothing
+            published = self._first
         live = self._metrics.live
         self._metrics.on_request(
             RequestRecord(
@@ -77,10 +82,11 @@ class Ledger:
                 ),
                 max_tokens=call.max_tokens,
                 hidden_tokens=usage.reasoning,
-                publish_s=None if usage.published is None else usage.published - arrived,
+                publish_s=None if published is None else published - arrived,
                 cut="" if complete else self.cut,
                 cut_reason="" if complete else self.cut_reason,
                 request_id=call.request_id,
+                run_id=call.run_id,
                 late=tuple(live.late[self._late_before :]),
                 declared=call.declared,
                 arrival=self._arrival,

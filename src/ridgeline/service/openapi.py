@@ -16,7 +16,7 @@ from aiohttp import web
 
 import ridgeline
 from ridgeline.service.answers import ANSWERS
-from ridgeline.service.declared import HEADERS
+from ridgeline.service.declared import HEADERS, RUN_ID, RUN_ID_LENGTH
 from ridgeline.service.guard import FRONT
 from ridgeline.service.routes import DETOKENIZE, TOKENIZE
 from ridgeline.service.schemas import Schema, body_schema, record_schema
@@ -97,8 +97,13 @@ _DECLARED: Mapping[str, Schema] = {
     }
     for name, limit in HEADERS.items()
 }
-_REQUEST_ID: Mapping[str, Schema] = {
-    "x-request-id": {"type": "string", "description": "Your id for the request. /requests/{id} accepts it."}
+_IDS: Mapping[str, Schema] = {
+    "x-request-id": {"type": "string", "description": "Your id for the request. /requests/{id} accepts it."},
+    RUN_ID: {
+        "type": "string",
+        "maxLength": RUN_ID_LENGTH,
+        "description": "Your id for the agent run that the request belongs to. /runs/{id} accepts it.",
+    },
 }
 _SINCE = {
     "type": "number",
@@ -116,14 +121,14 @@ _MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 DETAILS: Mapping[str, Details] = {
     "post /v1/chat/completions": Details(
-        headers={**_REQUEST_ID, **_DECLARED},
+        headers={**_IDS, **_DECLARED},
         body=_ref("ChatRequest"),
         example={"messages": _MESSAGES, "max_tokens": 64, "stream": True},
         answers={_JSON: _ref("ChatCompletion"), _EVENTS: _ref("ChatCompletionChunk")},
         errors=_GENERATES,
     ),
     "post /v1/completions": Details(
-        headers={**_REQUEST_ID, **_DECLARED},
+        headers={**_IDS, **_DECLARED},
         body=_ref("CompletionRequest"),
         example={"prompt": "Once upon a time", "max_tokens": 64},
         answers={_JSON: _ref("Completion"), _EVENTS: _ref("Completion")},
@@ -151,6 +156,7 @@ DETAILS: Mapping[str, Details] = {
     "get /requests": Details({"order": _ORDER, "limit": _LIMIT}, answers={_JSON: _ref("Ledger")}, errors=(400,)),
     "get /requests/{id}": Details(answers={_JSON: _ref("LedgerRow")}, errors=(404,)),
     "get /requests/{id}/why": Details(answers={_JSON: _ref("Why")}, errors=(404,)),
+    "get /runs/{id}": Details(answers={_JSON: _ref("AgentRun")}, errors=(404,)),
     "get /dashboard/data": Details({"since": _SINCE}, answers={_JSON: {"type": "object"}}, errors=(400,)),
     "get /": Details(answers={_JSON: _ref("Home"), _HTML: {"type": "string"}}),
     "get /openapi.json": Details(answers={_JSON: {"type": "object"}}),
@@ -161,7 +167,7 @@ DETAILS: Mapping[str, Details] = {
 }
 """By method and path. A route without an entry is described by its docstring and path."""
 _PATH_DESCRIPTIONS = {
-    "id": "The id of the answer's body, or of its header x-request-id.",
+    "id": "The id of the answer's body, or of its header x-request-id; of an agent run, that of the header x-run-id.",
     "name": "Name of the model as /v1/models lists it, or of a file under /dashboard/.",
 }
 

@@ -5,6 +5,7 @@ If a caller leaves it early, as on a disconnect, it closes the subscription, whi
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -129,6 +130,7 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
             batch: list[Piece] = []
             failed: RidgelineError | None = None
             deltas = await subscription.take(service.config.keep_alive_s)
+            usage.received = time.time()
             for delta in _merged(deltas) if len(deltas) > 1 else deltas:
                 failed = failed or run.failure(delta)
                 if failed is None and (piece := run.take(delta)) is not None:
@@ -194,7 +196,7 @@ class _Run:
             return None
         if delta.choice == 0 and delta.cached > 0:
             usage.cached += delta.cached
-        self._ledger.observe(delta)
+        self._ledger.observe(delta, usage.received)
         if call.max_tokens == 0:
             piece = Piece(choice.index, "", 0, "length")
             choice.finished = True

@@ -1,7 +1,7 @@
 import {askKey, headers, text} from "./common.js";
-import {number, roofline, seconds, series} from "./charts.js";
+import {count, number, roofline, seconds, series} from "./charts.js";
 
-const EVERY_MS = 1000, KEPT = 360;
+const EVERY_MS = 1000, KEPT = 360, NONE = "no request in the last five minutes";
 const byId = id => document.getElementById(id);
 const readings = [];   // the server's readings of the last hour, the oldest first
 const open = new Set();   // requests whose details are shown
@@ -43,14 +43,20 @@ function show(data) {
 }
 
 function tiles(data) {
-  const now = data.now, figures = data.figures, latencies = data.latencies;
+  const now = data.now, figures = data.figures, latencies = data.latencies, speed = data.user_speed, runs = data.agent_runs;
   const percent = value => value === undefined ? "–" : `${number(100 * value)} %`;
-  const spread = latency => latency ? `p90 ${seconds(latency.p90)} · p99 ${seconds(latency.p99)}` : "no request in the last five minutes";
+  const spread = latency => latency ? `p90 ${seconds(latency.p90)} · p99 ${seconds(latency.p99)}` : NONE;
   const rows = [
     ["Time to first token", seconds(latencies.ttft?.p50), "median", spread(latencies.ttft)],
+    ["Time to publish", seconds(latencies.publish?.p50), "median", spread(latencies.publish)],
     ["Time per output token", seconds(latencies.tpot?.p50), "median", spread(latencies.tpot)],
+    ["Speed of one user", number(speed.p50), "tokens per s, median",
+      speed.p50 === undefined ? NONE : `slowest 5 %: below ${number(speed.p5)} · fastest 5 %: above ${number(speed.p95)}`],
     ["Output tokens", number(figures.output_tokens_per_second), "per s", `prompt tokens: ${number(figures.prompt_tokens_per_second)} per s`],
     ["Requests", number(now.running), "running", `${number(now.waiting)} waiting · ${number(figures.requests_per_second)} ended per s`],
+    ["Requests per minute", number(figures.completed_requests_per_minute), "completed",
+      `${number(figures.arriving_requests_per_minute)} arriving per minute`],
+    ["Agent runs", seconds(runs.publish_seconds?.p50), "to publish, median", agentRuns(runs, figures)],
     figures.slo_attainment === undefined
       ? ["Goodput", "–", "", data.slo_text ? "no request has ended in the last five minutes" : "no SLO is declared (--slo)"]
       : ["Goodput", number(figures.goodput_requests_per_second), "requests per s",
@@ -72,14 +78,32 @@ function tiles(data) {
   }));
 }
 
+// Percentiles of the agent runs that ended in the last five minutes.
+function agentRuns(runs, figures) {
+  const open = figures.open_agent_runs ? `${number(figures.open_agent_runs)} open` : "";
+  if (!runs.calls) return open || "no run (header x-run-id) in the last five minutes";
+  const middle = [count(Math.round(runs.calls.p50), "call"), `${number(runs.tokens.p50)} tokens`];
+  if (runs.cost_dollars) middle.push(`$${number(runs.cost_dollars.p50)}`);
+  if (runs.joules) middle.push(`${number(runs.joules.p50)} J`);
+  const late = runs.publish_seconds ? `p95 ${seconds(runs.publish_seconds.p95)}` : "";
+  return [late, `medians: ${middle.join(", ")}`, open].filter(Boolean).join(" · ");
+}
+
 // Charts of the last hour.
 function charts(data) {
   const points = [...readings, data], times = points.map(point => point.at);
   const of = pick => points.map(point => pick(point) ?? NaN);
-  const limits = [["TTFT limit", data.slo.ttft], ["TPOT limit", data.slo.tpot]].filter(([, value]) => value !== null);
+  const limits = [["TTFT limit", data.slo.ttft], ["publish limit", data.slo.publish], ["TPOT limit", data.slo.tpot]].filter(([, value]) => value !== null);
   byId("latencynote").textContent = "Median and p95 (dashed) over five minutes. "
     + (limits.length ? `Dotted: the limits of the SLO ${data.slo_text}.` : data.slo_text ? `SLO: ${data.slo_text}.` : "No SLO is declared.");
+  // Without hidden tokens the time to publish equals TTFT, and percentiles are exact within 1 %.
+  const hides = points.some(point => point.latencies.publish?.p95 > 1.02 * point.latencies.ttft?.p95);
+  const publish = [
+    {name: "publish p50", colour: "third", values: of(point => point.latencies.publish?.p50)},
+    {name: "publish p95", colour: "third", thin: true, values: of(point => point.latencies.publish?.p95)},
+  ];
   series(byId("latency"), times, [
+    ...(hides ? publish : []),
     {name: "TTFT p50", colour: "first", values: of(point => point.latencies.ttft?.p50)},
     {name: "TTFT p95", colour: "first", thin: true, values: of(point => point.latencies.ttft?.p95)},
     {name: "TPOT p50", colour: "second", values: of(point => point.latencies.tpot?.p50)},
@@ -145,7 +169,7 @@ function use(data) {
 function slowest(rows) {
   if (!rows.length) return byId("slowest").replaceChildren(text("p", "No request has ended in the last five minutes.", "note"));
   const table = document.createElement("table"), head = table.createTHead().insertRow();
-  for (const name of ["request", "total", "first token", "per token", "tokens in", "tokens out", "limit missed in"]) head.append(text("th", name));
+  for (const name of ["request", "total", "first token", "published", "per token", "tokens in", "tokens out", "limit missed in"]) head.append(text("th", name));
   head.append(text("th", "why", "words"));
   const body = table.createTBody();
   for (const row of rows) {
@@ -153,7 +177,7 @@ function slowest(rows) {
     const id = text("td", "");
     id.append(text("code", short(row.id)), document.createElement("br"), text("code", short(row.request_id), "quiet"));
     id.title = `id: ${row.id}\nx-request-id: ${row.request_id}`;
-    line.append(id, text("td", seconds(row.e2e_s)), text("td", seconds(row.ttft_s)), text("td", seconds(row.tpot_s)),
+    line.append(id, text("td", seconds(row.e2e_s)), text("td", seconds(row.ttft_s)), text("td", seconds(row.publish_s)), text("td", seconds(row.tpot_s)),
       text("td", number(row.prompt_tokens)), text("td", number(row.output_tokens)));
     const blame = text("td", "");
     blame.append(row.blame ? text("span", row.blame, "tag") : "–");
