@@ -36,9 +36,9 @@ def test_which_steps_have_a_graph() -> None:
     graphs = GraphExecutor(make_step(pair("llama-gqa")[1]), sizes(6, 64), Uncaptured)
 
     def padded(tokens: int, rows: int, width: int = 1) -> StepShape | None:
-        return graphs.padded(StepShape(rows, rows, tokens, tokens, width), plain=True)
+        return graphs.padded(StepShape(rows, rows, tokens, tokens, width), fused_sampling=True)
 
-    assert graphs.padded(StepShape.decoding(5), plain=False) == StepShape.decoding(6)
+    assert graphs.padded(StepShape.decoding(5), fused_sampling=False) == StepShape.decoding(6)
     assert padded(17, 6) == StepShape.mixed(7, 32)
     assert padded(64, 1) == StepShape.mixed(7, 64)
     assert padded(65, 1) is None
@@ -68,8 +68,8 @@ def test_which_mixed_steps_of_many_rows_have_a_graph() -> None:
 def test_which_steps_with_drafts_have_a_graph() -> None:
     graphs = GraphExecutor(make_step(pair("llama-gqa")[1]), sizes(256, 64, (0, 1, 3)), Uncaptured)
 
-    def padded(tokens: int, rows: int, width: int, tree: bool = False, plain: bool = True) -> StepShape | None:
-        return graphs.padded(StepShape(rows, rows, tokens, width, width, tokens - rows, tree), plain)
+    def padded(tokens: int, rows: int, width: int, tree: bool = False, fused_sampling: bool = True) -> StepShape | None:
+        return graphs.padded(StepShape(rows, rows, tokens, width, width, tokens - rows, tree), fused_sampling)
 
     assert padded(8, 4, 2) == StepShape.verifying(4, 1, False)
     assert padded(7, 4, 2) == StepShape.verifying(8, 1, False), "a row is left for padding"
@@ -80,7 +80,7 @@ def test_which_steps_with_drafts_have_a_graph() -> None:
     assert (
         padded(8, 4, 2, tree=True) is None and padded(5, 1, 5) is None and padded(8, 4, 2, fused_sampling=False) is None
     )
-    assert graphs.padded(StepShape(4, 3, 8, 3, 2, 3), plain=True) is None, "a row reads a part of its prompt"
+    assert graphs.padded(StepShape(4, 3, 8, 3, 2, 3), fused_sampling=True) is None, "a row reads a part of its prompt"
 
 
 def test_drafts_of_the_host_are_chains_and_trees() -> None:

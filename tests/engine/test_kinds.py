@@ -58,7 +58,7 @@ def test_one_layer_of_each_kind_launches_what_all_launch(family: str) -> None:
             REFERENCE,
             tokenwise=_all_noting(REFERENCE.tokenwise, noted),
             attention=_all_noting(REFERENCE.attention, noted),
-            matmul=replace(REFERENCE.matmul, plain=_all_noting(REFERENCE.matmul.unquantized, noted)),
+            matmul=replace(REFERENCE.matmul, unquantized=_all_noting(REFERENCE.matmul.unquantized, noted)),
         )
         model = build(Path(name), model=ModelConfig(max_model_len=192), ops=ops, device=torch.device("cpu"))
     step = make_step(model)

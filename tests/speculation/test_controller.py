@@ -410,7 +410,7 @@ def test_one_plain_step_may_stand_for_several() -> None:
         controllers[1].measure_undrafted(2, 0.003, 4)
     for controller in controllers:
         batch = batch_of(controller, 2)
-        assert (batch.count, batch.fused_sampling) == (100, pytest.approx(0.003))
+        assert (batch.count, batch.undrafted_s) == (100, pytest.approx(0.003))
         assert controller.measure(Reading(2, 0.006, 3.0, 4, 4))[0] == pytest.approx(0.003)
     first, other = (batch_of(controller, 2) for controller in controllers)
     for budget, same in ((first.device, other.device), (first.host, other.host)):

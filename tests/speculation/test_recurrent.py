@@ -220,7 +220,7 @@ def test_what_is_multiplied_with_is_what_is_stored(folder: Path) -> None:
         "head": draft.lm_head,
     }
     for name, linear in parts.items():
-        weight = stored.plain(name, torch.float32, CPU).requires_grad_()
+        weight = stored.dense(name, torch.float32, CPU).requires_grad_()
         assert stored.matrices[name].bits == 4 and stored.matrices[name].scales.shape[1] == -(-weight.shape[1] // 64)
         assert not torch.equal(linear.weight, weight)
         x = torch.randn(3, weight.shape[1])
@@ -229,7 +229,7 @@ def test_what_is_multiplied_with_is_what_is_stored(folder: Path) -> None:
         (x @ weight.T).square().sum().backward()
         torch.testing.assert_close(linear.weight.grad, weight.grad, rtol=1e-4, atol=1e-4)
     gate, up = (linear(torch.eye(SPEC.d_model)).T for linear in (draft.mlp.gate_proj, draft.mlp.up_proj))
-    torch.testing.assert_close(torch.cat((gate, up)), stored.plain("gate_up", torch.float32, CPU), rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.cat((gate, up)), stored.dense("gate_up", torch.float32, CPU), rtol=0, atol=1e-6)
 
 
 def test_matrices_that_no_format_names_are_in_8_bits(folder: Path) -> None:
