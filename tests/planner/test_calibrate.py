@@ -82,6 +82,7 @@ def test_too_few_steps_are_refused(guess: CostModel) -> None:
         calibrate(guess, few * 3, "machine", "2026-11-21")
 
 
+@pytest.mark.long
 def test_intervals_contain_the_factors_of_the_machine(guess: CostModel) -> None:
     """90 % intervals: of the fitted factors of 5 random machines, at least 80 % are inside. Most factors are fitted."""
     chance = random.Random(11)
