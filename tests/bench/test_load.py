@@ -10,7 +10,7 @@ import pytest
 
 from ridgeline.bench.load import LEAD_S, Plan, Sent, Writer, send_all
 from ridgeline.bench.target import Address
-from ridgeline.bench.workload import RequestSpec, Workload, arrivals
+from ridgeline.core.workload import RequestSpec, Workload, arrivals
 
 from .virtual import FakeServer, FakeWriter, LoopClock, run
 

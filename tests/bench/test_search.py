@@ -12,8 +12,8 @@ from ridgeline.bench.compare import compare, paired
 from ridgeline.bench.load import Plan, Writer, send_all
 from ridgeline.bench.record import Run
 from ridgeline.bench.search import doubling, meets, saturated, search, sweep
-from ridgeline.bench.workload import RequestSpec, Workload
 from ridgeline.core.slo import Slo
+from ridgeline.core.workload import RequestSpec, Workload
 
 from .rows import failed, make_run, row
 from .virtual import FakeServer, FakeWriter, LoopClock, run

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from ridgeline.bench.stream import Reply
-from ridgeline.bench.workload import RequestSpec
+from ridgeline.core.workload import RequestSpec
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from ridgeline.bench.prompts import Prompts
 from ridgeline.bench.record import Row
 from ridgeline.bench.stream import Reply
 from ridgeline.bench.target import Address, Dialect
-from ridgeline.bench.workload import RequestSpec, Workload, conversations
+from ridgeline.core.workload import RequestSpec, Workload, conversations
 
 LEAD_S = 0.05
 """Seconds between the start and the first request, so that the first request is not late."""

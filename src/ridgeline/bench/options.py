@@ -11,10 +11,10 @@ import msgspec
 
 from ridgeline.bench.target import Address, Dialect
 from ridgeline.bench.traces import read_trace
-from ridgeline.bench.workload import RequestSpec, Workload, arrivals, fits, synthetic
 from ridgeline.core.config import option
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
+from ridgeline.core.workload import RequestSpec, Workload, arrivals, fits, synthetic
 
 DEFAULT_REQUESTS = 200
 DEFAULT_CONCURRENCY = 8

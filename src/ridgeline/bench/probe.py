@@ -10,8 +10,8 @@ import msgspec
 from ridgeline.bench.prompts import WORDS, Prompts, Vocabulary
 from ridgeline.bench.stream import Reply
 from ridgeline.bench.target import Client, Dialect
-from ridgeline.bench.workload import RequestSpec
 from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.core.workload import RequestSpec
 
 _SHORT, _LONG = 40, 160
 """Words of two prompts. From their token counts follow the tokens per word and the tokens of an empty prompt."""

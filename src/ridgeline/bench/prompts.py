@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from ridgeline.bench.workload import RequestSpec
+from ridgeline.core.workload import RequestSpec
 
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "

@@ -20,8 +20,8 @@ from ridgeline.bench.prompts import Prompts
 from ridgeline.bench.record import Run
 from ridgeline.bench.server_state import ServerState
 from ridgeline.bench.target import Client
-from ridgeline.bench.workload import Workload
 from ridgeline.core.slo import Slo
+from ridgeline.core.workload import Workload
 
 EXPLAINED_REQUESTS = 10
 """Number of slowest requests whose explanation is fetched."""

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.bench.workload import RequestSpec, Workload
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.workload import RequestSpec, Workload
 
 CHARACTERS_PER_TOKEN = 4.0
 """Estimate for texts of unknown token count. In results the server's count replaces it."""

@@ -33,12 +33,12 @@ from ridgeline.bench.search import SearchResult, doubling, levelled, saturated, 
 from ridgeline.bench.server_process import serving
 from ridgeline.bench.session import BenchConfig, Session
 from ridgeline.bench.traces import read_trace
-from ridgeline.bench.workload import describe
 from ridgeline.cli.flags import Arguments, Parser, add_options, check_output_paths, parser_for
 from ridgeline.core.config import option
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
 from ridgeline.core.slo import Slo
+from ridgeline.core.workload import describe
 
 CONFIGS = (TargetConfig, WorkloadConfig, LoadConfig, ResultConfig)
 SECONDS_PER_RUN = 30.0

@@ -13,8 +13,8 @@ import pytest
 from ridgeline.bench.options import LoadConfig, WorkloadConfig, schedule, source
 from ridgeline.bench.prompts import Prompts, Vocabulary
 from ridgeline.bench.target import Dialect
-from ridgeline.bench.workload import RequestSpec, Workload, arrivals, describe, synthetic
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.workload import RequestSpec, Workload, arrivals, describe, synthetic
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5), (math.inf, 0.0)])
