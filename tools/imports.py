@@ -34,7 +34,10 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "core", "wire", "text", "metrics", "hardware", "ops", "quant", "kv", "parallel", "models", "decoding", "speculation",
     ),
     "service": ("core", "wire", "text", "metrics", "hardware.table", "planner"),
-    "planner": ("core", "hardware", "metrics"),
+    "planner": (
+        "core", "hardware", "metrics",
+        "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.loop", "engine.virtual",
+    ),
     "compress": ("core", "text", "hardware", "models", "quant", "ops", "parallel", "decoding", "speculation", "quality"),
     "bench": ("core", "wire", "text", "metrics", "hardware", "planner", "engine.local"),
     "quality": ("core", "wire", "text", "metrics", "hardware", "planner", "engine.local"),

@@ -10,6 +10,7 @@ import msgspec
 
 from ridgeline.bench.probe import fetch
 from ridgeline.bench.target import Client
+from ridgeline.planner.situation import RECORD
 
 DIAGNOSIS_KEYS = ("facts", "ceilings", "now", "figures", "latencies", "late")
 """Keys of GET /dashboard/data that the diagnosis reads (planner.diagnose.observe)."""
@@ -21,8 +22,10 @@ class ServerState:
     Use `watch` as the run's progress callback; it calls `progress` in turn.
     """
 
-    def __init__(self, client: Client, total: int, progress: Callable[[int], None]) -> None:
-        self._client, self._middle, self._progress = client, max(1, total // 2), progress
+    def __init__(self, client: Client, label: str, total: int, progress: Callable[[int], None]) -> None:
+        """label: what the ids of the run's requests begin with. total: requests of the run."""
+        self._client, self._label = client, label
+        self._middle, self._progress = max(1, total // 2), progress
         self._asking: asyncio.Task[dict[str, Any] | None] | None = None
 
     def watch(self, done: int) -> None:
@@ -34,7 +37,13 @@ class ServerState:
         """Return the state after the run. None if the server is not a Ridgeline server."""
         middle = await self._asking if self._asking is not None else None
         end = await self._ask() if middle is not None else None
-        return end and {**end, "now": (middle or end)["now"]}
+        return end and {**end, "now": (middle or end)["now"], "requests": await self._requests()}
+
+    async def _requests(self) -> list[dict[str, Any]]:
+        """The server's records of the run's requests, up to the 1,000 newest."""
+        reply = await fetch(self._client, "/requests?limit=1000")
+        rows = msgspec.json.decode(reply.text, type=dict)["data"] if reply.status == 200 else []
+        return [{name: row[name] for name in RECORD} for row in rows if row["request_id"].startswith(self._label)]
 
     async def _ask(self) -> dict[str, Any] | None:
         reply = await fetch(self._client, "/dashboard/data")

@@ -46,12 +46,18 @@ class BenchConfig:
 class Session:
     """Makes runs against one server: `async with Session(config) as session: await session.measure()`."""
 
-    def __init__(self, config: BenchConfig, url: str | None = None, progress: Progress | None = None) -> None:
-        """url: replaces `config.target.url`."""
+    def __init__(
+        self,
+        config: BenchConfig,
+        url: str | None = None,
+        progress: Progress | None = None,
+        workload: Workload | None = None,
+    ) -> None:
+        """url: replaces `config.target.url`. workload: replaces `config.workload`."""
         self._config = config
         self._slo = Slo.parse(config.result.slo)
         self._dialect, self._ids, self._chat = options.dialect(config.target)
-        self._source = options.source(config.workload, config.load)
+        self._source = workload or options.source(config.workload, config.load)
         if config.workload.run_ids:
             options.check_conversations(self._source)
         self.client = Client(options.address(config.target, url), config.target.timeout_s)
@@ -90,7 +96,7 @@ class Session:
             label_of_ids = f"bench-{time.time_ns() // 1_000_000:x}-{self._runs}"
             plan = Plan(workload, concurrency, load.duration, label_of_ids, self._config.workload.run_ids)
             total = len(workload.requests)
-            state = ServerState(self.client, total, lambda done: self._progress(done, total))
+            state = ServerState(self.client, label_of_ids, total, lambda done: self._progress(done, total))
             before = await self._counters()
             sent = await send_all(plan, self.client, writer, clock, state.watch)
             after = await self._counters()

@@ -1,7 +1,8 @@
-"""Find the bottleneck of a running server, its distance to the limit of the hardware, and remedies in order of predicted gain.
+"""Find the bottleneck of a running server, and predict what each technique would gain on its recorded load.
 
-Reads the last five minutes of a Ridgeline server, which should run under its usual load. Can also read a run of `ridgeline
-bench run` against such a server. docs/diagnosis.md shows the decision path.
+Reads the last five minutes of a Ridgeline server, which should run under its usual load, or a run of `ridgeline bench run` against
+such a server. Each prediction is a simulation of the recorded requests. `--apply N` starts a copy of the server with and without
+remedy N, replays the requests on both, and prints predicted beside measured. docs/diagnosis.md explains the rules.
 """
 
 from __future__ import annotations
@@ -9,25 +10,41 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import shlex
+import sys
 import urllib.error
 import urllib.request
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ridgeline.bench.figures import invalid_reason
 from ridgeline.bench.record import read_run
+from ridgeline.bench.replay import measured, replay
 from ridgeline.bench.target import Address
 from ridgeline.cli.flags import Arguments, Parser, parser_for
+from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.fit import flags
 from ridgeline.core.reach import unreachable
-from ridgeline.planner.diagnose import Diagnosis, Observation, diagnose, observe
+from ridgeline.models.build import served_spec
+from ridgeline.models.config import read_model
+from ridgeline.models.hub import resolve_model
+from ridgeline.planner.diagnose import Diagnosis, diagnose, observe
+from ridgeline.planner.remedies import OBJECTIVES, Outlook, Remedy, objective_of, predict
+from ridgeline.planner.simulate import Figures
+from ridgeline.planner.situation import Situation, read_situation
+from ridgeline.planner.techniques import NOT_BUILT, Effort
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 10.0
+_SHOWN = 8
+"""Predicted remedies that are printed. --json has all."""
 
 
 def parser() -> Parser:
@@ -39,41 +56,93 @@ def parser() -> Parser:
         help=f"address of the server (default: {DEFAULT_URL}), or result folder of `ridgeline bench run`",
     )
     parser.add_argument("--api-key", dest="key", metavar="TEXT", help="API key of the server")
+    parser.add_argument(
+        "--improve",
+        choices=tuple(OBJECTIVES),
+        help="what the remedies shall reduce (default: what shows the bottleneck): "
+        + ", ".join(f"{name} ({words})" for name, (words, _) in OBJECTIVES.items()),
+    )
+    parser.add_argument(
+        "--model-folder", metavar="FOLDER", help="folder or hub name of the served model, if it is elsewhere here"
+    )
+    parser.add_argument("--apply", type=int, metavar="N", help="measure remedy N on a copy of the server")
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     return parser
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a server or a run tells: GET /dashboard/data, GET /requests, and the load generator's view."""
+
+    snapshot: Mapping[str, Any]
+    rows: list[dict[str, Any]]
+    concurrency: int | None = None
+    client: str = ""
+
+
 def run(args: Arguments) -> int:
-    source = getattr(args.options, "url", DEFAULT_URL)
-    is_run = Path(source).exists()
-    diagnosis = diagnose(
-        _read_run(Path(source)) if is_run else observe(_fetch(source, getattr(args.options, "key", "")))
-    )
-    if getattr(args.options, "json", False):
-        print(json.dumps(_json_value(asdict(diagnosis)), indent=1))
+    options = args.options
+    source = getattr(options, "url", DEFAULT_URL)
+    record = _read_run(Path(source)) if Path(source).exists() else _read_server(source, getattr(options, "key", ""))
+    diagnosis = diagnose(observe(record.snapshot, record.rows, record.client))
+    if getattr(options, "json", False):
+        content = asdict(diagnosis)
     else:
+        content = None
         _show(diagnosis, Console())
+    try:
+        situation = _situation(record, getattr(options, "model_folder", ""))
+        outlook = predict(situation, getattr(options, "improve", "") or objective_of(diagnosis.bottleneck))
+    except ConfigError as error:
+        if hasattr(options, "apply"):
+            raise
+        return _unpredicted(error.message, content)
+    remedy = _numbered(outlook, options.apply) if hasattr(options, "apply") else None
+    if content is None:
+        _show_outlook(outlook, situation, Console())
+    figures = None if remedy is None else _apply(remedy, situation)
+    if content is not None:
+        print(json.dumps(_json_value(content | _content(outlook, situation, remedy, figures)), indent=1))
+    elif remedy is not None and figures is not None:
+        _compare(remedy, outlook, figures, Console())
     return 0
 
 
-def _read_run(folder: Path) -> Observation:
-    """Figures of the server during a run. Raises ConfigError for a run against a server other than Ridgeline."""
-    run = read_run(folder)
-    state = run.facts.get("server")
-    if not isinstance(state, dict):
+def _unpredicted(reason: str, content: dict[str, Any] | None) -> int:
+    """The bottleneck is known, but nothing can be predicted."""
+    if content is None:
+        Console().print(f"\nNo predictions: {reason}", highlight=False, markup=False)
+    else:
+        print(json.dumps(_json_value(content | {"no_predictions": reason}), indent=1))
+    return 0
+
+
+# --- reading -------------------------------------------------------------------------------------------------------------
+
+
+def _read_run(folder: Path) -> Record:
+    """The record of a run. Raises ConfigError for a run against a server other than Ridgeline."""
+    bench = read_run(folder)
+    state = bench.facts.get("server")
+    if not isinstance(state, dict) or "requests" not in state:
         raise ConfigError(
-            f"The run {folder} has no figures of its server: only runs against a Ridgeline server can be diagnosed. Give "
-            "such a run, or the address of a Ridgeline server.",
+            f"The run {folder} has no figures of its server: only runs of this version against a Ridgeline server can be "
+            "diagnosed. Give such a run, or the address of a Ridgeline server.",
             param="url",
         )
-    return observe(state, invalid_reason(run))
+    concurrency = bench.facts.get("concurrency") if bench.facts.get("rate") is None else None
+    return Record(state, state["requests"], concurrency, invalid_reason(bench))
 
 
-def _fetch(url: str, key: str) -> Any:
-    """GET /dashboard/data. Raises ConfigError if no Ridgeline server answers at `url`."""
+def _read_server(url: str, key: str) -> Record:
+    return Record(_fetch(url, "/dashboard/data", key), _fetch(url, "/requests?limit=1000", key)["data"])
+
+
+def _fetch(url: str, path: str, key: str) -> Any:
+    """GET a path of the server. Raises ConfigError if no Ridgeline server answers at `url`."""
     Address(url)  # raises ConfigError for an invalid address
     address = url if "://" in url else f"http://{url}"
-    address = address.rstrip("/").removesuffix("/v1") + "/dashboard/data"
+    address = address.rstrip("/").removesuffix("/v1") + path
     request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
@@ -87,28 +156,163 @@ def _fetch(url: str, key: str) -> Any:
         raise ConfigError(f"{address} did not answer with JSON: is it a Ridgeline server?", param="url") from error
 
 
+def _situation(record: Record, folder: str) -> Situation:
+    """The situation, with the model's config.json from its folder. Raises ConfigError if it is not on this machine."""
+    facts = record.snapshot["facts"]
+    named = folder or facts.get("root", "")
+    try:
+        checkpoint, _ = read_model(resolve_model(ModelConfig(model=named, load_format="dummy")))
+    except ConfigError as error:
+        raise ConfigError(
+            f"The predictions need config.json of the served model ({error.message}): give its folder with --model-folder.",
+            param="model_folder",
+        ) from None
+    options = facts.get("model_options", {})
+    return read_situation(
+        record.snapshot, record.rows, served_spec(checkpoint, ModelConfig(**options)), record.concurrency
+    )
+
+
+# --- applying ------------------------------------------------------------------------------------------------------------
+
+
+def _numbered(outlook: Outlook, number: int) -> Remedy:
+    """Remedy `number`, counted from 1. Raises ConfigError if there is none, or if options of a server do not apply it."""
+    offered = outlook.offered
+    if not 1 <= number <= len(offered):
+        known = f"1 to {len(offered)}" if offered else "nothing: no technique helps"
+        raise ConfigError(f"--apply is {number}: give the number of a remedy, {known}.", param="apply")
+    remedy = offered[number - 1]
+    if remedy.technique.effort is not Effort.RESTART:
+        able = [str(place) for place, other in enumerate(offered, 1) if other.technique.effort is Effort.RESTART]
+        raise ConfigError(
+            f"--apply {number} ({remedy.name}) takes {remedy.technique.effort}, which this command cannot make: give "
+            f"{', '.join(able) or 'another objective with --improve'}.",
+            param="apply",
+        )
+    return remedy
+
+
+def _apply(remedy: Remedy, now: Situation) -> tuple[Figures, Figures]:
+    """Figures of the recorded load on copies of the server, without and with the remedy."""
+    pair = []
+    for situation in (now, remedy.change.after):
+        words = situation.flags()
+        print(
+            f"Replaying {len(now.workload.requests)} requests on: ridgeline serve {shlex.join(words)}", file=sys.stderr
+        )
+        pair.append(measured(replay(words, situation.workload, situation.concurrency)))
+    return pair[0], pair[1]
+
+
+# --- showing -------------------------------------------------------------------------------------------------------------
+
+
 def _show(diagnosis: Diagnosis, console: Console) -> None:
     console.print(f"[bold]Bottleneck: {diagnosis.bottleneck}[/bold]")
     for line in (*diagnosis.evidence, *diagnosis.distance):
         console.print(f"  {line}", highlight=False)
-    if not diagnosis.advice:
-        console.print("\nNo option of this server improves this workload; see docs/diagnosis.md.")
-        return
+
+
+def _show_outlook(outlook: Outlook, situation: Situation, console: Console) -> None:
+    words, value = OBJECTIVES[outlook.objective]
+    requests = len(situation.workload.requests)
+    console.print(
+        f"\n[bold]Remedies[/bold] for the {words}, predicted by simulating the last {requests} requests. Now: simulated "
+        f"{_time(value(outlook.simulated))}, recorded {_time(value(outlook.recorded))}.",
+        highlight=False,
+    )
+    known = list(enumerate(outlook.remedies, 1))
+    for number, remedy in [*known[:_SHOWN], *enumerate(outlook.unknown, len(known) + 1)]:
+        console.print(_describe(number, remedy, outlook, situation), highlight=False)
+    if not outlook.offered:
+        console.print("No technique improves this workload; see docs/diagnosis.md.")
+    if len(known) > _SHOWN:
+        console.print(f"{len(known) - _SHOWN} more with --json.")
+    if outlook.useless:
+        console.print(f"\nConsidered, no gain here: {', '.join(outlook.useless)}.", highlight=False)
+    console.print(f"Not built yet, so not judged: {', '.join(NOT_BUILT)}.", highlight=False)
+
+
+def _describe(number: int, remedy: Remedy, outlook: Outlook, situation: Situation) -> str:
+    """A remedy in three lines: its prediction, how to apply it, and what it costs."""
+    now, after, technique = outlook.simulated, remedy.figures, remedy.technique
+    predicted, details = "    ?", f"cannot be predicted: {remedy.change.unknown}"
+    if after is not None:
+        changes = {
+            "first token": _change(now.ttft_s, after.ttft_s),
+            "per token": _change(now.tpot_s, after.tpot_s),
+            "tokens/s": _change(now.tokens_s, after.tokens_s),
+        }
+        predicted, details = f"{-remedy.gain:5.0%}", ", ".join(f"{name} {change}" for name, change in changes.items())
+    how = technique.command or " ".join(flags(remedy.change.after.changes(situation))) or "the default options"
+    costs = f"effort: {technique.effort}; risk to quality: {remedy.change.risk.name.lower()}; price: {technique.price}"
+    lines = f"[bold]{number:3} {predicted}  {escape(remedy.name)}[/bold]", details, escape(how), costs
+    return "\n           ".join(lines)
+
+
+def _compare(remedy: Remedy, outlook: Outlook, figures: tuple[Figures, Figures], console: Console) -> None:
+    """Print predicted beside measured."""
+    before, after = figures
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    for name in ("predicted", "remedy", "effort", "risk to quality", "disadvantage", "command"):
+    head = ("simulated now", "measured now", "predicted", "measured", "predicted change", "measured change")
+    for name in (f"after {remedy.name}", *head):
         table.add_column(name, overflow="fold")
-    for advice in diagnosis.advice:
-        cure = advice.cure
-        gain = "measure it" if math.isnan(advice.gain) else f"-{advice.gain:.0%}"
-        table.add_row(gain, cure.name, cure.effort, cure.risk, cure.trade, cure.command)
-    console.print("\n[bold]Remedies[/bold] (predicted: change of the time that the bottleneck takes)")
+    for words, value in OBJECTIVES.values():
+        simulated = value(outlook.simulated)
+        predicted = math.nan if remedy.figures is None else value(remedy.figures)
+        times = (_time(number) for number in (simulated, value(before), predicted, value(after)))
+        table.add_row(words, *times, _change(simulated, predicted), _change(value(before), value(after)))
+    console.print()
     console.print(table, highlight=False)
 
 
+def _time(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _change(before: float, after: float) -> str:
+    return f"{after / before - 1:+.0%}" if before and math.isfinite(after / before) else "?"
+
+
+def _content(
+    outlook: Outlook, situation: Situation, applied: Remedy | None, figures: tuple[Figures, Figures] | None
+) -> dict[str, Any]:
+    """The outlook as plain data."""
+    content: dict[str, Any] = {
+        "objective": outlook.objective,
+        "requests": len(situation.workload.requests),
+        "recorded": asdict(outlook.recorded),
+        "simulated": asdict(outlook.simulated),
+        "remedies": [
+            {
+                "number": number,
+                "name": remedy.name,
+                "gain": remedy.gain,
+                "predicted": None if remedy.figures is None else asdict(remedy.figures),
+                "unknown": remedy.change.unknown,
+                "effort": str(remedy.technique.effort),
+                "risk": remedy.change.risk.name.lower(),
+                "price": remedy.technique.price,
+                "options": remedy.change.after.changes(situation),
+            }
+            for number, remedy in enumerate(outlook.offered, 1)
+        ],
+        "no_gain": outlook.useless,
+        "not_built": NOT_BUILT,
+    }
+    if applied is not None and figures is not None:
+        before, after = (asdict(measurement) for measurement in figures)
+        content["applied"] = {"name": applied.name, "measured_before": before, "measured_after": after}
+    return content
+
+
 def _json_value(value: Any) -> Any:
-    """Convert a value for JSON: drop functions, write NaN as null."""
+    """Convert a value for JSON: NaN becomes null."""
     if isinstance(value, dict):
-        return {name: _json_value(item) for name, item in value.items() if not callable(item)}
+        return {name: _json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_json_value(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -62,13 +62,24 @@ class Calibration:
             "model": identity(self.cost.spec),
             "flops_per_s": self.cost.flops_per_s,
             "bytes_per_s": self.cost.bytes_per_s,
-            "factors": {name: _finite(getattr(self.cost, name)) for name in FACTORS},
+            "factors": factors(self.cost),
             "intervals": {name: [_finite(low), _finite(high)] for name, (low, high) in self.intervals.items()},
             "steps": self.steps,
             "fitted_error": asdict(self.fitted),
             "leave_one_out_error": asdict(self.unseen),
         }
         return json.dumps(content, indent=2) + "\n"
+
+
+def factors(cost: CostModel) -> dict[str, Any]:
+    """The factors of a cost model as JSON values."""
+    return {name: _finite(value) for name in FACTORS if (value := getattr(cost, name)) is not None}
+
+
+def read_factors(spec: ModelSpec, flops_per_s: float, bytes_per_s: float, values: Mapping[str, Any]) -> CostModel:
+    """The cost model with these rates and factors. Missing factors have their defaults."""
+    known: dict[str, Any] = {name: float(values[name]) for name in FACTORS if name in values}
+    return CostModel(spec, flops_per_s, bytes_per_s, **known)
 
 
 def _finite(value: float) -> float | str:

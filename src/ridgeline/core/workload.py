@@ -6,6 +6,8 @@ import hashlib
 import math
 import random
 import statistics
+import zlib
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
@@ -14,6 +16,20 @@ from ridgeline.core.errors import ConfigError
 
 PREFIX_BLOCK = -1
 """Id of the block that all prompts of a generated workload share."""
+
+
+HASHED_TOKENS, MAX_HASHES = 64, 256
+"""Tokens of a block of `prefix_hashes`, and blocks of a prompt that are hashed."""
+
+
+def prefix_hashes(tokens: Sequence[int]) -> tuple[int, ...]:
+    """A hash for each full block of a prompt's tokens, which covers all tokens before it. Equal prefixes have equal hashes, so
+    recorded requests show what they share. They are CRC-32: they tell nothing about a prompt that is not known already."""
+    hashes, value = [], 0
+    for first in range(0, min(len(tokens), HASHED_TOKENS * MAX_HASHES) - HASHED_TOKENS + 1, HASHED_TOKENS):
+        value = zlib.crc32(array("i", tokens[first : first + HASHED_TOKENS]).tobytes(), value)
+        hashes.append(value)
+    return tuple(hashes)
 
 
 @dataclass(frozen=True, slots=True)

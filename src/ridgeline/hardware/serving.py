@@ -21,6 +21,21 @@ PREFERRED: Mapping[str, tuple[str, ...]] = {
 }
 """Number formats by device type, in the order in which equally good ones are named (docs/compression.md). Others follow."""
 
+PRODUCT_TIMES: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "cuda": {
+        "fp8": (0.73, 0.56), "int8": (0.71, 1.12), "llm-int8": (1.16, 1.34), "w8a8": (0.68, 0.78), "int4": (0.69, 1.16),
+        "int3": (0.69, 1.16),
+    },
+    "cpu": {
+        "int8": (0.68, 1.92), "fp8": (1.98, 1.09), "fp8-weight": (2.04, 1.01), "llm-int8": (4.49, 3.38), "w8a8": (3.53, 2.34),
+        "int4": (0.44, 1.77), "int3": (0.44, 1.84),
+    },
+}  # fmt: skip
+"""Time of a layer's products by device type and format, relative to unquantized weights: with one token, and with thousands.
+
+H200: benchmarks/results/products_w8a8.json (layers with 1 and 8,192 tokens); int4 by shapes.json (decode of Qwen3-4B) and
+products_int.json (2,048 tokens), and int3 as int4. CPU: cpu_formats.json."""
+
 
 def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:
     """Number formats that a device serves weights in, preferred ones first. Each is named once.

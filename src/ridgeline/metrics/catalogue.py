@@ -166,6 +166,12 @@ LIVE: Mapping[str, Entry] = {
     "decode_step_seconds": Entry("Device seconds of a step without prompt tokens.", ours=True),
     "decode_step_bytes": Entry("Bytes that a step without prompt tokens had to move.", ours=True),
     "decode_step_predicted_seconds": Entry("Predicted device seconds of a step without prompt tokens.", ours=True),
+    "prompt_step_seconds": Entry("Mean device seconds of a step with prompt tokens.", ours=True),
+    "prompt_step_predicted_seconds": Entry("Predicted device seconds of a step with prompt tokens.", ours=True),
+    "draft_saved_share": Entry(
+        "Device time that drafts saved, as a share of the device time. Below 0: they cost more than they saved.",
+        ours=True,
+    ),
     "step_prediction_error": Entry("Median relative error of the predicted step time.", ours=True),
     "input_tokens_per_output_token": Entry(
         "Prompt tokens that cost as much latency as one output token (medians).", ours=True

@@ -55,7 +55,8 @@ class Ceilings:
 
 
 _ADDED = (
-    "flops", "bytes", "useful_flops", "draft_flops", "draft_bytes", "prompt_joules", "output_joules", "metered_s",
+    "flops", "bytes", "useful_flops", "draft_flops", "draft_bytes", "saved_s", "prompt_joules", "output_joules",
+    "metered_s",
 )  # fmt: skip
 """Fields of the records of run steps that are only added up."""
 
@@ -315,6 +316,13 @@ class Live:
             figures["bubble"] = sums["idle_s"] / (busy + sums["idle_s"])
             figures["host_seconds_per_step"] = sums["host_s"] / max(1.0, sums["steps"])
             figures["mean_running"] = sums["row_s"] / busy
+            if sums["saved_s"]:
+                figures["draft_saved_share"] = sums["saved_s"] / busy
+            if prompt_steps := sums["steps"] - sums["decode_steps"]:
+                figures["prompt_step_seconds"] = sums["mixed_s"] / prompt_steps
+                figures["prompt_step_predicted_seconds"] = (
+                    sums["predicted_s"] - sums["decode_predicted_s"]
+                ) / prompt_steps
             if sums["decode_steps"]:
                 figures["decode_step_seconds"] = sums["decode_s"] / sums["decode_steps"]
                 figures["decode_step_bytes"] = sums["decode_bytes"] / sums["decode_steps"]
@@ -455,5 +463,6 @@ def amounts(steps: Sequence[StepRecord]) -> dict[str, float]:
         "decode_s": decode_s,
         "decode_steps": float(sum(step.steps for step in decode_steps)),
         "decode_bytes": sum(step.bytes for step in decode_steps),
+        "predicted_s": sum(step.predicted_s for step in run_steps),
         "decode_predicted_s": sum(step.predicted_s for step in decode_steps),
     }

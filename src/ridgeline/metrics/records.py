@@ -185,6 +185,8 @@ class RequestRecord:
     """Limits that the client set for this request."""
     run_id: str = ""
     """Value of the header x-run-id: the agent run that the request belongs to, or ""."""
+    prefix_hashes: tuple[int, ...] = ()
+    """Of the prompt (core.workload.prefix_hashes). () for a request with several prompts."""
 
     @property
     def tpot_s(self) -> float | None:

@@ -1,19 +1,19 @@
-"""Diagnosis of a running server: its bottleneck, its distance to the hardware limit, and remedies.
-
-The rules are those of docs/diagnosis.md. A predicted gain is the share of the bottleneck's time that a remedy removes. It is an
-upper bound from bytes and counts. It is NaN if the measurements do not determine it: apply the remedy and measure.
-"""
+"""Names the bottleneck of a running server, and its distance to the hardware limit, by the rules of docs/diagnosis.md."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ridgeline.hardware.table import ACCELERATORS, find
+from ridgeline.core.workload import endless_cache
+from ridgeline.planner.situation import blocked_share, cached_share, read_requests
 
-Bottleneck = Literal["none", "queue", "prefill compute", "decode bandwidth", "KV capacity", "host", "client"]
+Bottleneck = Literal[
+    "none", "queue", "small batch", "KV capacity", "host", "client", "drafts", "prefix misses", "prompts delay decoding",
+    "prefill compute", "decode bandwidth",
+]  # fmt: skip
 UNKNOWN = math.nan
 
 IDLE_BELOW = 0.5
@@ -26,6 +26,16 @@ CLIENT_ABOVE = 0.3
 """Share of a median request spent outside of the engine, above which the client is the bottleneck."""
 MIN_OUTSIDE_S = 0.05
 """Seconds outside of the engine below which the client is never the bottleneck."""
+QUEUE_ABOVE = 0.2
+"""Share of a median request spent in the queue, above which requests are said to wait."""
+DRAFT_LOSS = -0.05
+"""Share of the device time that drafts save, below which they are the bottleneck."""
+MISSED_ABOVE = 0.3
+"""Share of prompt tokens that repeat earlier prompts of the record and were computed all the same."""
+BLOCKED_ABOVE = 0.3
+"""Share of a request's decoding time in steps with prompt tokens, above which prompts delay decoding."""
+LONG_STEP = 4.0
+"""Time of a step with prompt tokens, in steps without, above which it is felt as a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,16 @@ class Observation:
     """Time since start-up for compiling kernels and capturing graphs while requests waited."""
     client: str = ""
     """Evidence that the load generator itself was too slow; "" if there is none."""
+    shared: float = UNKNOWN
+    """Share of the prompt tokens of the recorded requests that an unlimited prefix cache would hold."""
+    cached: float = UNKNOWN
+    """Share of the prompt tokens of the recorded requests that came from the prefix cache."""
+    blocked: float = UNKNOWN
+    """Share of a median request's decoding time in steps with prompt tokens."""
+    saved: float = 0.0
+    """Device time that drafts saved, as a share of the device time. Below 0: they cost more than they saved."""
+    prompt_step_s: float = UNKNOWN
+    """Time of a step with prompt tokens."""
     device: str = ""
     quantization: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -74,9 +94,17 @@ class Observation:
         """Share of the memory bandwidth that a decode step reaches. Launches, small kernels and the host take the remainder."""
         return self.step_bytes / self.step_s / self.bandwidth if self.step_s and self.bandwidth else UNKNOWN
 
+    @property
+    def queues(self) -> bool:
+        """Whether requests wait for admission."""
+        return self.waiting >= 1 or self.queue_s > QUEUE_ABOVE * self.e2e_s
 
-def observe(snapshot: Mapping[str, Any], client: str = "") -> Observation:
-    """Read an observation from GET /dashboard/data (service.insight.snapshot). client: see Observation."""
+
+def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (), client: str = "") -> Observation:
+    """Read an observation from GET /dashboard/data (service.insight.snapshot).
+
+    rows: ended requests (GET /requests). client: see Observation.
+    """
     now, figures, facts = snapshot["now"], snapshot["figures"], snapshot["facts"]
     ceilings, latencies = snapshot["ceilings"], snapshot["latencies"]
     blocks = facts.get("blocks", 0) * facts.get("page_tokens", 0)
@@ -108,207 +136,96 @@ def observe(snapshot: Mapping[str, Any], client: str = "") -> Observation:
         outside_s=median("outside"),
         late_compile_s=snapshot.get("late", {}).get("seconds", 0.0),
         client=client,
+        shared=endless_cache(read_requests(rows)[0].requests)["endless_cache_tokens"] if rows else UNKNOWN,
+        cached=cached_share(rows),
+        blocked=blocked_share(rows),
+        saved=figures.get("draft_saved_share", 0.0),
+        prompt_step_s=figures.get("prompt_step_seconds", UNKNOWN),
         device=facts.get("device", ""),
         quantization=facts.get("quantization", ""),
         options={**facts.get("options", {}), "steps_in_flight": facts.get("steps_in_flight")},
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Cure:
-    """One remedy."""
-
-    name: str
-    helps: tuple[Bottleneck, ...]
-    """Bottlenecks that it relieves."""
-    predict: Callable[[Observation], float | None]
-    """Share of the bottleneck's time that it removes; None if it does not apply, NaN if unknown."""
-    effort: str
-    risk: str
-    """Risk to the quality of answers."""
-    command: str
-    """Command that applies it."""
-    trade: str
-    """Disadvantage."""
-
-
-def _fp8(observation: Observation) -> float | None:
-    """Half of the time that a bandwidth-bound step spends on reading weights."""
-    if observation.quantization or observation.device == "cpu":
-        return None
-    return (
-        0.5
-        * observation.weight_share
-        * (observation.bandwidth_share if observation.bandwidth_share == observation.bandwidth_share else 0.8)
-    )
-
-
-def _fp8_prefill(observation: Observation) -> float | None:
-    """Half of the compute time at the measured peak, because matrix products run at twice the rate."""
-    return None if observation.quantization or observation.device == "cpu" else 0.5 * observation.mfu
-
-
-def _more_rows(observation: Observation) -> float | None:
-    """With twice the requests, a step reads twice the KV bytes but the same weights."""
-    if observation.kv_used > FULL_ABOVE / 2 or not observation.running < 0.95 * observation.max_running * 2:
-        return None
-    return 0.5 * observation.weight_share if observation.waiting else None
-
-
-def _prefix(observation: Observation) -> float | None:
-    return None if observation.options.get("enable_prefix_caching", True) else UNKNOWN
-
-
-def _smaller_chunks(observation: Observation) -> float | None:
-    """Half of the time of steps with prompt tokens, which delay the next token of all requests."""
-    return 0.5 * observation.prompt_share if observation.prompt_share > 0.3 and observation.waiting < 1 else None
-
-
-def _longer_chunks(observation: Observation) -> float | None:
-    return UNKNOWN if observation.prompt_share > 0.5 and observation.waiting >= 1 else None
-
-
-def _more_cache(observation: Observation) -> float | None:
-    share = observation.options.get("gpu_memory_utilization", 0.9)
-    return (0.95 - share) / share if observation.device != "cpu" and share < 0.95 else None
-
-
-def _fp8_cache(observation: Observation) -> float | None:
-    """The KV cache can use the memory that smaller weights free."""
-    if observation.quantization or not observation.kv_bytes_per_token:
-        return None
-    cache_bytes = observation.kv_tokens / max(observation.kv_used, 0.01) * observation.kv_bytes_per_token
-    freed_bytes = 0.45 * observation.weight_bytes
-    return freed_bytes / (cache_bytes + freed_bytes) if cache_bytes else None
-
-
-def _overlap(observation: Observation) -> float | None:
-    return (
-        observation.bubble if observation.options.get("steps_in_flight") == 0 and observation.device != "cpu" else None
-    )
-
-
-def _graphs(observation: Observation) -> float | None:
-    return 0.5 * observation.bubble if observation.options.get("enforce_eager") else None
-
-
-def _replica(observation: Observation) -> float | None:
-    """Each replica serves half of the requests, but reads all weights."""
-    if observation.waiting >= 1:
-        return 0.5
-    return 0.5 * (1 - observation.weight_share) if observation.busy > 0.9 else None
-
-
-def _faster_memory(observation: Observation) -> float | None:
-    """Compared with the fastest memory in the hardware table. Applies only if bandwidth limits the step."""
-    current = find(observation.device)
-    if current is None or not observation.bandwidth_share > 0.5:
-        return None
-    best = max(accelerator.bandwidth for accelerator in ACCELERATORS if accelerator.kind == current.kind)
-    return 1 - current.bandwidth / best if best > current.bandwidth else None
-
-
-def _client(observation: Observation) -> float | None:
-    return observation.outside_s / observation.e2e_s if observation.e2e_s else UNKNOWN if observation.client else None
-
-
-_FP8_RISK = "small: docs/log/2026-11-21-fp8-quality-shipped-model.md reports it for the shipped model"
-_FP8_DRIFT = "answers drift a little: measure it on your texts with `ridgeline compare`"
-CURES: tuple[Cure, ...] = (
-    Cure("8-bit weights", ("decode bandwidth",), _fp8, "a restart",
-         _FP8_RISK,
-         "ridgeline serve MODEL --quantization fp8", _FP8_DRIFT),
-    Cure("8-bit products", ("prefill compute",), _fp8_prefill, "a restart", _FP8_RISK,
-         "ridgeline serve MODEL --quantization fp8", _FP8_DRIFT),
-    Cure("8-bit weights, more memory for KV", ("KV capacity",), _fp8_cache, "a restart", _FP8_RISK,
-         "ridgeline serve MODEL --quantization fp8", _FP8_DRIFT),
-    Cure("more requests at once", ("queue",), _more_rows, "a restart", "none",
-         "ridgeline serve MODEL --max-num-seqs N (twice the current value)", "each request decodes a little slower"),
-    Cure("prefix cache", ("prefill compute", "queue", "KV capacity"), _prefix, "a restart", "none",
-         "ridgeline serve MODEL --enable-prefix-caching", "helps only if prompts share prefixes"),
-    Cure("smaller prompt chunks", ("prefill compute",), _smaller_chunks, "a restart", "none",
-         "ridgeline serve MODEL --max-num-batched-tokens 2048", "steadier streams, later first tokens"),
-    Cure("larger prompt chunks", ("prefill compute", "queue"), _longer_chunks, "a restart", "none",
-         "ridgeline serve MODEL --max-num-batched-tokens 16384", "earlier first tokens, less steady streams"),
-    Cure("more memory for the cache", ("KV capacity",), _more_cache, "a restart", "none",
-         "ridgeline serve MODEL --gpu-memory-utilization 0.95", "less memory for other programs on the device"),
-    Cure("plan while the device runs", ("host",), _overlap, "a restart", "none",
-         "ridgeline serve MODEL --steps-in-flight 1", "one step is wasted when a request ends"),
-    Cure("CUDA graphs", ("host",), _graphs, "a restart", "none",
-         "ridgeline serve MODEL (without --enforce-eager)", "some seconds of start-up"),
-    Cure("a second replica", ("queue", "KV capacity", "prefill compute", "decode bandwidth"), _replica, "another device",
-         "none", "ridgeline serve MODEL --port 8001, behind any load balancer", "twice the price"),
-    Cure("faster memory", ("decode bandwidth",), _faster_memory, "other hardware", "none",
-         "ridgeline roofline MODEL --on b200 (and others)", "compare cost with `ridgeline calc cost`"),
-    Cure("a closer or faster client", ("client",), _client, "outside of the server", "none",
-         "ridgeline bench run --url URL (reports when the client is the limit)", "none"),
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A remedy with its predicted gain."""
-
-    gain: float
-    """Share of the bottleneck's time that it removes; NaN: unknown."""
-    cure: Cure
+Finding = tuple[Bottleneck, tuple[str, ...]]
+"""A bottleneck and the measurements that identify it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The bottleneck of a server and its remedies."""
+    """The bottleneck of a server. distance: sentences about the distance to the hardware limit."""
 
     bottleneck: Bottleneck
     evidence: tuple[str, ...]
-    """Measurements that identify the bottleneck."""
     distance: tuple[str, ...]
-    """Sentences about the distance to the hardware limit."""
-    advice: tuple[Advice, ...]
-    """Remedies, largest predicted gain first."""
 
 
 def diagnose(observation: Observation) -> Diagnosis:
-    """Apply the decision path of docs/diagnosis.md; the first match is the bottleneck."""
-    name, evidence = _bottleneck(observation)
-    advice = []
-    for cure in CURES:
-        gain = cure.predict(observation) if name in cure.helps else None
-        if gain is not None and not gain <= 0.005:
-            advice.append(Advice(gain, cure))
-    return Diagnosis(
-        name,
-        tuple(evidence),
-        tuple(_distance(observation)),
-        tuple(sorted(advice, key=lambda item: -item.gain if item.gain == item.gain else 1.0)),
-    )
+    """Follow the decision path of docs/diagnosis.md; the first match is the bottleneck."""
+    finding = _outside(observation) or _waiting(observation) or _running(observation)
+    return Diagnosis(*finding, _distance(observation))
 
 
-def _bottleneck(observation: Observation) -> tuple[Bottleneck, list[str]]:
-    busy = f"the device was busy {observation.busy:.0%} of the time"
-    requests = f"{observation.waiting:.0f} waiting and {observation.running:.0f} running requests"
+def _outside(observation: Observation) -> Finding | None:
+    """Whether requests wait for blocks, or the device for others."""
     if observation.client:
-        return "client", [observation.client]
-    if observation.waiting >= 1 and observation.kv_used >= FULL_ABOVE:
-        return "KV capacity", [f"{requests}, and {observation.kv_used:.0%} of the KV cache is used"]
-    if observation.waiting >= 1 and observation.running >= 0.95 * observation.max_running:
-        return "queue", [
-            f"{requests}: --max-num-seqs {observation.max_running:.0f} is reached, "
-            f"and {observation.kv_used:.0%} of the KV cache is used"
-        ]
+        return "client", (observation.client,)
+    if observation.queues and observation.kv_used >= FULL_ABOVE:
+        return "KV capacity", (f"{_load(observation)}, and {observation.kv_used:.0%} of the KV cache is used",)
     if observation.bubble >= HOST_ABOVE:
-        return "host", [f"the device waited for the host {observation.bubble:.0%} of the time in which there was work"]
+        return "host", (f"the device waited for the host {observation.bubble:.0%} of the time in which there was work",)
     if observation.outside_s > max(CLIENT_ABOVE * observation.e2e_s, MIN_OUTSIDE_S):
-        return "client", [
-            f"a request took {observation.e2e_s:.2f} s, {observation.outside_s:.2f} s of it outside of the engine"
-        ]
-    if observation.busy < IDLE_BELOW and observation.waiting < 1:
-        return "none", [f"{busy} and no request waits: the server can take more load at the same speed"]
+        seconds = f"a request took {observation.e2e_s:.2f} s, {observation.outside_s:.2f} s of it outside of the engine"
+        return "client", (seconds,)
+    return None
+
+
+def _waiting(observation: Observation) -> Finding | None:
+    """Whether requests wait for rows."""
+    if not observation.queues:
+        return None
+    load, policy = _load(observation), observation.options.get("batching", "continuous")
+    if policy != "continuous":
+        return "queue", (f"{load}: --batching {policy} admits none before the batch has ended",)
+    if observation.running < 0.95 * observation.max_running:
+        return None
+    used = f"{observation.kv_used:.0%} of the KV cache is used"
+    reached = f"{load}: --max-num-seqs {observation.max_running:.0f} is reached, and {used}"
+    if observation.weight_share > 0.5 and observation.kv_used < FULL_ABOVE / 2:
+        shared = f"{observation.weight_share:.0%} of the bytes of a step are weights, which more requests would share"
+        return "small batch", (reached, shared)
+    return "queue", (reached,)
+
+
+def _running(observation: Observation) -> Finding:
+    """What the device does."""
+    busy, prompts = f"the device was busy {observation.busy:.0%} of the time", f"{observation.prompt_share:.0%}"
+    if observation.saved < DRAFT_LOSS:
+        return "drafts", (f"drafts cost {-observation.saved:.0%} of the device time more than they saved",)
+    if observation.prompt_share > BLOCKED_ABOVE and observation.shared - observation.cached > MISSED_ABOVE:
+        repeated = f"{observation.shared:.0%} of the prompt tokens repeat earlier prompts"
+        return "prefix misses", (
+            f"{busy}, {prompts} of that in steps that computed prompts",
+            f"{repeated}, but {observation.cached:.0%} came from the cache",
+        )
+    if observation.blocked > BLOCKED_ABOVE and observation.prompt_step_s > LONG_STEP * observation.step_s:
+        return "prompts delay decoding", (
+            f"a request spends {observation.blocked:.0%} of its decoding in steps that compute prompts of others, which take "
+            f"{observation.prompt_step_s * 1e3:.1f} ms instead of {observation.step_s * 1e3:.1f} ms",
+        )
+    if observation.busy < IDLE_BELOW and not observation.queues:
+        return "none", (f"{busy} and no request waits: the server can take more load at the same speed",)
     if observation.prompt_share > 0.5:
-        return "prefill compute", [f"{busy}, {observation.prompt_share:.0%} of that in steps that computed prompts"]
-    return "decode bandwidth", [f"{busy}, {1 - observation.prompt_share:.0%} of that in steps that only decode"]
+        return "prefill compute", (f"{busy}, {prompts} of that in steps that computed prompts",)
+    return "decode bandwidth", (f"{busy}, {1 - observation.prompt_share:.0%} of that in steps that only decode",)
 
 
-def _distance(observation: Observation) -> list[str]:
+def _load(observation: Observation) -> str:
+    return f"{observation.waiting:.0f} waiting and {observation.running:.0f} running requests"
+
+
+def _distance(observation: Observation) -> tuple[str, ...]:
+    """Sentences about the distance to the hardware limit."""
     sentences = []
     if observation.bandwidth_share == observation.bandwidth_share:
         floor = observation.step_bytes / observation.bandwidth
@@ -331,4 +248,4 @@ def _distance(observation: Observation) -> list[str]:
             f"Since the start, {observation.late_compile_s:.2f} s were spent on kernels and graphs that start-up should have "
             "prepared. The log of the server names them."
         )
-    return sentences
+    return tuple(sentences)

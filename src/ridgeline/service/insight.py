@@ -24,8 +24,9 @@ MAX_ROWS = 1000
 MAX_SLOWEST = 10
 MAX_MINUTES = 120
 FACTS = (
-    "root", "architecture", "params", "dtype", "quantization", "matrix_dtype", "device", "max_len", "max_num_seqs", "weight_bytes",
-    "kv_bytes_per_token", "page_tokens", "blocks", "options", "steps_in_flight", "startup_s",
+    "root", "architecture", "params", "dtype", "quantization", "matrix_dtype", "device", "max_len", "max_num_seqs",
+    "max_num_batched_tokens", "weight_bytes", "kv_bytes_per_token", "page_tokens", "blocks", "model_options", "options",
+    "steps_in_flight", "cost", "startup_s",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from ridgeline.core.workload import prefix_hashes
 from ridgeline.metrics import Arrival, Metrics, RequestRecord, Spent, Totals
 from ridgeline.metrics.records import DISCONNECTED
 from ridgeline.service.call import Call, Usage
@@ -87,6 +88,7 @@ class Ledger:
                 cut_reason="" if complete else self.cut_reason,
                 request_id=call.request_id,
                 run_id=call.run_id,
+                prefix_hashes=prefix_hashes(call.prompts[0]) if len(call.prompts) == 1 else (),
                 late=tuple(live.late[self._late_before :]),
                 declared=call.declared,
                 arrival=self._arrival,

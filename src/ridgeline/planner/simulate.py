@@ -1,0 +1,244 @@
+"""Simulates a server under a workload: the real scheduler and loop on a virtual clock, with step times from the cost model.
+
+A prediction is a simulation of another server under the same workload. So every technique is judged by the decisions that the
+scheduler would really make: admission, chunks, preemption and prefix hits.
+
+Not simulated: time in the service and on the network (`Server.outside_s` stands for it), logits processors, and ends by a stop
+token: each request draws as many tokens as it was recorded with.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ridgeline.core.cost import CostModel
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.spec import KvLayout
+from ridgeline.core.workload import RequestSpec, Workload
+from ridgeline.engine.leases import Leases
+from ridgeline.engine.loop import Loop
+from ridgeline.engine.policy import Limits, admission
+from ridgeline.engine.request import Request
+from ridgeline.engine.scheduler import Scheduler
+from ridgeline.engine.virtual import VirtualRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What determines the speed of a server. Options as in EngineConfig.
+
+    cost: step times of the model as served. layout, pages: the KV cache. host_s: seconds of the host per step (plan, commit,
+    launch), which steps in flight hide. outside_s: seconds of a request outside the engine. replicas: equal servers; requests go to
+    them in turn.
+    """
+
+    cost: CostModel
+    layout: KvLayout
+    pages: int
+    limits: Limits
+    prefix_cache: bool = True
+    batching: str = "continuous"
+    steps_in_flight: int = 1
+    host_s: float = 0.0
+    outside_s: float = 0.0
+    replicas: int = 1
+
+
+class Outcome(NamedTuple):
+    """Latencies of one request in seconds, as its client sees them. tpot_s: NaN for a single token. stall_s: its longest wait
+    between two tokens."""
+
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+    stall_s: float
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of a workload on a server, simulated or measured. Times in seconds; NaN: unknown.
+
+    ttft_s, tpot_s: medians. slow_ttft_s, stall_s: 99th percentiles of the time to first token and of the longest wait between two
+    tokens. e2e_s: mean. tokens_s: output tokens per second. device_s: busy seconds of all devices per output token.
+    """
+
+    ttft_s: float
+    slow_ttft_s: float
+    tpot_s: float
+    stall_s: float
+    e2e_s: float
+    tokens_s: float
+    device_s: float = math.nan
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], seconds: float, device_s: float = math.nan) -> Figures:
+        """Figures of requests that took `seconds` together."""
+        tokens = sum(outcome.output for outcome in outcomes)
+        ttft, tpot, stall = (
+            sorted(value for outcome in outcomes if (value := getattr(outcome, name)) == value)
+            for name in ("ttft_s", "tpot_s", "stall_s")
+        )
+        return cls(
+            quantile(ttft, 0.5),
+            quantile(ttft, 0.99),
+            quantile(tpot, 0.5),
+            quantile(stall, 0.99),
+            statistics.fmean(outcome.e2e_s for outcome in outcomes) if outcomes else math.nan,
+            tokens / seconds if seconds else math.nan,
+            device_s / tokens if tokens else math.nan,
+        )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest of the sorted values that at least `share` of them do not exceed. NaN without values."""
+    return values[min(len(values) - 1, math.ceil(share * len(values)) - 1)] if values else math.nan
+
+
+def simulate(server: Server, workload: Workload, concurrency: int | None = None) -> Figures:
+    """Figures of the workload on the server.
+
+    concurrency: requests in a closed loop, in which the end of an answer sends the next request; None: the workload's times.
+    Raises ConfigError if a request can never run.
+    """
+    replicas = server.replicas
+    parts = [replace(workload, requests=workload.requests[first::replicas]) for first in range(replicas)]
+    shares = [None if concurrency is None else math.ceil((concurrency - first) / replicas) for first in range(replicas)]
+    runs = [_Run(server, part, share) for part, share in zip(parts, shares, strict=True) if part.requests]
+    for run in runs:
+        run.complete()
+    begin = workload.requests[0].at_s if workload.requests and concurrency is None else 0.0
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    seconds = max((run.device.runner.now for run in runs), default=begin) - begin
+    return Figures.of(outcomes, seconds, sum(run.device.busy_s for run in runs))
+
+
+class _Device:
+    """A virtual runner behind a host that takes `host_s` seconds before each launch."""
+
+    def __init__(self, cost: CostModel, host_s: float) -> None:
+        self.runner, self.busy_s, self._host_s = VirtualRunner(cost), 0.0, host_s
+        self.calls = 0
+        """Calls of launch and collect so far."""
+
+    def launch(self, plan: StepPlan) -> None:
+        self.calls += 1
+        self.runner.advance(self.runner.now + self._host_s)
+        self.runner.launch(plan)
+
+    def collect(self) -> StepResult:
+        self.calls += 1
+        result = self.runner.collect()
+        self.busy_s += result.device_s
+        return result
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+class _Progress:
+    """When the tokens of a request came."""
+
+    __slots__ = ("due", "first", "last", "stall_s", "tokens")
+
+    def __init__(self, due: float) -> None:
+        self.due, self.first, self.last, self.stall_s, self.tokens = due, 0.0, 0.0, 0.0, 0
+
+    def observe(self, tokens: int, now: float) -> None:
+        if not self.tokens:
+            self.first = now
+        else:
+            self.stall_s = max(self.stall_s, now - self.last)
+        self.tokens, self.last = self.tokens + tokens, now
+
+    def outcome(self, outside_s: float) -> Outcome:
+        later = self.tokens - 1
+        tpot = (self.last - self.first) / later if later > 0 else math.nan
+        stall = self.stall_s if later > 0 else math.nan
+        return Outcome(self.first - self.due + outside_s, tpot, self.last - self.due + outside_s, stall, self.tokens)
+
+
+class _Run:
+    """One server that works through its requests."""
+
+    def __init__(self, server: Server, workload: Workload, concurrency: int | None) -> None:
+        leases = Leases(server.layout, server.pages, prefix_cache=server.prefix_cache)
+        self.device, self.outcomes = _Device(server.cost, server.host_s), list[Outcome]()
+        self._scheduler = Scheduler(server.layout, leases, server.limits, admission(server.batching))
+        self._loop = Loop(
+            self._scheduler, self.device, steps_in_flight=server.steps_in_flight, clock=lambda: self.device.runner.now
+        )
+        self._server, self._waiting, self._concurrency = server, deque(enumerate(workload.requests)), concurrency
+        self._progress: dict[str, _Progress] = {}
+
+    def complete(self) -> None:
+        """Run until all requests have ended."""
+        runner = self.device.runner
+        while self._waiting or not self._scheduler.idle:
+            self._send()
+            before = self.device.calls
+            for update in self._loop.turn().each():
+                progress = self._progress[update.id]
+                if update.tokens:
+                    progress.observe(len(update.tokens), runner.now)
+                if update.finish:
+                    self.outcomes.append(self._progress.pop(update.id).outcome(self._server.outside_s))
+            if self.device.calls == before and (pause := self._loop.wait_seconds()) > 0:
+                due = self._waiting[0][1].at_s if self._waiting and self._concurrency is None else math.inf
+                until = min(due, runner.now + pause)
+                runner.advance(until if until < math.inf else runner.now)  # idle: the closed loop sends at once
+
+    def _send(self) -> None:
+        """Hand over the requests that are due."""
+        now = self.device.runner.now
+        while self._waiting and (
+            self._waiting[0][1].at_s <= now if self._concurrency is None else len(self._progress) < self._concurrency
+        ):
+            number, spec = self._waiting.popleft()
+            due = spec.at_s if self._concurrency is None else now
+            request = _request(number, spec, due)
+            if not self._scheduler.fits(request) or request.limit > self._server.limits.max_len:
+                raise ConfigError(
+                    f"A request of {spec.input} prompt and {spec.output} output tokens does not fit into {self._server.pages} "
+                    f"blocks of {self._server.layout.page_tokens} tokens: it cannot be simulated on this server."
+                )
+            self._progress[request.id] = _Progress(due)
+            self._scheduler.add(request)
+
+
+def _request(number: int, spec: RequestSpec, due: float) -> Request:
+    tokens = array("i", _tokens(number, spec))
+    return Request(
+        id=str(number),
+        choice=0,
+        tokens=tokens,
+        prompt_len=len(tokens),
+        sampling=SamplingParams(max_tokens=spec.output, ignore_eos=True),
+        limit=len(tokens) + spec.output,
+        stop_ids=(),
+        seed=number,
+        order=(0, number),
+        arrival=due,
+        root=b"",
+        cache=True,
+    )
+
+
+def _tokens(number: int, spec: RequestSpec) -> Iterable[int]:
+    """Token ids of a prompt: equal blocks have equal ids, and nothing else of the prompt is equal to another one. Only equality
+    matters, so they may exceed the vocabulary."""
+    tokens: list[int] = []
+    for block in spec.blocks:
+        first = (block * 40_503) % (1 << 29)
+        tokens += range(first, first + spec.block)
+    del tokens[spec.input :]
+    first = (1 << 30) + number * 4_099 % (1 << 29)
+    return [*tokens, *range(first, first + max(1, spec.input) - len(tokens))]

@@ -1,0 +1,214 @@
+"""A server with the load that it had: what a diagnosis reads, what a technique changes, and what a simulation needs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ridgeline.core.calibration import read_factors
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.cost import CostModel
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.fit import flags
+from ridgeline.core.spec import ModelSpec, kv_layout
+from ridgeline.core.workload import HASHED_TOKENS, RequestSpec, Workload
+from ridgeline.engine.policy import Limits
+from ridgeline.hardware.serving import PRODUCT_TIMES
+from ridgeline.hardware.table import Accelerator, find
+from ridgeline.planner.simulate import Figures, Outcome, Server
+
+MAX_REQUESTS = 200
+"""Recorded requests that a simulation replays: the newest ones."""
+RECORD = (
+    "arrived_at", "prompt_tokens", "cached_tokens", "output_tokens", "finish_reasons", "e2e_s", "ttft_s", "tpot_s", "prefix_hashes",
+    "decoding",
+)  # fmt: skip
+"""Fields of a row of GET /requests that `read_situation` reads. A run keeps them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A server and its recorded workload.
+
+    model, engine: its options. spec: the model as served. kind: "cuda" or "cpu". row: its row in the hardware table, None if it is
+    unknown. concurrency: as in `simulate`. recorded: figures that its clients saw. saved: device time that drafts saved, as a share
+    of the device time; below 0: they cost more than they saved.
+    """
+
+    model: ModelConfig
+    engine: EngineConfig
+    spec: ModelSpec
+    server: Server
+    workload: Workload
+    recorded: Figures
+    kind: str = "cuda"
+    row: Accelerator | None = None
+    concurrency: int | None = None
+    saved: float = 0.0
+
+    def served_as(self, spec: ModelSpec) -> Server:
+        """The server with another number format of weights: step times, and on a GPU more or fewer pages in the same memory."""
+        cost, layout = cost_of(self.server.cost, spec, self.kind), kv_layout(spec, self.server.layout.page_tokens)
+        memory = self.server.pages * self.server.layout.page_bytes
+        if self.kind == "cuda" and self.engine.kv_cache_memory is None:
+            memory += self.spec.weight_bytes - spec.weight_bytes
+        return replace(self.server, cost=cost, layout=layout, pages=max(1, memory // layout.page_bytes))
+
+    def options(self) -> dict[str, object]:
+        """Options that differ from their defaults, by configuration field."""
+        return {
+            entry.name: value
+            for config in (self.model, self.engine)
+            for entry in fields(config)
+            if (value := getattr(config, entry.name)) != entry.default
+        }
+
+    def flags(self) -> list[str]:
+        """Words of `ridgeline serve` with these options."""
+        return [word for flag in flags(self.options()) for word in flag.split(" ", 1)]
+
+    def changes(self, before: Situation) -> dict[str, object]:
+        """Options that differ from those of another situation. None: the default."""
+        old, new = before.options(), self.options()
+        return {name: new.get(name) for name in (*new, *old) if new.get(name) != old.get(name)}
+
+
+def cost_of(cost: CostModel, spec: ModelSpec, kind: str) -> CostModel:
+    """The cost model of a device for another number format of weights, with the measured speed of its products."""
+    one_token, many_tokens = PRODUCT_TIMES[kind].get(spec.quantization, (1.0, 1.0))
+    fewer_bytes = spec.layer_bytes / cost.spec.layer_bytes
+    return replace(
+        cost,
+        spec=spec,
+        flops_per_s=cost.flops_per_s / many_tokens,
+        memory_share=cost.memory_share * fewer_bytes / one_token,
+        kv_share=cost.kv_share or cost.memory_share,
+        attention_share=(cost.attention_share or cost.compute_share) * many_tokens,
+    )
+
+
+def slower(cost: CostModel, factor: float) -> CostModel:
+    """A cost model whose steps take `factor` times as long."""
+    times = {name: getattr(cost, name) * factor for name in ("overhead_s", "row_s", "token_s", "launch_s")}
+    return replace(cost, flops_per_s=cost.flops_per_s / factor, bytes_per_s=cost.bytes_per_s / factor, **times)
+
+
+def read_situation(
+    snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], spec: ModelSpec, concurrency: int | None = None
+) -> Situation:
+    """A situation from a server's figures (GET /dashboard/data) and ended requests (GET /requests).
+
+    spec: the model as served. Raises ConfigError if no request is recorded, or the server is too old to state its options.
+    """
+    facts, figures = snapshot["facts"], snapshot["figures"]
+    missing = {"model_options", "options", "cost", "max_num_batched_tokens"} - facts.keys()
+    if missing:
+        raise ConfigError(
+            f"The server does not report its {', '.join(sorted(missing))}, which predictions need: restart it with this version.",
+            param="url",
+        )
+    model, engine = ModelConfig(**facts["model_options"]), EngineConfig(**facts["options"])
+    kind = "cpu" if facts["device"] == "cpu" else "cuda"
+    rates = facts["cost"]["flops_per_s"], facts["cost"]["bytes_per_s"]
+    layout = kv_layout(spec, facts["page_tokens"])
+    limits = Limits(facts["max_num_seqs"], facts["max_num_batched_tokens"], facts["max_len"])
+    workload, recorded = read_requests(rows)
+    saved = figures.get("draft_saved_share", 0.0)
+    cost = measured_cost(
+        read_factors(spec, *rates, facts["cost"]), figures, eager=engine.enforce_eager and kind == "cuda"
+    )
+    return Situation(
+        model=model,
+        engine=engine,
+        spec=spec,
+        server=Server(
+            cost=slower(cost, 1 / max(0.1, 1 + saved)),  # steps without drafts stand for those with drafts
+            layout=layout,
+            pages=facts["blocks"],
+            limits=limits,
+            prefix_cache=engine.enable_prefix_caching,
+            batching=engine.batching,
+            steps_in_flight=facts["steps_in_flight"],
+            host_s=figures.get("host_seconds_per_step", 0.0),
+            outside_s=snapshot["latencies"].get("outside", {}).get("p50", 0.0),
+        ),
+        workload=workload,
+        recorded=recorded,
+        kind=kind,
+        row=find(facts["device"]) if kind == "cuda" else None,
+        concurrency=concurrency,
+        saved=saved,
+    )
+
+
+def measured_cost(cost: CostModel, figures: Mapping[str, float], eager: bool = False) -> CostModel:
+    """The cost model scaled so that its steps take as long as the measured ones, apart for steps with and without prompt tokens.
+
+    eager: kernels are launched one by one, so what a step takes longer is overhead and not a lower rate.
+    """
+    decode, predicted = (figures.get(f"decode_step_{name}", 0.0) for name in ("seconds", "predicted_seconds"))
+    ratio = decode / predicted if decode and predicted else 1.0
+    scaled = replace(cost, overhead_s=cost.overhead_s + max(0.0, decode - predicted)) if eager else slower(cost, ratio)
+    prompt, predicted = (figures.get(f"prompt_step_{name}", 0.0) for name in ("seconds", "predicted_seconds"))
+    rest = prompt / predicted / ratio if prompt and predicted and not eager else 1.0
+    share = scaled.compute_share / rest
+    return replace(scaled, compute_share=share, attention_share=(cost.attention_share or cost.compute_share) / rest)
+
+
+def read_requests(rows: Sequence[Mapping[str, Any]]) -> tuple[Workload, Figures]:
+    """The newest recorded requests as a workload, and their figures. Raises ConfigError if there is none.
+
+    Each choice of a request becomes a request with the same prompt.
+    """
+    ended = sorted((row for row in rows if row["ttft_s"] is not None), key=lambda row: row["arrived_at"])[
+        -MAX_REQUESTS:
+    ]
+    if not ended:
+        raise ConfigError(
+            "No request has ended lately, so there is no load to predict for: run `ridgeline diagnose` while the usual load is on "
+            "the server, or give a run of `ridgeline bench run`.",
+            param="url",
+        )
+    begin = ended[0]["arrived_at"]
+    requests = tuple(spec for row in ended for spec in _requests(row, begin))
+    seconds = max(row["arrived_at"] + row["e2e_s"] for row in ended) - begin
+    outcomes = [
+        Outcome(
+            row["ttft_s"],
+            math.nan if row["tpot_s"] is None else row["tpot_s"],
+            row["e2e_s"],
+            math.nan,
+            row["output_tokens"],
+        )
+        for row in ended
+    ]
+    return Workload("recorded requests", requests, timed=True), Figures.of(outcomes, seconds)
+
+
+def _requests(row: Mapping[str, Any], begin: float) -> Iterator[RequestSpec]:
+    choices = max(1, len(row["finish_reasons"]))
+    for _ in range(choices):
+        yield RequestSpec(
+            at_s=row["arrived_at"] - begin,
+            input=max(1, row["prompt_tokens"]),
+            output=max(1, row["output_tokens"] // choices),
+            blocks=tuple(row["prefix_hashes"]),
+            block=HASHED_TOKENS,
+        )
+
+
+def cached_share(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Share of prompt tokens that came from the prefix cache. NaN without requests."""
+    tokens = sum(row["prompt_tokens"] for row in rows)
+    return sum(row["cached_tokens"] for row in rows) / tokens if tokens else math.nan
+
+
+def blocked_share(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Median over requests of the share of their decoding time in steps that computed prompts. NaN if unknown."""
+    shares = [
+        row["decoding"]["mixed_s"] / row["decoding"]["device_s"] for row in rows if row["decoding"]["device_s"] > 0
+    ]
+    return statistics.median(shares) if shares else math.nan

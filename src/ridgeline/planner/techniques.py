@@ -1,0 +1,269 @@
+"""The registry of techniques: what each one changes in a situation, its effort, its price, and its risk to the quality of answers.
+
+A technique proposes changed situations, and the diagnosis simulates each of them. A technique whose effect the record does not
+determine says so. One that is not built yet is listed too, so that a user knows that it was considered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from ridgeline.core.fit import Risk, cache_risk, format_risk
+from ridgeline.core.spec import KV_FORMATS, kv_layout
+from ridgeline.engine.policy import Limits
+from ridgeline.hardware.serving import KV_FORMATS_SERVED, PREFERRED, weight_formats
+from ridgeline.hardware.table import ACCELERATORS, Accelerator
+from ridgeline.planner.situation import Situation, slower
+
+
+class Effort(IntEnum):
+    """What applying a technique takes."""
+
+    RESTART = 0
+    CLIENTS = 1
+    DEVICE = 2
+    HARDWARE = 3
+
+    def __str__(self) -> str:
+        return ("a restart", "a change of the clients", "a second device", "other hardware")[self]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A changed situation. unknown: why its effect cannot be predicted, or ""."""
+
+    detail: str
+    after: Situation
+    risk: Risk = Risk.NONE
+    unknown: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """propose: the changes that apply to a situation. price: what it costs besides effort and risk. command: how it is applied
+    where options of the server do not do it."""
+
+    name: str
+    propose: Callable[[Situation], Iterator[Change]]
+    price: str
+    effort: Effort = Effort.RESTART
+    command: str = ""
+
+
+# --- the model and its cache ---------------------------------------------------------------------------------------------
+
+
+def _weights(now: Situation) -> Iterator[Change]:
+    """The number formats that the device serves, for weights that are not quantized yet."""
+    if now.spec.quantization:
+        return
+    for name in [name for name in weight_formats(now.kind, now.row) if name in PREFERRED[now.kind]]:
+        spec = replace(now.spec, quantization=name)
+        if spec.layer_bytes < now.spec.layer_bytes:
+            model = replace(now.model, quantization=name)
+            yield Change(name, replace(now, server=now.served_as(spec), model=model, spec=spec), format_risk(name))
+
+
+def _kv_cache(now: Situation) -> Iterator[Change]:
+    """Formats of the cache with fewer bits: more pages in the same memory, and fewer bytes to read."""
+    for name in KV_FORMATS_SERVED[now.kind]:
+        if KV_FORMATS[name].bits < now.spec.kv.bits:
+            spec = replace(now.spec, kv_format=name)
+            layout = kv_layout(spec, now.server.layout.page_tokens)
+            pages = now.server.pages * now.server.layout.page_bytes // layout.page_bytes
+            server = replace(now.server, cost=replace(now.server.cost, spec=spec), layout=layout, pages=pages)
+            yield Change(name, replace(now, server=server, spec=spec), cache_risk(name))
+
+
+def _prefix_cache(now: Situation) -> Iterator[Change]:
+    if not now.server.prefix_cache:
+        yield _with(now, "on", {"enable_prefix_caching": True}, prefix_cache=True)
+
+
+def _cache_memory(now: Situation) -> Iterator[Change]:
+    """More pages: four times the bytes that the user set, or a larger share of the GPU."""
+    engine, page_bytes = now.engine, now.server.layout.page_bytes
+    if engine.kv_cache_memory is not None:
+        pages = 4 * now.server.pages
+        if now.row is None or pages * page_bytes < 0.9 * now.row.memory_bytes - now.spec.weight_bytes:
+            yield _with(now, "4 times as much", {"kv_cache_memory": 4 * engine.kv_cache_memory}, pages=pages)
+    elif now.row is not None and engine.gpu_memory_utilization < 0.95:
+        added = (0.95 - engine.gpu_memory_utilization) * now.row.memory_bytes
+        pages = now.server.pages + int(added) // page_bytes
+        yield _with(now, "95% of the GPU", {"gpu_memory_utilization": 0.95}, pages=pages)
+
+
+# --- batching ------------------------------------------------------------------------------------------------------------
+
+
+def _continuous(now: Situation) -> Iterator[Change]:
+    if now.server.batching != "continuous":
+        yield _with(now, "continuous", {"batching": "continuous"}, batching="continuous")
+
+
+def _rows(now: Situation) -> Iterator[Change]:
+    rows, tokens, max_len = now.server.limits.rows, now.server.limits.step_tokens, now.server.limits.max_len
+    for count in (rows // 2, 2 * rows, 4 * rows):
+        if 1 <= count <= tokens:
+            yield _with(now, str(count), {"max_num_seqs": count}, limits=Limits(count, tokens, max_len))
+
+
+def _chunks(now: Situation) -> Iterator[Change]:
+    rows, tokens, max_len = now.server.limits.rows, now.server.limits.step_tokens, now.server.limits.max_len
+    for count in (tokens // 8, tokens // 4, tokens // 2, 2 * tokens, 4 * tokens):
+        if max(rows, 64) <= count <= max(max_len, tokens):
+            yield _with(now, f"{count} tokens", {"max_num_batched_tokens": count}, limits=Limits(rows, count, max_len))
+
+
+# --- drafts --------------------------------------------------------------------------------------------------------------
+
+
+def _drafts(now: Situation) -> Iterator[Change]:
+    if now.engine.speculate not in ("", "off"):
+        undrafted = slower(now.server.cost, max(0.1, 1 + now.saved))
+        changed = _with(now, "off", {"speculate": "", "draft_tokens": None}, cost=undrafted)
+        yield replace(changed, after=replace(changed.after, saved=0.0))
+    elif not now.engine.deterministic:
+        for name in ("reference", "lookahead"):
+            after = replace(now, engine=replace(now.engine, speculate=name))
+            yield Change(name, after, unknown="how often drafts are accepted on this text is not recorded")
+
+
+# --- how steps are run ---------------------------------------------------------------------------------------------------
+
+
+def _overlap(now: Situation) -> Iterator[Change]:
+    if now.server.steps_in_flight == 0 and now.kind == "cuda":
+        yield _with(now, "1 step ahead", {"steps_in_flight": None}, steps_in_flight=1)
+
+
+def _graphs(now: Situation) -> Iterator[Change]:
+    """Without eager mode a step has the overhead of the uncalibrated cost model."""
+    if now.engine.enforce_eager:
+        graphs, cost = {"enforce_eager": False}, now.server.cost
+        if now.kind == "cuda":
+            fast = replace(cost, overhead_s=min(cost.overhead_s, type(cost)(cost.spec, 1.0, 1.0).overhead_s))
+            yield _with(now, "on", graphs, cost=fast)
+        else:
+            unknown = "the speed of the compiled operations on this processor is not recorded"
+            yield replace(_with(now, "on", graphs), unknown=unknown)
+
+
+def _nondeterministic(now: Situation) -> Iterator[Change]:
+    if now.engine.deterministic:
+        changed = _with(now, "off", {"deterministic": False})
+        yield replace(changed, unknown="the speed of the other kernels for this model is not recorded")
+
+
+# --- more and other hardware ---------------------------------------------------------------------------------------------
+
+
+def _replica(now: Situation) -> Iterator[Change]:
+    yield _with(now, "2", {}, replicas=2 * now.server.replicas)
+
+
+def _hardware(now: Situation) -> Iterator[Change]:
+    """The devices with the fastest memory and with the fastest products that the engine serves."""
+    current = now.row
+    if current is None:
+        return
+    served = [row for row in ACCELERATORS if row.kind == current.kind and row.serves and row.flops and row.bandwidth]
+    dtype = now.spec.matrix_dtype
+    best = {
+        max(served, key=key).name: max(served, key=key)
+        for key in (lambda row: row.bandwidth, lambda row: row.peak(dtype))
+    }
+    for row in best.values():
+        if row.bandwidth > current.bandwidth or row.peak(dtype) > current.peak(dtype):
+            yield _on(now, current, row)
+
+
+def _on(now: Situation, current: Accelerator, row: Accelerator) -> Change:
+    """Rates scale with the published peaks, and the cache grows with the memory."""
+    cost, dtype = now.server.cost, now.spec.matrix_dtype
+    moved = replace(
+        cost,
+        bytes_per_s=cost.bytes_per_s * row.bandwidth / current.bandwidth,
+        flops_per_s=cost.flops_per_s * row.peak(dtype) / current.peak(dtype),
+    )
+    added = now.engine.gpu_memory_utilization * (row.memory_bytes - current.memory_bytes)
+    pages = max(1, now.server.pages + int(added) // now.server.layout.page_bytes)
+    return Change(row.name, replace(now, row=row, server=replace(now.server, cost=moved, pages=pages)))
+
+
+# --- clients -------------------------------------------------------------------------------------------------------------
+
+
+def _faster_client(now: Situation) -> Iterator[Change]:
+    if now.server.outside_s > 0.02:
+        yield _with(now, "nearer, or a faster reader", {}, outside_s=0.0)
+
+
+def _fewer_samples(now: Situation) -> Iterator[Change]:
+    requests = tuple({(spec.at_s, spec.input, spec.blocks): spec for spec in now.workload.requests}.values())
+    if len(requests) < len(now.workload.requests):
+        yield Change("one per request", replace(now, workload=replace(now.workload, requests=requests)), Risk.MEDIUM)
+
+
+def _shorter_prompts(now: Situation) -> Iterator[Change]:
+    requests = tuple(replace(spec, input=max(1, spec.input // 2)) for spec in now.workload.requests)
+    yield Change("half", replace(now, workload=replace(now.workload, requests=requests)), Risk.MEDIUM)
+
+
+def _with(now: Situation, detail: str, options: Mapping[str, object], **server: object) -> Change:
+    """A change of options of the engine, and of the simulated server."""
+    engine = replace(now.engine, **options)  # type: ignore[arg-type]
+    return Change(detail, replace(now, engine=engine, server=replace(now.server, **server)))  # type: ignore[arg-type]
+
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique("weight format", _weights, "answers drift: measure it on your texts with `ridgeline compare`"),
+    Technique("KV cache format", _kv_cache, "answers drift: measure it on your texts with `ridgeline compare`"),
+    Technique("prefix cache", _prefix_cache, "none"),
+    Technique("memory for the KV cache", _cache_memory, "less memory for other programs on the device"),
+    Technique("batching policy", _continuous, "none"),
+    Technique("requests at once", _rows, "more: each stream is slower; fewer: requests wait"),
+    Technique("prompt chunk", _chunks, "smaller: later first tokens; larger: less steady streams"),
+    Technique(
+        "speculation", _drafts, "none where it pays; at most 1.25 % of the time and a start per request elsewhere"
+    ),
+    Technique("plan while the device runs", _overlap, "one step is wasted when a request ends"),
+    Technique("CUDA graphs or compiled operations", _graphs, "some seconds of start-up"),
+    Technique("deterministic mode", _nondeterministic, "the tokens of a request depend on the batch"),
+    Technique(
+        "replicas",
+        _replica,
+        "twice the price",
+        Effort.DEVICE,
+        "ridgeline serve MODEL --port 8001, behind any load balancer",
+    ),
+    Technique(
+        "device",
+        _hardware,
+        "compare prices with `ridgeline calc cost`",
+        Effort.HARDWARE,
+        "ridgeline roofline MODEL --on NAME",
+    ),
+    Technique(
+        "client",
+        _faster_client,
+        "none",
+        Effort.CLIENTS,
+        "ridgeline bench run --url URL says when the client is the limit",
+    ),
+    Technique(
+        "samples per request", _fewer_samples, "fewer answers to choose from", Effort.CLIENTS, "the field n of requests"
+    ),
+    Technique("prompt length", _shorter_prompts, "the model sees less context", Effort.CLIENTS, "shorter prompts"),
+)
+
+NOT_BUILT: tuple[str, ...] = (
+    "a KV cache of 8 or 4 bits",
+    "offload of the KV cache and of weights to host memory",
+    "tensor, pipeline, context and expert parallelism",
+    "prefill apart from decode",
+    "a batch lane for requests that may wait",
+)
+"""Techniques that the diagnosis cannot propose, because the engine does not have them yet."""

@@ -1,0 +1,167 @@
+"""What each technique is predicted to gain on a recorded workload, and in which order remedies are named."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.cost import CostModel
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.fit import Risk
+from ridgeline.core.spec import LayerSpec, ModelSpec, Rope, kv_layout
+from ridgeline.core.workload import RequestSpec, Workload, prefix_hashes, synthetic
+from ridgeline.engine.policy import Limits
+from ridgeline.hardware.table import find
+from ridgeline.planner.remedies import OBJECTIVES, Outlook, predict
+from ridgeline.planner.simulate import Server, simulate
+from ridgeline.planner.situation import Situation, measured_cost, read_requests, read_situation
+from ridgeline.planner.techniques import TECHNIQUES, Effort
+
+LAYER = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
+SPEC = ModelSpec("LlamaForCausalLM", 128_256, 4096, (LAYER,) * 32, 131_072)
+SERVER = Server(CostModel(SPEC, 989e12, 4.8e12), kv_layout(SPEC, 64), 10_000, Limits(256, 8448, 16_384))
+H200 = find("NVIDIA H200")
+
+
+def situation(workload: Workload, engine: EngineConfig = EngineConfig(), **server: Any) -> Situation:
+    """An 8B on an H200. server: what differs from SERVER."""
+    served = replace(SERVER, **server)
+    return Situation(ModelConfig(), engine, SPEC, served, workload, simulate(served, workload), row=H200)
+
+
+def steady(count: int, input_len: int, output_len: int, rate: float, prefix: int = 0) -> Workload:
+    made = synthetic(count, (str(input_len), str(output_len)), prefix, 0)
+    return made.at([index / rate for index in range(count)])
+
+
+def gains(outlook: Outlook) -> dict[str, float]:
+    return {remedy.name: remedy.gain for remedy in outlook.remedies}
+
+
+def test_smaller_weights_speed_up_decoding_and_slow_down_prompts() -> None:
+    decoding = gains(predict(situation(steady(8, 64, 128, 4)), "e2e"))
+    assert 0.15 < decoding["weight format: fp8"] < 0.3 and 0.15 < decoding["weight format: int4"] < 0.35
+    prompts = predict(situation(steady(16, 8000, 2, 2)), "e2e")
+    assert gains(prompts)["weight format: fp8"] > 0.3 and "weight format: int4" in prompts.useless
+
+
+def test_the_first_remedy_of_a_planted_bottleneck_is_its_cure() -> None:
+    shared, streams = steady(24, 4096, 8, 8, prefix=4032), steady(64, 128, 128, 20)
+    long = Workload(
+        "long prompts",
+        (*(RequestSpec(0.0, 64, 300) for _ in range(8)), *(RequestSpec(0.2 + 0.4 * at, 16_000, 2) for at in range(4))),
+        timed=True,
+    )
+    slow = replace(SERVER.cost, overhead_s=5e-3)
+    planted = {
+        "prefix cache: on": (situation(shared, EngineConfig(enable_prefix_caching=False), prefix_cache=False), "e2e"),
+        "batching policy: continuous": (situation(streams, EngineConfig(batching="static:4"), batching="static:4"), "e2e"),
+        "requests at once: 16": (situation(streams, limits=Limits(4, 8448, 16_384)), "e2e"),
+        "memory for the KV cache: 4 times as much": (
+            situation(streams, EngineConfig(kv_cache_memory=20 * SERVER.layout.page_bytes), pages=20), "e2e",
+        ),
+        "prompt chunk: 2112 tokens": (situation(long, limits=Limits(256, 16_896, 16_896)), "stall"),
+        "CUDA graphs or compiled operations: on": (situation(streams, EngineConfig(enforce_eager=True), cost=slow), "e2e"),
+        "plan while the device runs: 1 step ahead": (
+            situation(streams, EngineConfig(steps_in_flight=0), steps_in_flight=0, host_s=4e-3), "e2e",
+        ),
+        "client: nearer, or a faster reader": (situation(streams, outside_s=5.0), "e2e"),
+        "speculation: off": (replace(situation(streams, EngineConfig(speculate="reference"), cost=slow), saved=-0.5), "e2e"),
+    }  # fmt: skip
+    first = {name: predict(*arguments).remedies[0].name for name, arguments in planted.items()}
+    assert first == {name: name for name in planted}
+
+
+def test_every_remedy_says_what_it_costs_and_can_be_applied() -> None:
+    now = situation(steady(16, 512, 64, 8), EngineConfig(enforce_eager=True, deterministic=True, steps_in_flight=0))
+    outlook = predict(now, "e2e")
+    assert outlook.offered and all(remedy.technique.price for remedy in outlook.offered)
+    for remedy in outlook.offered:
+        by_options = bool(remedy.change.after.changes(now))
+        assert by_options == (remedy.technique.effort is Effort.RESTART), remedy.name
+        assert by_options or remedy.technique.command
+    unknown = {remedy.technique.name for remedy in outlook.unknown}
+    assert "deterministic mode" in unknown and all(math.isnan(remedy.gain) for remedy in outlook.unknown)
+    assert {technique.name for technique in TECHNIQUES} >= unknown
+
+
+def test_the_order_weighs_risk_and_effort() -> None:
+    outlook = predict(situation(steady(128, 64, 128, 200)), "tpot")
+    places = {remedy.name: place for place, remedy in enumerate(outlook.remedies)}
+    assert places["weight format: fp8"] < places["weight format: int4"], "the gains are alike, the risk is not"
+    assert gains(outlook)["replicas: 2"] > 0 and places["replicas: 2"] > places["weight format: fp8"]
+    assert [remedy.rank for remedy in outlook.remedies] == sorted(remedy.rank for remedy in outlook.remedies)
+
+
+def test_a_prediction_is_of_the_objective() -> None:
+    now = situation(steady(64, 512, 64, 40), limits=Limits(8, 8448, 16_384))
+    for name, (_, value) in OBJECTIVES.items():
+        for remedy in predict(now, name).remedies:
+            assert remedy.figures is not None
+            assert remedy.gain == pytest.approx(1 - value(remedy.figures) / value(now.recorded)), (name, remedy.name)
+
+
+def test_freed_weights_are_memory_for_the_cache() -> None:
+    now = situation(steady(4, 64, 8, 4))
+    smaller = now.served_as(replace(SPEC, quantization="int4"))
+    freed = (SPEC.weight_bytes - replace(SPEC, quantization="int4").weight_bytes) // SERVER.layout.page_bytes
+    assert smaller.pages == pytest.approx(SERVER.pages + freed, abs=1)
+    fixed = replace(now, engine=EngineConfig(kv_cache_memory=1 << 30))
+    assert fixed.served_as(replace(SPEC, quantization="int4")).pages == SERVER.pages
+
+
+def test_measured_times_scale_the_cost_model() -> None:
+    figures = {
+        "decode_step_seconds": 0.012, "decode_step_predicted_seconds": 0.006,
+        "prompt_step_seconds": 0.3, "prompt_step_predicted_seconds": 0.1,
+    }  # fmt: skip
+    slow = measured_cost(SERVER.cost, figures)
+    assert slow.decode_s([100]) == pytest.approx(2 * SERVER.cost.decode_s([100]))
+    prompt = steady(1, 8000, 1, 1)
+    ratio = simulate(replace(SERVER, cost=slow), prompt).ttft_s / simulate(SERVER, prompt).ttft_s
+    assert ratio == pytest.approx(3, rel=0.02)
+    eager = measured_cost(SERVER.cost, figures, eager=True)
+    assert (
+        eager.overhead_s == pytest.approx(SERVER.cost.overhead_s + 0.006)
+        and eager.flops_per_s == SERVER.cost.flops_per_s
+    )
+
+
+def row(at: float, prompt: list[int], output: int, choices: int = 1) -> dict[str, Any]:
+    return {
+        "arrived_at": at, "prompt_tokens": len(prompt), "cached_tokens": 0, "output_tokens": output, "ttft_s": 0.1, "tpot_s": 0.01,
+        "finish_reasons": ["stop"] * choices, "e2e_s": 1.0, "prefix_hashes": prefix_hashes(prompt),
+        "decoding": {"mixed_s": 0.0, "device_s": 0.0},
+    }  # fmt: skip
+
+
+def test_recorded_requests_become_a_workload_that_shares_what_they_shared() -> None:
+    common = list(range(200))
+    rows = [row(12.0, [*common, 7, 8], 20), row(10.0, [*common, 9], 30, choices=2), row(11.0, list(range(500, 900)), 4)]
+    workload, figures = read_requests([*rows, {**rows[0], "ttft_s": None}])
+    assert [spec.at_s for spec in workload.requests] == [0.0, 0.0, 1.0, 2.0]
+    assert [spec.output for spec in workload.requests] == [15, 15, 4, 20]
+    first, second, other, last = (spec.blocks for spec in workload.requests)
+    assert first == second == last and len(last) == 3 and not set(other) & set(last)
+    assert figures.e2e_s == 1.0 and figures.tokens_s == pytest.approx(54 / 3)
+
+
+def test_what_cannot_be_predicted_says_why() -> None:
+    with pytest.raises(ConfigError, match="No request has ended lately"):
+        read_requests([])
+    with pytest.raises(ConfigError, match="does not report its cost, max_num_batched_tokens"):
+        read_situation({"facts": {"model_options": {}, "options": {}}, "figures": {}}, [], SPEC)
+
+
+def test_samples_and_prompts_are_remedies_of_the_clients() -> None:
+    twice = Workload(
+        "n=2", tuple(RequestSpec(at / 4, 2000, 100, (at,), 64) for at in range(12) for _ in range(2)), timed=True
+    )
+    outlook = predict(situation(twice, limits=Limits(4, 8448, 16_384)), "e2e")
+    remedies = {remedy.technique.name: remedy for remedy in outlook.remedies}
+    assert remedies["samples per request"].gain > 0.3
+    assert remedies["samples per request"].change.risk is remedies["prompt length"].change.risk is Risk.MEDIUM
