@@ -234,6 +234,20 @@ def test_distance_to_the_limits() -> None:
     assert intensity == pytest.approx(5e9 / 3e8) and rate == pytest.approx(5e11)
 
 
+def test_drafts_save_what_they_gain_less_the_drafter_s_part_of_prompts() -> None:
+    clock = Clock()
+    live = Live(Slo(), clock)
+    assert "draft_saved_share" not in live.figures()
+    live.on_step(step(device_s=0.01, saved_s=0.004), 0.0)
+    live.on_step(step(device_s=0.03, prompt_tokens=9, flops=3e9, draft_flops=1e9), 0.0)
+    flops = step().flops
+    figures = live.figures()
+    drafter = 1e9 / (flops + 3e9 + 1e9)
+    assert figures["draft_saved_share"] == pytest.approx((0.004 - drafter * 0.03) / 0.04)
+    assert figures["prompt_step_seconds"] == pytest.approx(0.03)
+    assert figures["prompt_step_predicted_seconds"] == pytest.approx(step().predicted_s)
+
+
 def test_joules_of_a_request_are_those_of_its_steps() -> None:
     """Steps took 100 W lately. The request's decoding took 300 W; its prefill was too short for a reading. The idle device does not
     make it cheaper."""

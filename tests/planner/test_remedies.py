@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from ridgeline.core.fit import Risk
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope, kv_layout
 from ridgeline.core.workload import RequestSpec, Workload, prefix_hashes, synthetic
 from ridgeline.engine.policy import Limits
+from ridgeline.hardware.serving import PRODUCT_TIMES
 from ridgeline.hardware.table import find
 from ridgeline.planner.remedies import OBJECTIVES, Outlook, predict
 from ridgeline.planner.simulate import Server, simulate
@@ -165,3 +168,11 @@ def test_samples_and_prompts_are_remedies_of_the_clients() -> None:
     remedies = {remedy.technique.name: remedy for remedy in outlook.remedies}
     assert remedies["samples per request"].gain > 0.3
     assert remedies["samples per request"].change.risk is remedies["prompt length"].change.risk is Risk.MEDIUM
+
+
+def test_measured_times_of_products_are_those_of_the_result_file() -> None:
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "products_w8a8.json").read_text())
+    times = {row["row"].removeprefix("w8a8-layer-").removesuffix("-us"): row["value"] for row in rows if "value" in row}
+    for name in ("fp8", "int8", "w8a8", "llm-int8"):
+        expected = [times[f"{name}-m{tokens}"] / times[f"bf16-m{tokens}"] for tokens in (1, 8192)]
+        assert PRODUCT_TIMES["cuda"][name] == pytest.approx(expected, abs=0.006), name

@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ridgeline.bench.figures import invalid_reason
-from ridgeline.bench.record import read_run
+from ridgeline.bench.record import Run, read_run
 from ridgeline.bench.replay import measured, replay
 from ridgeline.bench.target import Address
 from ridgeline.cli.flags import Arguments, Parser, parser_for
@@ -83,7 +83,7 @@ class Record:
 def run(args: Arguments) -> int:
     options = args.options
     source = getattr(options, "url", DEFAULT_URL)
-    record = _read_run(Path(source)) if Path(source).exists() else _read_server(source, getattr(options, "key", ""))
+    record = _read_run(Path(source)) if Path(source).exists() else read_server(source, getattr(options, "key", ""))
     diagnosis = diagnose(observe(record.snapshot, record.rows, record.client))
     if getattr(options, "json", False):
         content = asdict(diagnosis)
@@ -91,7 +91,7 @@ def run(args: Arguments) -> int:
         content = None
         _show(diagnosis, Console())
     try:
-        situation = _situation(record, getattr(options, "model_folder", ""))
+        situation = situation_of(record, getattr(options, "model_folder", ""))
         outlook = predict(situation, getattr(options, "improve", "") or objective_of(diagnosis.bottleneck))
     except ConfigError as error:
         if hasattr(options, "apply"):
@@ -121,20 +121,27 @@ def _unpredicted(reason: str, content: dict[str, Any] | None) -> int:
 
 
 def _read_run(folder: Path) -> Record:
-    """The record of a run. Raises ConfigError for a run against a server other than Ridgeline."""
-    bench = read_run(folder)
-    state = bench.facts.get("server")
-    if not isinstance(state, dict) or "requests" not in state:
+    record = record_of(read_run(folder))
+    if record is None:
         raise ConfigError(
             f"The run {folder} has no figures of its server: only runs of this version against a Ridgeline server can be "
             "diagnosed. Give such a run, or the address of a Ridgeline server.",
             param="url",
         )
-    concurrency = bench.facts.get("concurrency") if bench.facts.get("rate") is None else None
-    return Record(state, state["requests"], concurrency, invalid_reason(bench))
+    return record
 
 
-def _read_server(url: str, key: str) -> Record:
+def record_of(run: Run) -> Record | None:
+    """The record of a run. None for a run against a server other than Ridgeline, or of an older version."""
+    state = run.facts.get("server")
+    if not isinstance(state, dict) or "requests" not in state:
+        return None
+    concurrency = run.facts.get("concurrency") if run.facts.get("rate") is None else None
+    return Record(state, state["requests"], concurrency, invalid_reason(run))
+
+
+def read_server(url: str, key: str) -> Record:
+    """The record of a running server, with its newest requests."""
     return Record(_fetch(url, "/dashboard/data", key), _fetch(url, "/requests?limit=1000", key)["data"])
 
 
@@ -156,7 +163,7 @@ def _fetch(url: str, path: str, key: str) -> Any:
         raise ConfigError(f"{address} did not answer with JSON: is it a Ridgeline server?", param="url") from error
 
 
-def _situation(record: Record, folder: str) -> Situation:
+def situation_of(record: Record, folder: str) -> Situation:
     """The situation, with the model's config.json from its folder. Raises ConfigError if it is not on this machine."""
     facts = record.snapshot["facts"]
     named = folder or facts.get("root", "")

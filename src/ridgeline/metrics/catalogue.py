@@ -169,7 +169,7 @@ LIVE: Mapping[str, Entry] = {
     "prompt_step_seconds": Entry("Mean device seconds of a step with prompt tokens.", ours=True),
     "prompt_step_predicted_seconds": Entry("Predicted device seconds of a step with prompt tokens.", ours=True),
     "draft_saved_share": Entry(
-        "Device time that drafts saved, as a share of the device time. Below 0: they cost more than they saved.",
+        "Device time that drafts saved, less the drafter's part of prompt steps, as a share of the device time.",
         ours=True,
     ),
     "step_prediction_error": Entry("Median relative error of the predicted step time.", ours=True),

@@ -316,8 +316,9 @@ class Live:
             figures["bubble"] = sums["idle_s"] / (busy + sums["idle_s"])
             figures["host_seconds_per_step"] = sums["host_s"] / max(1.0, sums["steps"])
             figures["mean_running"] = sums["row_s"] / busy
-            if sums["saved_s"]:
-                figures["draft_saved_share"] = sums["saved_s"] / busy
+            if sums["saved_s"] or sums["draft_flops"]:
+                drafter = sums["draft_flops"] / max(1.0, sums["flops"] + sums["draft_flops"])
+                figures["draft_saved_share"] = (sums["saved_s"] - drafter * sums["mixed_s"]) / busy
             if prompt_steps := sums["steps"] - sums["decode_steps"]:
                 figures["prompt_step_seconds"] = sums["mixed_s"] / prompt_steps
                 figures["prompt_step_predicted_seconds"] = (

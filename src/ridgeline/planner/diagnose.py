@@ -26,6 +26,10 @@ CLIENT_ABOVE = 0.3
 """Share of a median request spent outside of the engine, above which the client is the bottleneck."""
 MIN_OUTSIDE_S = 0.05
 """Seconds outside of the engine below which the client is never the bottleneck."""
+USED_ABOVE = 0.6
+"""The same where requests wait although rows are free. Admission keeps some blocks for the requests that run."""
+REACHED = 0.85
+"""Share of max_num_seqs that runs on average when the limit is reached; requests leave before others enter."""
 QUEUE_ABOVE = 0.2
 """Share of a median request spent in the queue, above which requests are said to wait."""
 DRAFT_LOSS = -0.05
@@ -113,7 +117,7 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
         return float(latencies.get(name, {}).get("p50", UNKNOWN))
 
     return Observation(
-        running=figures.get("mean_running", now.get("running", 0.0)),
+        running=max(figures.get("mean_running", 0.0), now.get("running", 0.0)),
         waiting=now.get("waiting", 0.0),
         max_running=facts.get("max_num_seqs", UNKNOWN),
         kv_used=now.get("kv_used", 0.0),
@@ -172,11 +176,11 @@ def _outside(observation: Observation) -> Finding | None:
         return "client", (observation.client,)
     if observation.queues and observation.kv_used >= FULL_ABOVE:
         return "KV capacity", (f"{_load(observation)}, and {observation.kv_used:.0%} of the KV cache is used",)
-    if observation.bubble >= HOST_ABOVE:
-        return "host", (f"the device waited for the host {observation.bubble:.0%} of the time in which there was work",)
     if observation.outside_s > max(CLIENT_ABOVE * observation.e2e_s, MIN_OUTSIDE_S):
         seconds = f"a request took {observation.e2e_s:.2f} s, {observation.outside_s:.2f} s of it outside of the engine"
         return "client", (seconds,)
+    if observation.bubble >= HOST_ABOVE:
+        return "host", (f"the device waited for the host {observation.bubble:.0%} of the time in which there was work",)
     return None
 
 
@@ -187,9 +191,10 @@ def _waiting(observation: Observation) -> Finding | None:
     load, policy = _load(observation), observation.options.get("batching", "continuous")
     if policy != "continuous":
         return "queue", (f"{load}: --batching {policy} admits none before the batch has ended",)
-    if observation.running < 0.95 * observation.max_running:
-        return None
     used = f"{observation.kv_used:.0%} of the KV cache is used"
+    if observation.running < REACHED * observation.max_running:
+        short = f"{load} of at most {observation.max_running:.0f}, and {used}: the next request does not fit"
+        return ("KV capacity", (short,)) if observation.kv_used >= USED_ABOVE else None
     reached = f"{load}: --max-num-seqs {observation.max_running:.0f} is reached, and {used}"
     if observation.weight_share > 0.5 and observation.kv_used < FULL_ABOVE / 2:
         shared = f"{observation.weight_share:.0%} of the bytes of a step are weights, which more requests would share"
