@@ -84,6 +84,7 @@ def test_a_closed_loop_keeps_its_requests_running_and_replicas_share_them() -> N
     assert eight.tokens_s > 5 * single.tokens_s
     two = simulate(replace(SERVER, replicas=2), workload(32), concurrency=8)
     assert two.tpot_s < eight.tpot_s and two.tokens_s > eight.tokens_s
+    assert simulate(replace(SERVER, replicas=2), workload(32), concurrency=1) == single
 
 
 def test_a_request_that_can_never_run_is_refused() -> None:

@@ -109,7 +109,7 @@ def simulate(server: Server, workload: Workload, concurrency: int | None = None)
     concurrency: requests in a closed loop, in which the end of an answer sends the next request; None: the workload's times.
     Raises ConfigError if a request can never run.
     """
-    replicas = server.replicas
+    replicas = server.replicas if concurrency is None else min(server.replicas, concurrency)
     parts = [replace(workload, requests=workload.requests[first::replicas]) for first in range(replicas)]
     shares = [None if concurrency is None else math.ceil((concurrency - first) / replicas) for first in range(replicas)]
     runs = [_Run(server, part, share) for part, share in zip(parts, shares, strict=True) if part.requests]
