@@ -40,6 +40,7 @@ from ridgeline.speculation.device import DeviceDrafter, DraftRows, NoDrafter, Vi
 from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 from ridgeline.speculation.options import Wanted
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
+from ridgeline.speculation.state import DraftLimits
 from ridgeline.wire.messages import StepStats
 
 NODES = 4
@@ -137,7 +138,7 @@ class Engine:
         scheduler = self.local.engine.loop.scheduler
         self.share.fill_(round(share * 1000))
         drafts = Speculator(
-            None, DeviceTraits(NODES, reads_tokens=self.reads), Controller(sizes, fixed), build.LOGIT_ROWS
+            None, DeviceTraits(NODES, reads_tokens=self.reads), Controller(sizes, fixed), DraftLimits(build.LOGIT_ROWS)
         )
         scheduler._speculation = drafts if sizes[-1] else NO_SPECULATION
 
@@ -187,7 +188,9 @@ def start(model: Path, draft: Path | None, config: EngineConfig, script: Script)
     share = torch.zeros((), dtype=torch.int32, device=script.said.device)
     wanted = Wanted(device="draft" if draft else "recycling", folder=draft, max_nodes=NODES)
 
-    def opened(asked: Wanted, target: LoadedModel, encode: object, dummy: bool) -> tuple[Speculation, DeviceDrafter]:
+    def opened(
+        asked: Wanted, target: LoadedModel, encode: object, limits: object, dummy: bool
+    ) -> tuple[Speculation, DeviceDrafter]:
         inner: DeviceDrafter = NoDrafter()
         if draft is not None:
             inner, _ = build._open_device(asked, target, dummy)

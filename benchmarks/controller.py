@@ -21,6 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from ridgeline.speculation.heads import Candidate, tree
 from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 from ridgeline.speculation.ngram import NGram, NGramProposer
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
+from ridgeline.speculation.state import DraftLimits
 from ridgeline.text.tokenizer import Tokenizer
 
 HELD_OUT = Path(__file__).parents[1] / "tests" / "data" / "heldout.jsonl"
@@ -107,12 +109,21 @@ H200 = {
     128: (0, 0.45, 0.85, 1.28, 1.718),
 }
 """Time added by nodes a row; benchmarks/results/speculation.json, step_ratio."""
+EAGER = 20.0
+"""Time added to a step that no graph runs."""
 DRAFT_MODEL = {1: 0.206, 8: 0.222, 32: 0.2085, 128: 0.265}
 """Time added by a node of a draft model of the shape of Llama-3.2-1B."""
 
 
 def h200(rows: int, draft: float = 0.0) -> Device:
     return Device(table(*H200[rows]), lambda nodes: draft * nodes, in_flight=1)
+
+
+def h200_host(rows: int, eager: float = 0.0) -> Device:
+    """A target of 107M parameters: a step takes 0.3 ms, and a call of the n-gram drafter 30 µs. eager: time added to a step with
+    drafts because no graph has its shape (docs/log/2026-11-24-drafts-of-a-107m-target.md)."""
+    times = table(*H200[rows])
+    return Device(lambda nodes: eager * bool(nodes) + times(nodes), lambda nodes: 0.0, question=0.1, in_flight=1)
 
 
 class Work(NamedTuple):
@@ -315,7 +326,7 @@ def speculator(scenario: Scenario, fixed: int | None = None) -> Callable[[Simula
     def make(device: SimulatedDevice) -> Speculation:
         host = TimedNGram(device) if scenario.ngram else None
         sizes = scenario.sizes if fixed is None else (0, fixed)
-        return Speculator(host, scenario.traits, Controller(sizes, fixed=fixed is not None), 1024)
+        return Speculator(host, scenario.traits, Controller(sizes, fixed=fixed is not None), DraftLimits(1024))
 
     return make
 
@@ -415,6 +426,10 @@ def scenarios(count: int) -> Iterator[Scenario]:
         "cpu-recurrent-short-b1", cpu(), [Work(p, a[:32], k) for p, a, k in mixed(documents, 3 * count)], **shipped
     )  # type: ignore[arg-type]
     yield from _h200(documents)
+    for rows, eager, work in product((1, 8, 32), (0.0, EAGER), ("mixed", "copy")):
+        name = f"h200-reference-{'eager-' * bool(eager)}{work}-b{rows}"
+        requests = come_and_go(works[work](documents, max(count, 3 * rows)))
+        yield Scenario(name, h200_host(rows, eager), requests, rows=rows, **quoting)  # type: ignore[arg-type]
 
 
 def _h200(documents: list[list[int]]) -> Iterator[Scenario]:

@@ -86,6 +86,7 @@ class Engine:
     speculation: Speculation = NO_SPECULATION
     drafter: DeviceDrafter = field(default_factory=NoDrafter)
     drafts: tuple[int, ...] = ()
+    host_drafts: int = 0
     model: LoadedModel | None = None
 
 
@@ -114,7 +115,7 @@ class DeviceBench:
         self.leases = Leases(layout, how.blocks, prefix_cache=how.prefix_cache)
         limits = Limits(how.rows, how.step_tokens, MAX_LEN)
         self.scheduler = Scheduler(layout, self.leases, limits, admission("continuous"), how.speculation)
-        sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, how.graphs, drafts=how.drafts)
+        sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, how.graphs, how.drafts, how.host_drafts)
         self.runner = make_runner(self.model, sizes, how.drafter)
         recorded: Any = Recorded(self.runner)
         self.results: list[StepResult] = recorded.results
@@ -128,12 +129,12 @@ class DeviceBench:
         self.preempted = 0
         self._arrivals = 0
 
-    def use_graphs(self, capture: Capture, host_drafts: int = 0) -> None:
+    def use_graphs(self, capture: Capture) -> None:
         """Run steps through graphs that `capture` captures: on a CPU a runner makes none."""
         how = self.how
         with torch.inference_mode():
             step = make_step(self.model, self.runner, how.drafter, how.step_tokens)
-            sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, True, how.drafts, host_drafts)
+            sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, True, how.drafts, how.host_drafts)
             self.runner.executor = GraphExecutor(step, sizes, capture)
             self.runner.executor.capture(lambda stage, done, total: None)
 

@@ -3,19 +3,27 @@ capture itself, for which the work stands in, run again on the same buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 
+from ridgeline.core.draft import Draft
+from ridgeline.core.plan import StepPlan
 from ridgeline.engine import graphs
+from ridgeline.engine.device import Outcome
+from ridgeline.engine.executor import LoadedStep
+from ridgeline.engine.graph_shapes import draft_limits
+from ridgeline.engine.shape import Sizes
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.host import HostDrafter
 from ridgeline.speculation.lookahead import Lookahead
 from ridgeline.speculation.ngram import NGram
 from ridgeline.speculation.recycling import Recycling
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
-from tests.engine.runners import PROMPT, DeviceBench, alone, pair
+from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, pair
 from tests.engine.test_drafters import Scripted, drafters, speculating
 
 ROWS, TOKENS = 6, 32
@@ -42,9 +50,9 @@ class Replayed:
         return self._work()
 
 
-def with_graphs(bench: DeviceBench, host_drafts: int = 0) -> Recorder:
+def with_graphs(bench: DeviceBench) -> Recorder:
     recorder = Recorder()
-    bench.use_graphs(recorder, host_drafts)
+    bench.use_graphs(recorder)
     recorder.ready = True
     return recorder
 
@@ -73,8 +81,69 @@ def test_what_the_device_drafts(name: str) -> None:
 @pytest.mark.parametrize("host", [NGram(min_chance=0.0), Lookahead(columns=2, ngram=3)], ids=["quotes", "lookahead"])
 def test_what_the_host_drafts(host: HostDrafter) -> None:
     speculation = Speculator(host, None, Controller((0, 1, 2, 4, 6), fixed=True))
-    bench = DeviceBench(speculation=speculation, step_tokens=TOKENS)
-    check(bench, with_graphs(bench, 6))
+    bench = DeviceBench(speculation=speculation, host_drafts=6, step_tokens=TOKENS)
+    check(bench, with_graphs(bench))
+
+
+class Guesses:
+    """A host drafter that proposes as many nodes as it may in every step, as a chain and as a tree in turns."""
+
+    needs_repeat = False
+
+    def __init__(self) -> None:
+        self._branches = cycle((False, True))
+
+    def start(self, tokens: Sequence[int]) -> Guesses:
+        return self
+
+    def propose(self, nodes: int, depth: int) -> Draft:
+        return Draft.of(range(7, 7 + nodes), [-1] * nodes if next(self._branches) else range(-1, nodes - 1))
+
+    def observe(self, tokens: Sequence[int], draft: Draft, drawn: Sequence[int]) -> None:
+        """Learns nothing."""
+
+
+@pytest.mark.parametrize(
+    "host", [Guesses(), NGram(min_chance=0.0), Lookahead()], ids=["guesses", "quotes", "lookahead"]
+)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_step_with_host_drafts_runs_without_a_graph(host: HostDrafter, depth: int) -> None:
+    """Requests come while others verify drafts, prompts are read in pieces, and one needs logits processors for a while."""
+    bench = with_limits(host, depth=depth, step_tokens=TOKENS)
+    with_graphs(bench)
+    padded = watch(bench)
+    given = {f"r{number}": (PROMPT * 3)[number : 20 + 2 * number] for number in range(9)}
+    options: dict[str, dict[str, object]] = {name: {"max_tokens": 60} for name in given}
+    options["r3"] = {"max_tokens": 12, "logprobs": 2, "presence_penalty": 1.0}
+    for name, prompt in given.items():
+        bench.submit(name, prompt, **options[name])  # type: ignore[arg-type]
+        for _ in range(6):
+            bench.turn()
+    bench.run()
+    for name, prompt in given.items():
+        assert bench.tokens[name, 0] == alone(prompt, **options[name]), name
+    assert all(padded) and len(padded) > 50
+    assert bench.scheduler.counts.drafts > 3
+
+
+def with_limits(host: HostDrafter, **facts: object) -> DeviceBench:
+    """A bench whose host drafts are limited to what has a graph, and are made whenever that is possible."""
+    limits = draft_limits(Sizes(ROWS, TOKENS, MAX_LEN, 200, host_drafts=6), pair("llama-gqa")[1].spec)
+    speculation = Speculator(host, None, Controller((0, 1, 2, 4, 6), fixed=True), limits)
+    return DeviceBench(speculation=speculation, host_drafts=6, **facts)  # type: ignore[arg-type]
+
+
+def watch(bench: DeviceBench) -> list[bool]:
+    """Whether each later step runs from a graph."""
+    executor, padded = bench.runner.executor, list[bool]()
+    run = executor.run
+
+    def noted(loaded: LoadedStep, plan: StepPlan) -> Outcome:
+        padded.append(loaded.padded)
+        return run(loaded, plan)
+
+    executor.run = noted  # type: ignore[method-assign]
+    return padded
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 128])

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from ridgeline.engine import graph_shapes
-from ridgeline.engine.graph_shapes import buckets, draft_shapes, mixed_shapes
+from ridgeline.engine.graph_shapes import buckets, draft_limits, draft_shapes, mixed_shapes
 from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.step import SHORT
+from ridgeline.speculation.build import LOGIT_ROWS
+from ridgeline.speculation.state import DraftLimits
 from tests.engine.runners import MAX_LEN, PAGE, make_runner, make_step, pair
 from tests.engine.test_runner_plans import sizes
 
@@ -88,9 +90,39 @@ def test_drafts_of_the_host_are_chains_and_trees() -> None:
     chosen = draft_shapes(sizes(64, 64, (2,), 8), True)
     for tree in (False, True):
         assert (StepShape.verifying(64, 2, tree) in chosen[tree]) is tree
-        assert {shape.width for shape in chosen[tree] if shape.rows == 16} >= {2, 4, 9}
-        assert max(shape.tokens for shape in chosen[tree] if shape.width > 3) <= 256
         assert [shape.tokens for shape in chosen[tree]] == sorted(shape.tokens for shape in chosen[tree])
+
+
+@pytest.mark.parametrize("most", [8, 11, 30])
+@pytest.mark.parametrize("tree", [False, True])
+def test_every_step_within_the_limits_of_host_drafts_has_a_graph(most: int, tree: bool) -> None:
+    """However the nodes are distributed over the rows."""
+    model, held = pair("llama-gqa")[1], sizes(200, 64, (), most)
+    graphs, tokens = GraphExecutor(make_step(model), held, Uncaptured), draft_limits(held, model.spec).host_tokens
+
+    def padded(drafts: list[int]) -> StepShape | None:
+        rows, width = len(drafts), 1 + max(drafts)
+        return graphs.padded(StepShape(rows, rows, rows + sum(drafts), width, width, sum(drafts), tree), True)
+
+    drafted = 0
+    for rows in range(1, 200):
+        nodes = min(most, tokens // rows - 1)
+        for drafts in ([nodes] * rows, [nodes] + [0] * (rows - 1), [number % (1 + nodes) for number in range(rows)]):
+            if not any(drafts):
+                continue
+            shape = padded(drafts)
+            assert shape is not None, drafts
+            assert shape.tokens < 4 * (rows + sum(drafts)), "and not one far too large"
+            drafted += 1
+    assert drafted > 300
+    assert padded([1] * 130) is None and padded([most] * 100) is None
+
+
+def test_devices_without_graphs_limit_drafts_by_the_memory_of_logits_alone() -> None:
+    spec = pair("llama-gqa")[1].spec
+    eager = draft_limits(replace(sizes(64, 64, (), 8), graphs=False), spec)
+    assert eager == DraftLimits(LOGIT_ROWS) and eager.host_tokens > LOGIT_ROWS and not eager.prompt_tokens
+    assert draft_limits(sizes(64, 64, (), 8), spec) == DraftLimits(LOGIT_ROWS, 256, 64)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 100, 250, 512])

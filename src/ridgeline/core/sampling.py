@@ -110,6 +110,13 @@ class SamplingParams:
     def penalized(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    @property
+    def fused(self) -> bool:
+        """The draw needs only temperature, top_k, top_p and min_p: no logits processor (a grammar is one too, but `grammar` is not
+        read here) and no log-probabilities."""
+        biased = self.penalized or self.logit_bias or self.min_tokens or self.allowed_token_ids is not None
+        return not biased and self.logprobs is None
+
 
 _LISTS: tuple[tuple[str, str, type], ...] = (
     ("stop", "strings", str),

@@ -21,6 +21,7 @@ from ridgeline.core.fit import Deployment, size
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec
 from ridgeline.engine.engine import Engine, Setup
+from ridgeline.engine.graph_shapes import draft_limits
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -91,18 +92,19 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     cost, power, ceilings = read_ceilings(spec, device, config.calibration)
     stages.ends("ceilings")
     loaded = build(folder, model=model, ops=ops, device=device, progress=stages.progress)
-    speculation, drafter = open_drafters(wanted, loaded, _encoder(folder), model.load_format == "dummy")
-    _finish(device)
-    stages.ends("weights")
     sizes = Sizes(
         plan.max_rows,
         plan.max_step_tokens,
         plan.max_len,
         plan.n_pages,
-        graphs=not config.enforce_eager,
+        graphs=device.type == "cuda" and not config.enforce_eager,
         drafts=wanted.sizes if wanted.device else (),
         host_drafts=wanted.max_nodes if wanted.host else 0,
     )
+    encode, dummy = _encoder(folder), model.load_format == "dummy"
+    speculation, drafter = open_drafters(wanted, loaded, encode, draft_limits(sizes, spec), dummy)
+    _finish(device)
+    stages.ends("weights")
     runner = build_runner(loaded, plan.layout, sizes, stages.progress, drafter)
     stages.ends("runner")
     grammars = _grammars(folder, spec)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, product
 
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.speculation.build import LOGIT_ROWS
+from ridgeline.speculation.state import DraftLimits
 
 MIXED_ROWS = 32
 """Rows of graphs of small mixed steps. Every unused row costs attention an idle program per layer and head."""
@@ -21,9 +21,10 @@ takes longer than Python needs to launch the step (20 to 40 ms for 32 layers). A
 2,340."""
 DRAFT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
 """Rows of steps with device drafts that have a graph."""
-HOST_ROWS, HOST_NODES, HOST_TOKENS = (1, 2, 4, 8, 16, 32), (1, 3, 8), 256
-"""Rows, nodes (besides the largest draft) and most query tokens of steps with host drafts that have a graph. Chains and trees need
-separate graphs, so there are fewer sizes."""
+HOST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Rows of steps with host drafts that have a graph, besides a row for padding: rows seldom have as many nodes as one another."""
+HOST_TOKENS = (4, 8, 16, 32, 64, 128, 256)
+"""Query tokens of these graphs, in any distribution over the rows. Chains and trees need separate graphs, so sizes are few."""
 
 
 def buckets(rows: int) -> list[int]:
@@ -38,10 +39,9 @@ def mixed_shapes(sizes: Sizes, spec: ModelSpec) -> list[StepShape]:
     rows, tokens, form = sizes.rows, sizes.step_tokens, NUMBER_FORMATS.get(spec.quantization)
     work = CROWDED_WORK * (2 if form is not None and form.inputs_8bit else 1)
     few, most = min(rows, MIXED_ROWS) + 1, work // (spec.d_model * max(layer.d_ff for layer in spec.layers))
+    crowded = (span for span in (*CROWDED_TOKENS, tokens) if CROWDED_TOKENS[0] <= span <= min(tokens, most))
     shapes = {StepShape.mixed(few, span) for span in MIXED_TOKENS if span <= tokens}
-    for span in (*CROWDED_TOKENS, tokens):
-        if CROWDED_TOKENS[0] <= span <= min(tokens, most):
-            shapes.add(StepShape.mixed(min(rows, span) + 1, span))
+    shapes |= {StepShape.mixed(min(rows, span) + 1, span) for span in crowded}
     return sorted(shapes, key=lambda shape: (shape.tokens, shape.rows))
 
 
@@ -52,18 +52,26 @@ def draft_shapes(sizes: Sizes, branches: bool) -> dict[bool, list[StepShape]]:
     Args:
         branches: the device drafts trees.
     """
-    rows, host_nodes = sizes.rows, sizes.host_drafts
-    most = next((row for row in DRAFT_ROWS if row > rows), rows)
-
-    def fitting(heights: Sequence[int], drafts: Sequence[int], tokens: int, tree: bool) -> set[StepShape]:
-        shapes = {StepShape.verifying(row, nodes, tree) for row in heights for nodes in drafts if row <= most}
-        return {shape for shape in shapes if shape.tokens <= tokens}
-
-    few = [*(nodes for nodes in HOST_NODES if nodes < host_nodes), host_nodes] if host_nodes else []
+    rows, width = sizes.rows, 1 + sizes.host_drafts
+    device_rows = [row for row in DRAFT_ROWS if row <= next((row for row in DRAFT_ROWS if row > rows), rows)]
+    host_rows = {min(row, rows) + 1 for row in HOST_ROWS} if width > 1 else ()
     by_tree: dict[bool, list[StepShape]] = {}
     for tree in (False, True):
-        shapes = fitting(HOST_ROWS, few, HOST_TOKENS, tree)
+        shapes = {
+            StepShape(row, row, tokens, width, width, tokens - row, tree)
+            for row, tokens in product(host_rows, HOST_TOKENS)
+            if row < tokens < 2 * row * width  # a larger one would be padding for the most part
+        }
         if tree is branches:
-            shapes |= fitting(DRAFT_ROWS, [nodes for nodes in sizes.drafts if nodes], LOGIT_ROWS, tree)
+            drafting = (
+                StepShape.verifying(row, nodes, tree) for row, nodes in product(device_rows, sizes.drafts) if nodes
+            )
+            shapes |= {shape for shape in drafting if shape.tokens <= LOGIT_ROWS}
         by_tree[tree] = sorted(shapes, key=lambda shape: (shape.tokens, shape.rows))
     return by_tree
+
+
+def draft_limits(sizes: Sizes, spec: ModelSpec) -> DraftLimits:
+    """Sizes up to which steps have drafts."""
+    mixed = mixed_shapes(sizes, spec) if sizes.graphs else []
+    return DraftLimits(LOGIT_ROWS, HOST_TOKENS[-1], mixed[-1].tokens) if mixed else DraftLimits(LOGIT_ROWS)

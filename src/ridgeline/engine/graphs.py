@@ -90,11 +90,13 @@ class GraphExecutor(Executor):
         remainder."""
         if shape.chunked or not fused_sampling:
             return None
-        for padded in self._drafts[shape.tree]:
-            full = padded.rows == shape.rows and padded.tokens == shape.tokens
-            if padded.width >= shape.width and padded.tokens >= shape.tokens and (padded.rows > shape.rows or full):
-                return padded
-        return None
+        fitting = (
+            padded
+            for padded in self._drafts[shape.tree]
+            if padded.width >= shape.width and padded.tokens >= shape.tokens
+            if padded.rows > shape.rows or (padded.rows, padded.tokens) == (shape.rows, shape.tokens)
+        )
+        return next(fitting, None)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

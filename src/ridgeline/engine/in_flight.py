@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ridgeline.core.draft import Draft
+from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.plan import Logits, StepPlan
 from ridgeline.engine.request import Request
 from ridgeline.speculation.state import NO_STEP_DRAFTS, StepDrafts
@@ -31,6 +31,14 @@ class StepInFlight:
     requests: list[Request] = field(default_factory=list)
     shares: dict[int, Share] = field(default_factory=dict)
     drafts: StepDrafts = NO_STEP_DRAFTS
+
+    def drop_drafts(self, most: int) -> None:
+        """Plan a step with prompt chunks without its drafts, if it then has at most `most` query tokens."""
+        chunks = sum(share.n_query - len(share.draft.tokens) - share.samples for share in self.shares.values())
+        for place, share in self.shares.items() if 0 < chunks <= most - len(self.requests) else ():
+            request, nodes = self.requests[place], len(share.draft.tokens)
+            request.planned, request.expected = request.planned - nodes, request.expected - nodes
+            self.shares[place] = share._replace(n_query=share.n_query - nodes, draft=EMPTY_DRAFT)
 
     def state_rows(self, recent: deque[StepInFlight]) -> None:
         """Write the rows into the plan. recent: recent steps, one of each set of requests and shares; an equal step shares its

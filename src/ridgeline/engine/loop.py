@@ -24,7 +24,8 @@ class Runner(Protocol):
     def collect(self) -> StepResult:
         """The result of the oldest launched step; waits for it."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for the device and drop the steps in flight."""
 
 
 class Loop:

@@ -27,13 +27,14 @@ class Limits:
 
 
 class Waiting(Protocol):
-    """A waiting request as a policy sees it. followers: choices of the same prompt that are admitted after it."""
+    """A waiting request as a policy sees it."""
 
     id: str
     arrival: float
 
     @property
-    def followers(self) -> Sequence[object]: ...
+    def followers(self) -> Sequence[object]:
+        """Choices of the same prompt that are admitted after it."""
 
 
 class Admission(Protocol):

@@ -23,7 +23,8 @@ class Constraint(Protocol):
     def masks(self, draft: Draft) -> tuple[Draft, bytes]:
         """The part of the draft that the grammar allows, and the masks after the last token and after each of its nodes."""
 
-    def accept(self, tokens: Sequence[int]) -> None: ...
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The request gained `tokens`. Raises RidgelineError if the grammar does not allow them."""
 
     @property
     def ready(self) -> bool:

@@ -129,8 +129,7 @@ class RowTable:
         self._free(row)
         self._requests[row] = RowRequest(join, allowed)
         self.generation[row], self.greedy[row] = join.generation, sampling.greedy
-        processed = sampling.penalized or sampling.min_tokens > 0 or bool(sampling.logit_bias) or allowed is not None
-        self.fused_sampling[row] = not (processed or sampling.logprobs is not None)
+        self.fused_sampling[row] = sampling.fused
 
     def _free(self, row: int) -> None:
         if self._requests.pop(row, None) is not None:

@@ -202,10 +202,12 @@ class Scheduler:
         next call, because it may already hold joins and pages.
         """
         step = self._next
+        self._speculation.limit(self.running)
         budget = self._continue_running(step, self.limits.step_tokens)
         if self.waiting:
             self._admit(step, budget, now)
         if step.requests:
+            step.drop_drafts(self._speculation.limits.prompt_tokens)
             step.state_rows(self._recent_steps)
             step.drafts = self._speculation.begin_step(step.plan, step.requests)
         elif not (step.plan.transfers or step.plan.cancels or self._asks(now)):

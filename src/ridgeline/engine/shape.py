@@ -13,7 +13,7 @@ class Sizes:
     """Sizes for which the runner allocates memory.
 
     rows: requests at once. step_tokens: query tokens of a step. max_len: tokens of a request. blocks: pages of KV cache.
-    graphs: use CUDA graphs, on a GPU. drafts: numbers of nodes per row that the device may draft. host_drafts: most nodes of a
+    graphs: use CUDA graphs, on a GPU only. drafts: numbers of nodes per row that the device may draft. host_drafts: most nodes of a
     host draft, 0 without a host drafter.
     """
 

@@ -17,10 +17,10 @@ class Captured(Protocol):
 
 
 class Capture(Protocol):
-    """Capture work that depends only on the contents of its tensors. May capture lazily: the first replays may run the work
-    itself, with the `arguments` of `replay`."""
+    """Captures work that depends only on the contents of its tensors."""
 
-    def __call__(self, work: Callable[..., Any]) -> Captured: ...
+    def __call__(self, work: Callable[..., Any]) -> Captured:
+        """May capture lazily: the first replays may run the work itself, with the `arguments` of `replay`."""
 
 
 class Uncaptured:

@@ -422,6 +422,8 @@ def norm_then_add(rms_norm: RmsNorm) -> NormAdd:
 
 
 class Sample(Protocol):
+    """Type of SamplerOps.sample."""
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -430,7 +432,8 @@ class Sample(Protocol):
         position: torch.Tensor,
         purpose: Purpose,
         limits: Limits | None = None,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Draw a token from each row of `logits`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,10 @@ class BatchState:
 
     undrafted_s: mean seconds of an undrafted step, `count` of them so far. times: t(n). node_time, call_time: cost of a host node
     and of a host call per row; verification costs two more nodes. build: time by which first steps of new shapes may still exceed
-    the expected time without being booked. nodes: the size in use, for `hold` more steps. until_probe: time to the next probe while
-    a size is in use; `probed` is the size of the last one. off: undrafted steps since the last step that drafted. read_time: time
-    of a draft model per token per row that it did not read meanwhile.
+    the expected time without being booked. slow: time of the slowest drafted step, which decays. nodes: the size in use, for `hold`
+    more steps. until_probe: time to the next probe while a size is in use; `probed` is the size of the last one. off: undrafted
+    steps since the last step that drafted. read_time: time of a draft model per token per row that it did not read meanwhile.
+    device: budget of device drafts. host: budget of the host drafter, shared by all numbers of rows.
     """
 
     build: float
@@ -45,6 +46,7 @@ class BatchState:
     call_time: float = 0.15
     undrafted_s: float = 0.0
     count: int = 0
+    slow: float = 0.0
     nodes: int = 0
     hold: int = 0
     probed: int = 0

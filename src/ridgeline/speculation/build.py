@@ -33,6 +33,7 @@ from ridgeline.speculation.options import (
 from ridgeline.speculation.recurrent import Recurrent, load_recurrent
 from ridgeline.speculation.recycling import Recycling
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
+from ridgeline.speculation.state import DraftLimits
 
 NGRAM_MIN_CHANCE = {"cpu": 0.35, "cuda": 0.07}
 """Device -> lowest estimated acceptance of a node that the n-gram drafter proposes. On a CPU a step with drafts costs a fifth more
@@ -83,7 +84,7 @@ def memory_of_drafters(config: EngineConfig, spec: ModelSpec, folder: Path, plac
 
 
 def open_drafters(
-    wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]], dummy: bool
+    wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]], limits: DraftLimits, dummy: bool
 ) -> tuple[Speculation, DeviceDrafter]:
     """The scheduler's Speculation and the device drafter, for a loaded target.
 
@@ -100,7 +101,7 @@ def open_drafters(
     )
     cuts = traits is not None and traits.cuts
     sizes = tuple(sorted({0, traits.max_nodes, wanted.max_nodes})) if traits is not None and cuts else wanted.sizes
-    return Speculator(host_drafter, traits, Controller(sizes), LOGIT_ROWS), device
+    return Speculator(host_drafter, traits, Controller(sizes), limits), device
 
 
 def _ngram(wanted: Wanted, target: LoadedModel, encode: Callable[[str], list[int]]) -> HostDrafter:

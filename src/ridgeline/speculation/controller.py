@@ -29,9 +29,10 @@ _HOLD, _MAX_IDLE, _WARM_UP = 8, 64, 16
 """Steps between two decisions; longest idle period; undrafted steps before the first probe."""
 _MARGIN, _PRIOR = 1.03, 0.65
 """Lowest rate of a size in use; acceptance of a node, given that its parent is kept, before any reading."""
-_WEIGHT, _OUTLIER, _UNKNOWN, _BUILD = 0.05, 1.5, 4.0, 16.0
-"""Weight of a reading in a moving average; largest time of a step that is counted, as a multiple of the expected time; the same for
-a size without readings; time, divided by the rows, by which first steps of new shapes may exceed the expected time without being
+_WEIGHT, _OUTLIER, _UNKNOWN, _SLOW, _FORGET, _BUILD = 0.05, 1.5, 4.0, 4.0, 1 - 1 / 512, 16.0
+"""Weight of a reading in a moving average; largest time of a step from which means learn, as a multiple of the expected time; the
+same for a size without readings; time from which on a step is slow, again as a multiple; decay of the slowest step's time with each
+drafted step; time, divided by the rows, by which first steps of new shapes may exceed the expected time without being
 booked."""
 
 
@@ -40,7 +41,7 @@ class Controller:
 
     def __init__(self, sizes: tuple[int, ...], fixed: bool = False) -> None:
         self.sizes, self.fixed = sizes, fixed
-        self._batches, self._drafts = dict[int, BatchState](), 0
+        self._batches, self._host, self._drafts = dict[int, BatchState](), Budget(), 0
         self._kept = [_PRIOR ** (node + 1) for node in range(sizes[-1])]  # a_i
 
     def _of(self, rows: int) -> BatchState:
@@ -52,7 +53,7 @@ class Controller:
             larger = [other for other, batch in self._batches.items() if other > key and batch.count >= _WARM_UP]
             like = self._batches[min(larger)] if larger else BatchState(0.0)
             new = replace(like, build=_BUILD / rows, times=dict(like.times), undrafted_s=0.0, hold=0, off=0)
-            self._batches[key] = replace(new, until_probe=UNTIL_PROBE, device=Budget(), host=Budget())
+            self._batches[key] = replace(new, until_probe=UNTIL_PROBE, device=Budget(), host=self._host)
         return self._batches[key]
 
     def admit(self, rows: int, new: int) -> None:
@@ -113,8 +114,8 @@ class Controller:
             acceptance[node] = min(acceptance[node - 1], acceptance[node] + _WEIGHT / 4 * (target - acceptance[node]))
 
     def may_call(self, rows: int) -> bool:
-        """Whether the budget allows calls of the host drafter."""
-        return self.fixed or self._of(rows).host.balance > 0
+        """Whether the budget allows calls of the host drafter, whose time is known only beside that of undrafted steps."""
+        return self.fixed or (self._of(rows).undrafted_s > 0 and self._host.balance > 0)
 
     def probe_calls(self, rows: int, new: bool) -> int:
         """Calls of a host probe for one request; 0 if the budget is too small. new: the first probe of the request; later probes
@@ -161,18 +162,27 @@ class Controller:
         host = batch.call_time * step.calls + batch.node_time * (step.host_nodes and step.host_nodes + 2)
         known = times.get(step.nodes) if step.nodes or not step.drafted else None
         expected = (known or max(times.values())) + host
-        batch.undrafted_s = batch.undrafted_s or step.seconds / expected
+        batch.undrafted_s = batch.undrafted_s or (
+            # With its own time as the unit, the first call in a batch of this size would seem free.
+            (step.calls and max(other.undrafted_s for other in self._batches.values())) or step.seconds / expected
+        )
         took = step.seconds / batch.undrafted_s
         if step.missed:  # not limited: the time of catching up varies
             batch.read_time += 4 * _WEIGHT * (max(0.0, took - expected) / step.missed - batch.read_time)
-        else:
-            took = min(took, _OUTLIER * expected if known else _UNKNOWN)
+        # The means learn from no more than `limit`. The budgets book more from the second slow step on: one alone is chance.
+        limit = math.inf if step.missed else _OUTLIER * expected if known else _UNKNOWN
+        excess, usual = max(0.0, min(took, batch.slow) - limit), step.missed or step.fresh or took < _SLOW * expected
+        batch.slow, took = max(0.0 if usual else took, batch.slow * _FORGET), min(took, limit)
         building = min(max(0.0, took - expected), batch.build) if step.fresh else 0.0
         readable = not (step.missed or (step.fresh and batch.build))
         batch.build, took = batch.build - building, took - building
         host = host if drafts else took - 1  # measured where only the host drafts
         batch.off *= not (step.nodes or step.drafted)
-        batch.earn(took, step.tokens - step.host_tokens - took + host, step.host_tokens - host)
+        batch.earn(
+            took + excess,
+            device=step.tokens - step.host_tokens - took + host - excess * (drafts > 0),
+            host=step.host_tokens - host - excess * (drafts == 0),
+        )
         ruined = drafts and batch.device.balance <= 0  # before the probe is over
         if readable and step.nodes and not step.calls:
             if (step.nodes == step.drafted and batch.hold < _PROBE - _COLD) or (ruined and known is None):
@@ -182,4 +192,7 @@ class Controller:
         elif readable and step.calls and not drafts:
             batch.call_time += _WEIGHT * (max(0.0, host) / step.calls - batch.call_time)
         batch.hold = 0 if ruined else batch.hold
-        return (step.tokens - took) * batch.undrafted_s, max(0.05, host / step.calls) if step.calls else 0.0
+        return (
+            (step.tokens - took - excess) * batch.undrafted_s,
+            max(0.05, (host + excess) / step.calls) if step.calls else 0.0,
+        )

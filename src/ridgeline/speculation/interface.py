@@ -13,21 +13,23 @@ from typing import Protocol
 from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.speculation.state import NO_STEP_DRAFTS, SpeculationState, StepDrafts
+from ridgeline.speculation.state import NO_STEP_DRAFTS, DraftLimits, SpeculationState, StepDrafts
 
 
 class RequestView(Protocol):
     """The part of a request that speculation reads. It writes only to the field `speculation`."""
 
     @property
-    def speculation(self) -> SpeculationState: ...
+    def speculation(self) -> SpeculationState:
+        """Written by speculation; the scheduler reads its counters."""
 
     @property
     def tokens(self) -> array[int]:
         """Prompt and committed output."""
 
     @property
-    def sampling(self) -> SamplingParams: ...
+    def sampling(self) -> SamplingParams:
+        """How its tokens are drawn."""
 
     @property
     def constraint(self) -> object | None:
@@ -53,8 +55,13 @@ class Speculation:
     """Nodes of the largest draft."""
     slots_ahead = 0
     """Slots that device drafting writes beyond all tokens that a step may gain."""
+    limits = DraftLimits()
+    """Sizes up to which steps may have drafts."""
     idle = True
     """The next steps decode without drafts: the scheduler need not call `skips`."""
+
+    def limit(self, running: Sequence[RequestView]) -> None:
+        """A step with any of the `running` requests is about to be planned: limit its drafts to sizes that have a graph."""
 
     def waits(self, request: RequestView) -> bool:
         """Whether the request can be planned only after its last token is committed."""

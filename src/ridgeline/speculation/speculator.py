@@ -15,7 +15,14 @@ from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.host import HostDrafter, repeats
 from ridgeline.speculation.interface import RequestView, Speculation
-from ridgeline.speculation.state import NO_STEP_DRAFTS, UNREAD_TAIL, Reading, SpeculationState, StepDrafts
+from ridgeline.speculation.state import (
+    NO_STEP_DRAFTS,
+    UNREAD_TAIL,
+    DraftLimits,
+    Reading,
+    SpeculationState,
+    StepDrafts,
+)
 
 _TEMPERATURE = attrgetter("sampling.temperature")
 _WEIGHT = 0.2
@@ -40,14 +47,10 @@ class DeviceTraits:
     cuts: bool = False
     """It returns how many of its nodes are worth verifying."""
 
-    def draft(self, nodes: int) -> Draft:
-        return Draft((DEVICE,) * nodes, self.parents[:nodes])
-
     @property
     def chain_nodes(self) -> int:
         """Number of leading nodes of the largest draft that form a chain."""
-        branches = (node for node, parent in enumerate(self.parents) if parent != node - 1)
-        return next(branches, self.max_nodes)
+        return next((node for node, parent in enumerate(self.parents) if parent != node - 1), self.max_nodes)
 
 
 class Speculator(Speculation):
@@ -55,7 +58,7 @@ class Speculator(Speculation):
 
     Args:
         controller: chooses draft sizes and calls of the host drafter in greedy steps.
-        logit_rows: largest number of logit rows of a step with drafts.
+        limits: sizes up to which steps have drafts.
         sampled: the controller of steps that sample; None: one of the same sizes.
     """
 
@@ -64,18 +67,22 @@ class Speculator(Speculation):
         host: HostDrafter | None,
         device: DeviceTraits | None,
         controller: Controller,
-        logit_rows: int = 1 << 30,
+        limits: DraftLimits = DraftLimits(),
         sampled: Controller | None = None,
     ) -> None:
         self.max_nodes = controller.sizes[-1]
         self.slots_ahead = self.max_nodes if device is not None and device.reads_tokens else 0
-        self.idle = False
+        self.idle, self.limits = False, limits
         self._host, self._device, self._controller = host, device, controller
         self._controllers = controller, sampled or Controller(controller.sizes, controller.fixed)
         """Of greedy steps, whose drafts are kept more often, and of steps that sample."""
-        self._drafts = [] if device is None else [device.draft(nodes) for nodes in range(device.max_nodes + 1)]
-        self._chain_nodes = 0 if device is None else device.chain_nodes
-        self._rows, self._next_nodes, self._logit_rows = 1, 0, logit_rows
+        traits = DeviceTraits(0) if device is None else device
+        self._drafts = [Draft((DEVICE,) * nodes, traits.parents[:nodes]) for nodes in range(traits.max_nodes + 1)]
+        self._chain_nodes = traits.chain_nodes
+        self._rows = self._rows_before = 1
+        """Rows of the last step, with and without the requests that missed it because they waited."""
+        self._next_nodes, self._logit_rows, self._host_nodes = 0, limits.logits, self.max_nodes
+        """Nodes drafted for the next step; its most logits rows if it verifies drafts; most nodes of a host draft."""
         self._idle_steps = self._waiting = self._new = 0
         self._undrafted = controller, 0, 0
         """Consecutive steps without drafts that are not yet measured: (controller, rows, number)."""
@@ -83,21 +90,25 @@ class Speculator(Speculation):
         self._probe_gain = 0.0
         """Moving average of `call_gain` over probes: the expectation for a new request."""
 
+    def limit(self, running: Sequence[RequestView]) -> None:
+        # No graph has drafts beside logits processors.
+        processed = (view.constraint is not None or not view.sampling.fused for view in running if not self.idle)
+        self._logit_rows = 0 if self.limits.prompt_tokens and any(processed) else self.limits.logits
+        self._host_nodes = min(self._logit_rows, self.limits.host_tokens) // max(1, len(running)) - 1
+
     def waits(self, request: RequestView) -> bool:
         """Whether the host drafter will be called: while calls pay, and from time to time as a probe."""
-        if self._host is None or self.idle:
+        if self._host is None or self.idle or self._host_nodes <= 0:
             return False
         state, known = request.speculation, len(request.tokens)
         if state.probe_until < 0:
             # On repeated text a request is called without a probe: in a batch one probe would carry the cost of all rows.
-            gain = max(self._probe_gain, _REPEAT_GAIN if self._host.needs_repeat else 0.0)
-            state.probe_until, state.call_gain = 0, gain
+            state.probe_until, state.call_gain = 0, max(self._probe_gain, _REPEAT_GAIN * self._host.needs_repeat)
         if self._host.needs_repeat and not (self._controller.fixed or state.last_gain or repeats(request.tokens)):
             return False
         asks = known < state.probe_until or (state.call_gain > 0 and self._controller.may_call(self._rows))
-        new = not state.probe_until
-        due = new or known >= state.probe_until + _PROBE_INTERVAL
-        if not asks and due and (tokens := self._controller.probe_calls(self._rows, new=new)):
+        due = not state.probe_until or known >= state.probe_until + _PROBE_INTERVAL
+        if not asks and due and (tokens := self._controller.probe_calls(self._rows, new=not state.probe_until)):
             state.probe_until, asks = known + tokens, True
         self._waiting += asks
         return asks
@@ -112,10 +123,8 @@ class Speculator(Speculation):
             return True
         if request.in_flight:
             return False
-        # An empty proposal costs only the call.
-        draft = self._ask(self._host, request)
-        state.proposal = draft if draft.tokens else None
-        return not draft.tokens
+        state.proposal = self._ask(self._host, request)
+        return not state.proposal.tokens  # an empty proposal costs only the call
 
     def propose(self, request: RequestView, nodes: int) -> Draft:
         # Only the next step can verify a device draft: later, other tokens are in its places.
@@ -132,8 +141,8 @@ class Speculator(Speculation):
             if not offered or expected > self._controller.expected(offered) - 1:
                 return draft
         if request.sampling.penalized:  # see _ask
-            return Draft(self._drafts[offered].tokens[: self._chain_nodes]) if offered else EMPTY_DRAFT
-        return self._drafts[offered] if offered else EMPTY_DRAFT
+            return Draft(self._drafts[offered].tokens[: self._chain_nodes])
+        return self._drafts[offered]
 
     def _ask(self, host: HostDrafter, request: RequestView) -> Draft:
         """Call the host drafter. First it observes the tokens that other steps gained."""
@@ -146,7 +155,7 @@ class Speculator(Speculation):
             new_tokens = tokens[state.observed :]
             state.proposer.observe(new_tokens, EMPTY_DRAFT, new_tokens[:1])
         state.observed = len(tokens)
-        capacity = min(self.max_nodes, self._logit_rows // self._rows - 1, request.limit - request.expected - 1)
+        capacity = min(self.max_nodes, self._host_nodes, request.limit - request.expected - 1)
         nodes = min(capacity, self._controller.host_nodes(self._rows, state.acceptance))
         draft = state.proposer.propose(nodes, nodes) if nodes > 0 else EMPTY_DRAFT
         # Penalties count the tokens of a row from its start, which requires a chain.
@@ -159,7 +168,9 @@ class Speculator(Speculation):
             self.idle = self._idle_steps > 0 and not (plan.joins or self._finds_repeat(requests))
             return NO_STEP_DRAFTS
         device, rows = self._device, sum(plan.samples)
-        self._rows, self._controller = max(1, rows), self._controllers[any(map(_TEMPERATURE, requests))]
+        # Requests that wait for their last token miss a step, which the host drafter must make up for.
+        self._rows, self._rows_before = max(1, rows, self._waiting and self._rows_before), rows
+        self._controller = self._controllers[any(map(_TEMPERATURE, requests))]
         if rows and self._new:
             self._controller.admit(rows, self._new)
             self._new = 0
@@ -176,12 +187,11 @@ class Speculator(Speculation):
         if rows and not (active or waiting or plan.joins or self.slots_ahead):
             self._idle_steps = self._controller.idle_steps(rows, host=self._host is not None, device=device is not None)
             self.idle = self._idle_steps > 0
-        return StepDrafts(nodes, called, active)
+        return StepDrafts(nodes, called, active or self._rows > rows, self._rows)
 
     def _finds_repeat(self, requests: Sequence[RequestView]) -> bool:
         """Whether the text of a request repeats, so that a call of the host drafter may pay before the idle steps end."""
-        host = self._host
-        due = host is not None and host.needs_repeat and not self._idle_steps % _REPEAT_STRIDE
+        due = self._host is not None and self._host.needs_repeat and not self._idle_steps % _REPEAT_STRIDE
         if not (due and self._controller.may_call(self._rows)):
             return False
         return any(request.speculation.call_gain > 0 and repeats(request.tokens) for request in requests)
@@ -219,8 +229,7 @@ class Speculator(Speculation):
     ) -> float:
         rows, controller = len(requests), self._controllers[any(map(_TEMPERATURE, requests))]
         if not drafts.active:
-            known = self._undrafted[:2] == (controller, rows)
-            self._undrafted = controller, rows, self._undrafted[2] + 1 if known else 1
+            self._undrafted = controller, rows, 1 + self._undrafted[2] * (self._undrafted[:2] == (controller, rows))
         if self.idle and not drafts.active and self._idle_steps % _IDLE_STRIDE:
             return 0.0
         self._cut(requests, result)
@@ -250,15 +259,15 @@ class Speculator(Speculation):
         self, drafts: StepDrafts, plan: StepPlan, result: StepResult, seconds: float, controller: Controller
     ) -> float:
         """Report time and gain of a step with drafts to the controller. Returns the seconds saved."""
-        rows, called = len(plan.rows), drafts.called
-        host_nodes, host_tokens = len(plan.drafts) - plan.drafts.count(DEVICE), sum(state.last_gain for state in called)
+        rows, called = drafts.rows, drafts.called
+        host_tokens = sum(state.last_gain for state in called) + len(plan.rows) - rows
         step = Reading(
             rows,
             seconds,
             len(result.tokens) / rows,
             drafts.nodes,
             plan.ahead,
-            host_nodes / rows,
+            (len(plan.drafts) - plan.drafts.count(DEVICE)) / rows,
             host_tokens / rows,
             len(called) / rows,
             result.fresh,
@@ -274,9 +283,8 @@ class Speculator(Speculation):
 
 def _host_drafts_suffice(plan: StepPlan, requests: Sequence[RequestView]) -> bool:
     """Whether host drafts gain so much for all requests that a device draft would seldom be verified."""
-    if not plan.drafts or min(plan.drafts) < 0:
-        return False
-    return min(request.speculation.call_gain for request in requests) > 1
+    all_of_host = bool(plan.drafts) and min(plan.drafts) >= 0
+    return all_of_host and min(request.speculation.call_gain for request in requests) > 1
 
 
 def _unread(before: int, plan: StepPlan, place: int, verifies_own: bool) -> int:
@@ -287,7 +295,5 @@ def _unread(before: int, plan: StepPlan, place: int, verifies_own: bool) -> int:
     n_query, n_draft = plan.n_query[place], plan.n_draft[place]
     if n_query > 1 + n_draft:  # a prompt chunk: the draft model reads it in the same step
         return plan.samples[place]
-    if verifies_own:
-        # It has not read its last node and the token drawn after the draft.
-        return before + 2
-    return before + 1 + n_draft
+    # After its own draft, it has not read its last node and the token drawn after the draft.
+    return before + (2 if verifies_own else 1 + n_draft)

@@ -9,6 +9,18 @@ from ridgeline.core.draft import Draft
 from ridgeline.speculation.host import Proposer
 
 
+class DraftLimits(NamedTuple):
+    """Sizes of steps up to which they have drafts. Larger ones exceed the memory of logits or, on a GPU, have no CUDA graph: then
+    Python launches each kernel, which takes up to twenty times as long."""
+
+    logits: int = 1 << 30
+    """Most logits rows of a step with drafts. The more rows a step has, the fewer nodes each verifies."""
+    host_tokens: int = 1 << 30
+    """Most query tokens of a step with host drafts."""
+    prompt_tokens: int = 0
+    """Query tokens up to which a step with a prompt chunk has a graph, but none with drafts. 0: steps have no graphs."""
+
+
 @dataclass(slots=True)
 class SpeculationState:
     """Speculation state of a request. The scheduler reads the first two counters; the other fields belong to the speculator."""
@@ -58,7 +70,9 @@ class StepDrafts:
     called: list[SpeculationState] = field(default_factory=list)
     """Requests for which the host drafter was called."""
     active: bool = False
-    """The step drafts, verifies drafts, or called the host drafter."""
+    """The step drafts, verifies drafts, called the host drafter, or runs without requests that wait for it."""
+    rows: int = 0
+    """Rows of the step, with the requests that miss it because they wait for the host drafter."""
 
 
 NO_STEP_DRAFTS = StepDrafts()
