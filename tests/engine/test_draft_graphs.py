@@ -18,6 +18,7 @@ from ridgeline.engine.executor import LoadedStep
 from ridgeline.engine.graph_shapes import draft_limits
 from ridgeline.engine.shape import Sizes
 from ridgeline.speculation.controller import Controller
+from ridgeline.speculation.device import NoDrafter
 from ridgeline.speculation.host import HostDrafter
 from ridgeline.speculation.lookahead import Lookahead
 from ridgeline.speculation.ngram import NGram
@@ -103,13 +104,14 @@ class Guesses:
         """Learns nothing."""
 
 
-@pytest.mark.parametrize(
-    "host", [Guesses(), NGram(min_chance=0.0), Lookahead()], ids=["guesses", "quotes", "lookahead"]
-)
+DRAFTING = ("guesses", "quotes", "lookahead", "guesses+itself", "itself", "medusa", "recurrent-tree", "recycling")
+
+
+@pytest.mark.parametrize("name", DRAFTING)
 @pytest.mark.parametrize("depth", [0, 1])
-def test_no_step_with_host_drafts_runs_without_a_graph(host: HostDrafter, depth: int) -> None:
+def test_no_step_with_drafts_runs_without_a_graph(name: str, depth: int) -> None:
     """Requests come while others verify drafts, prompts are read in pieces, and one needs logits processors for a while."""
-    bench = with_limits(host, depth=depth, step_tokens=TOKENS)
+    bench = with_limits(name, depth)
     with_graphs(bench)
     padded = watch(bench)
     given = {f"r{number}": (PROMPT * 3)[number : 20 + 2 * number] for number in range(9)}
@@ -126,11 +128,22 @@ def test_no_step_with_host_drafts_runs_without_a_graph(host: HostDrafter, depth:
     assert bench.scheduler.counts.drafts > 3
 
 
-def with_limits(host: HostDrafter, **facts: object) -> DeviceBench:
-    """A bench whose host drafts are limited to what has a graph, and are made whenever that is possible."""
-    limits = draft_limits(Sizes(ROWS, TOKENS, MAX_LEN, 200, host_drafts=6), pair("llama-gqa")[1].spec)
-    speculation = Speculator(host, None, Controller((0, 1, 2, 4, 6), fixed=True), limits)
-    return DeviceBench(speculation=speculation, host_drafts=6, **facts)  # type: ignore[arg-type]
+def with_limits(name: str, depth: int) -> DeviceBench:
+    """A bench whose drafts are limited to what has a graph, and are made whenever that is possible."""
+    hosts: dict[str, HostDrafter] = {"guesses": Guesses(), "quotes": NGram(min_chance=0.0), "lookahead": Lookahead()}
+    *_, last = parts = name.split("+")
+    host, (drafter, shape) = hosts.get(parts[0]), (NoDrafter(), None) if last in hosts else drafters("llama-gqa")[last]
+    drafts = (0, shape.max_nodes) if shape is not None else ()
+    limits = draft_limits(Sizes(ROWS, TOKENS, MAX_LEN, 200), pair("llama-gqa")[1].spec)
+    controller = Controller((*drafts, 6) if host else drafts, fixed=True)
+    return DeviceBench(
+        depth=depth,
+        step_tokens=TOKENS,
+        speculation=Speculator(host, shape, controller, limits),
+        drafter=drafter,
+        drafts=drafts,
+        host_drafts=6 if host else 0,
+    )
 
 
 def watch(bench: DeviceBench) -> list[bool]:

@@ -129,7 +129,7 @@ class Speculator(Speculation):
     def propose(self, request: RequestView, nodes: int) -> Draft:
         # Only the next step can verify a device draft: later, other tokens are in its places.
         state = request.speculation
-        offered, state.device_nodes = min(nodes, state.device_nodes), 0
+        offered, state.device_nodes = min(nodes, state.device_nodes, self._logit_rows), 0
         # The host does not know the device draft, so a grammar cannot check it.
         if request.constraint is not None:
             offered = 0
