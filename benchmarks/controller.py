@@ -20,7 +20,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,13 +64,15 @@ class Device:
     """Times in plain steps. The formula of a step: 1 + verify (rows, nodes per row) + draft (nodes) + questions.
 
     verify: time added by n nodes a row. draft: time added by drafting n nodes. question: host time of a call per request.
-    build: time added by the first two steps of a shape. in_flight: steps in flight.
+    build: time added by the first two steps of a shape. hiccups: chance of a step, with drafts or without, to take EAGER longer.
+    in_flight: steps in flight.
     """
 
     verify: Callable[[float], float]
     draft: Callable[[int], float]
     question: float = 0.0
     build: float = 0.0
+    hiccups: float = 0.0
     in_flight: int = 0
 
 
@@ -196,6 +198,8 @@ class SimulatedDevice:
             took = 1.0  # prompts cost the same with and without speculation
         if self._random.random() < 0.03:
             took *= self._random.uniform(1.2, 2.5)
+        if device.hiccups and self._random.random() < device.hiccups:
+            took += EAGER
         result.device_s = took * 1e-3 * self._random.uniform(0.98, 1.02)
         questions, self.questions = self.questions, 0
         result.gap_s = questions * device.question * 1e-3
@@ -430,6 +434,10 @@ def scenarios(count: int) -> Iterator[Scenario]:
         name = f"h200-reference-{'eager-' * bool(eager)}{work}-b{rows}"
         requests = come_and_go(works[work](documents, max(count, 3 * rows)))
         yield Scenario(name, h200_host(rows, eager), requests, rows=rows, **quoting)  # type: ignore[arg-type]
+    for rows, often in product((1, 8), (500, 4000)):
+        device = replace(h200_host(rows), hiccups=1 / often)
+        requests = come_and_go(copies(documents, 4 * count))
+        yield Scenario(f"h200-reference-hiccup-in-{often}-b{rows}", device, requests, rows=rows, **quoting)  # type: ignore[arg-type]
 
 
 def _h200(documents: list[list[int]]) -> Iterator[Scenario]:

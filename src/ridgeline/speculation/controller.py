@@ -29,7 +29,7 @@ _HOLD, _MAX_IDLE, _WARM_UP = 8, 64, 16
 """Steps between two decisions; longest idle period; undrafted steps before the first probe."""
 _MARGIN, _PRIOR = 1.03, 0.65
 """Lowest rate of a size in use; acceptance of a node, given that its parent is kept, before any reading."""
-_WEIGHT, _OUTLIER, _UNKNOWN, _SLOW, _FORGET, _BUILD = 0.05, 1.5, 4.0, 4.0, 1 - 1 / 512, 16.0
+_WEIGHT, _OUTLIER, _UNKNOWN, _SLOW, _FORGET, _BUILD = 0.05, 1.5, 4.0, 4.0, 1 - 1 / 128, 16.0
 """Weight of a reading in a moving average; largest time of a step from which means learn, as a multiple of the expected time; the
 same for a size without readings; time from which on a step is slow, again as a multiple; decay of the slowest step's time with each
 drafted step; time, divided by the rows, by which first steps of new shapes may exceed the expected time without being
