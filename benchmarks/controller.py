@@ -432,7 +432,7 @@ def scenarios(count: int) -> Iterator[Scenario]:
     yield from _h200(documents)
     for rows, eager, work in product((1, 8, 32), (0.0, EAGER), ("mixed", "copy")):
         name = f"h200-reference-{'eager-' * bool(eager)}{work}-b{rows}"
-        requests = come_and_go(works[work](documents, max(count, 3 * rows)))
+        requests = come_and_go(works[work](documents, max(count, 10 * rows)))
         yield Scenario(name, h200_host(rows, eager), requests, rows=rows, **quoting)  # type: ignore[arg-type]
     for rows, often in product((1, 8), (500, 4000)):
         device = replace(h200_host(rows), hiccups=1 / often)
