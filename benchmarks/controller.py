@@ -198,8 +198,7 @@ class SimulatedDevice:
             took = 1.0  # prompts cost the same with and without speculation
         if self._random.random() < 0.03:
             took *= self._random.uniform(1.2, 2.5)
-        if device.hiccups and self._random.random() < device.hiccups:
-            took += EAGER
+        took += EAGER * (device.hiccups > 0 and self._random.random() < device.hiccups)
         result.device_s = took * 1e-3 * self._random.uniform(0.98, 1.02)
         questions, self.questions = self.questions, 0
         result.gap_s = questions * device.question * 1e-3
@@ -430,14 +429,13 @@ def scenarios(count: int) -> Iterator[Scenario]:
         "cpu-recurrent-short-b1", cpu(), [Work(p, a[:32], k) for p, a, k in mixed(documents, 3 * count)], **shipped
     )  # type: ignore[arg-type]
     yield from _h200(documents)
-    for rows, eager, work in product((1, 8, 32), (0.0, EAGER), ("mixed", "copy")):
-        name = f"h200-reference-{'eager-' * bool(eager)}{work}-b{rows}"
+    for rows, eager, work in product((1, 8, 32), ("", "eager-"), ("mixed", "copy")):
         requests = come_and_go(works[work](documents, max(count, 10 * rows)))
-        yield Scenario(name, h200_host(rows, eager), requests, rows=rows, **quoting)  # type: ignore[arg-type]
+        device = h200_host(rows, EAGER * bool(eager))
+        yield Scenario(f"h200-reference-{eager}{work}-b{rows}", device, requests, rows=rows, **quoting)  # type: ignore[arg-type]
     for rows, often in product((1, 8), (500, 4000)):
-        device = replace(h200_host(rows), hiccups=1 / often)
-        requests = come_and_go(copies(documents, 4 * count))
-        yield Scenario(f"h200-reference-hiccup-in-{often}-b{rows}", device, requests, rows=rows, **quoting)  # type: ignore[arg-type]
+        device, requests = replace(h200_host(rows), hiccups=1 / often), come_and_go(copies(documents, 4 * count))
+        yield Scenario(f"h200-reference-hiccup-{often}-b{rows}", device, requests, rows=rows, **quoting)  # type: ignore[arg-type]
 
 
 def _h200(documents: list[list[int]]) -> Iterator[Scenario]:

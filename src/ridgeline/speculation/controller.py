@@ -29,7 +29,7 @@ _HOLD, _MAX_IDLE, _WARM_UP = 8, 64, 16
 """Steps between two decisions; longest idle period; undrafted steps before the first probe."""
 _MARGIN, _PRIOR = 1.03, 0.65
 """Lowest rate of a size in use; acceptance of a node, given that its parent is kept, before any reading."""
-_WEIGHT, _OUTLIER, _UNKNOWN, _SLOW, _FORGET, _BUILD = 0.05, 1.5, 4.0, 4.0, 1 - 1 / 128, 16.0
+_WEIGHT, _OUTLIER, _UNKNOWN, _SLOW, _FORGET, _BUILD = 0.05, 1.5, 4.0, 4.0, 1 - 1 / 32, 16.0
 """Weight of a reading in a moving average; largest time of a step from which means learn, as a multiple of the expected time; the
 same for a size without readings; time from which on a step is slow, again as a multiple; decay of the slowest step's time with each
 drafted step; time, divided by the rows, by which first steps of new shapes may exceed the expected time without being
@@ -143,11 +143,14 @@ class Controller:
     def measure_undrafted(self, rows: int, seconds: float, steps: int = 1) -> None:
         """Account for `steps` undrafted steps, the last of which took `seconds`."""
         batch = self._of(rows)
-        batch.count += steps
-        batch.off += steps
-        batch.undrafted_s = min(
-            batch.undrafted_s or seconds, _OUTLIER * seconds
-        )  # the first step of a process may take seconds
+        batch.count, batch.off = batch.count + steps, batch.off + steps
+        # The first step of a process may take seconds.
+        batch.undrafted_s = min(batch.undrafted_s or seconds, _OUTLIER * seconds)
+        if (
+            seconds > _SLOW * batch.undrafted_s
+        ):  # the machine was busy, as in slow steps with drafts: forgive their debts
+            batch.slow, host, device = 0.0, batch.host, batch.device
+            host.balance, device.balance = max(0.0, host.balance), max(0.0, device.balance)
         batch.undrafted_s += max(_WEIGHT, steps / batch.count) * (
             min(seconds, _OUTLIER * batch.undrafted_s) - batch.undrafted_s
         )
@@ -192,7 +195,5 @@ class Controller:
         elif readable and step.calls and not drafts:
             batch.call_time += _WEIGHT * (max(0.0, host) / step.calls - batch.call_time)
         batch.hold = 0 if ruined else batch.hold
-        return (
-            (step.tokens - took - excess) * batch.undrafted_s,
-            max(0.05, (host + excess) / step.calls) if step.calls else 0.0,
-        )
+        price = max(0.05, (host + excess) / step.calls) if step.calls else 0.0
+        return (step.tokens - took - excess) * batch.undrafted_s, price

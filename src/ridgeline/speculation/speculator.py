@@ -192,9 +192,11 @@ class Speculator(Speculation):
     def _finds_repeat(self, requests: Sequence[RequestView]) -> bool:
         """Whether the text of a request repeats, so that a call of the host drafter may pay before the idle steps end."""
         due = self._host is not None and self._host.needs_repeat and not self._idle_steps % _REPEAT_STRIDE
-        if not (due and self._controller.may_call(self._rows)):
-            return False
-        return any(request.speculation.call_gain > 0 and repeats(request.tokens) for request in requests)
+        return (
+            due
+            and self._controller.may_call(self._rows)
+            and any(request.speculation.call_gain > 0 and repeats(request.tokens) for request in requests)
+        )
 
     def _offer(self, plan: StepPlan, requests: Sequence[RequestView], device: DeviceTraits) -> None:
         """Record what the device drafts in the step for each request."""
@@ -261,19 +263,20 @@ class Speculator(Speculation):
         """Report time and gain of a step with drafts to the controller. Returns the seconds saved."""
         rows, called = drafts.rows, drafts.called
         host_tokens = sum(state.last_gain for state in called) + len(plan.rows) - rows
-        step = Reading(
-            rows,
-            seconds,
-            len(result.tokens) / rows,
-            drafts.nodes,
-            plan.ahead,
-            (len(plan.drafts) - plan.drafts.count(DEVICE)) / rows,
-            host_tokens / rows,
-            len(called) / rows,
-            result.fresh,
-            sum(max(0, count - UNREAD_TAIL) for count in plan.unread) / rows,
+        saved, price = controller.measure(
+            Reading(
+                rows,
+                seconds,
+                len(result.tokens) / rows,
+                drafts.nodes,
+                plan.ahead,
+                (len(plan.drafts) - plan.drafts.count(DEVICE)) / rows,
+                host_tokens / rows,
+                len(called) / rows,
+                result.fresh,
+                sum(max(0, count - UNREAD_TAIL) for count in plan.unread) / rows,
+            )
         )
-        saved, price = controller.measure(step)
         for state in called:
             state.call_gain += _WEIGHT * (state.last_gain - price - state.call_gain)
             if state.observed <= state.probe_until:  # the call was a probe
