@@ -112,7 +112,6 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching)
     limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len)
     scheduler = Scheduler(plan.layout, leases, limits, policy, speculation)
-    loop = Loop(scheduler, runner, steps_in_flight=plan.steps_in_flight)
     setup = Setup(
         max_len=plan.max_len,
         vocab_size=spec.vocab_size,
@@ -128,7 +127,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         late=runner.late,
     )
     log.debug("ready: %s", setup.facts)
-    return Engine(loop, setup)
+    return Engine(Loop(scheduler, runner, steps_in_flight=plan.steps_in_flight), setup)
 
 
 def _configured(model: ModelConfig, config: EngineConfig, cost: CostModel) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from ridgeline.core.errors import ConfigError
@@ -73,14 +74,8 @@ class Batched:
         choices = sum(1 + len(request.followers) for request in waiting)
         if choices < self.size and (not waiting or self.opens_in(waiting, now) > 0):
             return set()
-        members: set[str] = set()
-        taken = 0
-        for request in waiting:
-            if taken >= self.size:
-                break
-            members.add(request.id)
-            taken += 1 + len(request.followers)
-        return members
+        before = accumulate((1 + len(request.followers) for request in waiting), initial=0)
+        return {request.id for request, earlier in zip(waiting, before, strict=False) if earlier < self.size}
 
     def opens_in(self, waiting: Sequence[Waiting], now: float) -> float:
         return max(0.0, min(request.arrival for request in waiting) + self.window_s - now)
