@@ -5,8 +5,10 @@
         --draft benchmarks/models/llama-3.2-1b --out benchmarks/results/diagnose.json
 
 Each plant is a server with options that hurt its workload. The workload runs once, and its record is diagnosed as by `ridgeline
-diagnose`. The first remedy is applied, and the same workload runs again. `right`: the bottleneck is the planted one, and the remedy
-is of the planted technique. `helps`: the objective fell by more than 2 %. Models have random weights in the shape of a config.json.
+diagnose`. The first remedy is applied, and the same workload runs again. Models have random weights in the shape of a config.json.
+
+right: the bottleneck is the planted one. cure_place: place of the planted technique among the remedies, 0 if it is not among them.
+helps: the objective fell by more than 2 %.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -68,7 +71,7 @@ class Scale:
 
 
 GPU = Scale(
-    short=128, prompt=4096, long=16_000, output=128, rate=25.0, chunk=16_384, cache_bytes=1 << 30, slow_bytes_s=2e5
+    short=128, prompt=4096, long=16_000, output=128, rate=25.0, chunk=16_384, cache_bytes=1 << 30, slow_bytes_s=4e4
 )
 CPU = Scale(short=32, prompt=512, long=3_000, output=48, rate=30.0, chunk=3_072, cache_bytes=15 << 20, slow_bytes_s=5e4)
 
@@ -89,12 +92,13 @@ def workload(*parts: Iterable[RequestSpec]) -> Workload:
 def plants(scale: Scale, gpu: bool) -> list[Plant]:
     short, prompt, output, rate = scale.short, scale.prompt, scale.output, scale.rate
     burst = workload(every(64, 8 * rate, short, output))
+    small_cache = ("--kv-cache-memory", str(scale.cache_bytes))
     large = workload(every(64, 8 * rate, prompt // 2, output))
     mixed = workload(every(8, 1000, short, 3 * output), every(6, 2.0, scale.long, 2, start=0.2))
     made = [
         Plant("queue", "batching policy", ("--batching", "static:4"), burst),
         Plant("small batch", "requests at once", ("--max-num-seqs", "4"), burst),
-        Plant("KV capacity", "memory for the KV cache", ("--kv-cache-memory", str(scale.cache_bytes)), large),
+        Plant("KV capacity", "memory for the KV cache", (*small_cache, "--max-model-len", "4096"), large),
         Plant(
             "prefix misses", "prefix cache", ("--no-enable-prefix-caching",),
             workload(every(40, rate / 2, prompt, 16, shared=prompt - 64)),
@@ -109,7 +113,8 @@ def plants(scale: Scale, gpu: bool) -> list[Plant]:
         Plant("decode bandwidth", "weight format", (), workload(every(16, 1000, short, output)), concurrency=1),
         Plant("prefill compute", "weight format", (), workload(every(32, 1000, 2 * prompt, 2)), concurrency=4),
         Plant(
-            "host", "plan while the device runs", ("--steps-in-flight", "0"), workload(every(64, 1000, short, output)), 16, "small",
+            "host", "CUDA graphs or compiled operations", ("--enforce-eager",),
+            workload(every(64, 1000, short, output)), concurrency=16, model="small",
         ),
         Plant("drafts", "speculation", (), workload(every(48, 1000, prompt, 4)), concurrency=2, draft=True),
     ]  # fmt: skip
@@ -126,9 +131,8 @@ class Models:
 
     def of(self, plant: Plant) -> list[str]:
         folder = self.folders[plant.model]
-        words = [*([folder] if folder else []), *self.flags, *plant.flags]
-        if self.context:
-            words += ["--max-model-len", str(self.context)]
+        context = ["--max-model-len", str(self.context)] if self.context else []
+        words = [*([folder] if folder else []), *self.flags, *context, *plant.flags]
         return [*words, "--speculate", f"draft:{self.draft}"] if plant.draft else words
 
 
@@ -176,7 +180,10 @@ def row(plant: Plant, verdict: Verdict, remedy: Remedy | None, before: Figures, 
         "named": verdict.bottleneck,
         "cure": plant.cure,
         "first_remedy": remedy.name if remedy else "",
-        "right": verdict.bottleneck == plant.bottleneck and remedy is not None and remedy.technique.name == plant.cure,
+        "right": verdict.bottleneck == plant.bottleneck,
+        "cure_place": next(
+            (at for at, other in enumerate(verdict.remedies, 1) if other.technique.name == plant.cure), 0
+        ),
         "objective": verdict.objective,
         "simulated_before_s": round(value(verdict.simulated), 5),
         "measured_before_s": round(value(before), 5),
@@ -225,7 +232,11 @@ async def send(url: str, load: Workload, bytes_s: float) -> None:
     async def client(spec: RequestSpec) -> None:
         await asyncio.sleep(max(0.0, spec.at_s - (time.monotonic() - begin)))
         address = urlsplit(url)
-        reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=4096)
+        connection = socket.socket()
+        # The kernel shall not read in place of the client.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        connection.connect((address.hostname, address.port))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
         body = json.dumps(
             {
                 "prompt": list(range(100, 100 + spec.input)),

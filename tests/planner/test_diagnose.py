@@ -35,6 +35,9 @@ DECODING = Observation(
         ({"prompt_share": 0.6, "shared": 0.9, "cached": 0.8}, "prefill compute"),
         ({"prompt_share": 0.4, "blocked": 0.5, "prompt_step_s": 0.3}, "prompts delay decoding"),
         ({"prompt_share": 0.4, "blocked": 0.5, "prompt_step_s": 0.02}, "decode bandwidth"),
+        ({"prompt_share": 0.9, "blocked": 0.5, "prompt_step_s": 0.3, "prefill_s": 2.0}, "prefill compute"),
+        ({"step_s": 0.03, "options": {"enforce_eager": True}}, "host"),
+        ({"waiting": 9.0, "running": 4.0, "kv_used": 0.5}, "KV capacity"),
     ],
 )
 def test_the_bottleneck_is_named_with_its_evidence(changes: dict[str, float], name: str) -> None:

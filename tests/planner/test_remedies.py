@@ -47,7 +47,7 @@ def gains(outlook: Outlook) -> dict[str, float]:
 
 def test_smaller_weights_speed_up_decoding_and_slow_down_prompts() -> None:
     decoding = gains(predict(situation(steady(8, 64, 128, 4)), "e2e"))
-    assert 0.15 < decoding["weight format: fp8"] < 0.3 and 0.15 < decoding["weight format: int4"] < 0.35
+    assert 0.2 < decoding["weight format: fp8"] < 0.4 and 0.25 < decoding["weight format: int4"] < 0.5
     prompts = predict(situation(steady(16, 8000, 2, 2)), "e2e")
     assert gains(prompts)["weight format: fp8"] > 0.3 and "weight format: int4" in prompts.useless
 
@@ -72,11 +72,16 @@ def test_the_first_remedy_of_a_planted_bottleneck_is_its_cure() -> None:
         "plan while the device runs: 1 step ahead": (
             situation(streams, EngineConfig(steps_in_flight=0), steps_in_flight=0, host_s=4e-3), "e2e",
         ),
-        "client: nearer, or a faster reader": (situation(streams, outside_s=5.0), "e2e"),
         "speculation: off": (replace(situation(streams, EngineConfig(speculate="reference"), cost=slow), saved=-0.5), "e2e"),
     }  # fmt: skip
     first = {name: predict(*arguments).remedies[0].name for name, arguments in planted.items()}
     assert first == {name: name for name in planted}
+
+
+def test_what_a_restart_does_comes_before_a_change_of_clients() -> None:
+    outlook = predict(situation(steady(16, 64, 128, 20), outside_s=5.0), "e2e")
+    efforts = [remedy.technique.effort for remedy in outlook.remedies]
+    assert efforts == sorted(efforts) and gains(outlook)["client: nearer, or a faster reader"] > 0.8
 
 
 def test_every_remedy_says_what_it_costs_and_can_be_applied() -> None:
@@ -96,7 +101,7 @@ def test_the_order_weighs_risk_and_effort() -> None:
     outlook = predict(situation(steady(128, 64, 128, 200)), "tpot")
     places = {remedy.name: place for place, remedy in enumerate(outlook.remedies)}
     assert places["weight format: fp8"] < places["weight format: int4"], "the gains are alike, the risk is not"
-    assert gains(outlook)["replicas: 2"] > 0 and places["replicas: 2"] > places["weight format: fp8"]
+    assert places["replicas: 2"] > places["weight format: fp8"], "what a restart does comes first"
     assert [remedy.rank for remedy in outlook.remedies] == sorted(remedy.rank for remedy in outlook.remedies)
 
 
@@ -170,9 +175,16 @@ def test_samples_and_prompts_are_remedies_of_the_clients() -> None:
     assert remedies["samples per request"].change.risk is remedies["prompt length"].change.risk is Risk.MEDIUM
 
 
-def test_measured_times_of_products_are_those_of_the_result_file() -> None:
-    rows = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "products_w8a8.json").read_text())
-    times = {row["row"].removeprefix("w8a8-layer-").removesuffix("-us"): row["value"] for row in rows if "value" in row}
+def results(name: str, key: str) -> dict[str, float]:
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / name).read_text())
+    return {row["row"]: row[key] for row in rows if key in row}
+
+
+def test_measured_times_of_products_are_those_of_the_result_files() -> None:
+    layers, steps, times = results("products_w8a8.json", "value"), results("h200.json", "value"), PRODUCT_TIMES["cuda"]
     for name in ("fp8", "int8", "w8a8", "llm-int8"):
-        expected = [times[f"{name}-m{tokens}"] / times[f"bf16-m{tokens}"] for tokens in (1, 8192)]
-        assert PRODUCT_TIMES["cuda"][name] == pytest.approx(expected, abs=0.006), name
+        expected = layers[f"w8a8-layer-{name}-m8192-us"] / layers["w8a8-layer-bf16-m8192-us"]
+        assert times[name][1] == pytest.approx(expected, abs=0.006), name
+    plain, halved = (steps[f"8b-{name}-single128-tpot-ms"] for name in ("bf16", "fp8"))
+    head = plain * SPEC.vocab_size * SPEC.d_model * 2 / SPEC.step_weight_bytes
+    assert times["fp8"][0] == pytest.approx((halved - head) / (plain - head), abs=0.006)

@@ -23,8 +23,8 @@ PREFERRED: Mapping[str, tuple[str, ...]] = {
 
 PRODUCT_TIMES: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "cuda": {
-        "fp8": (0.73, 0.56), "int8": (0.71, 1.12), "llm-int8": (1.16, 1.34), "w8a8": (0.68, 0.78), "int4": (0.69, 1.16),
-        "int3": (0.69, 1.16),
+        "fp8": (0.57, 0.56), "int8": (0.55, 1.12), "llm-int8": (0.90, 1.34), "w8a8": (0.55, 0.78), "int4": (0.47, 1.16),
+        "int3": (0.47, 1.16),
     },
     "cpu": {
         "int8": (0.68, 1.92), "fp8": (1.98, 1.09), "fp8-weight": (2.04, 1.01), "llm-int8": (4.49, 3.38), "w8a8": (3.53, 2.34),
@@ -33,8 +33,9 @@ PRODUCT_TIMES: Mapping[str, Mapping[str, tuple[float, float]]] = {
 }  # fmt: skip
 """Time of a layer's products by device type and format, relative to unquantized weights: with one token, and with thousands.
 
-H200: benchmarks/results/products_w8a8.json (layers with 1 and 8,192 tokens); int4 by shapes.json (decode of Qwen3-4B) and
-products_int.json (2,048 tokens), and int3 as int4. CPU: cpu_formats.json."""
+GPU, one token: fp8 by benchmarks/results/h200.json (8B, without the output layer), int8 by diagnose.json, int4 by shapes.json
+(relative to fp8 on Qwen3-4B; int3 as int4), the others by their ratio to fp8 in products_w8a8.json. Thousands: products_w8a8.json
+(8,192 tokens), and products_int.json for int4. CPU: cpu_formats.json."""
 
 
 def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:

@@ -22,12 +22,14 @@ FULL_ABOVE = 0.85
 """Share of used KV blocks above which waiting requests are assumed to wait for blocks."""
 HOST_ABOVE = 0.15
 """Share of time that the device waits for the host, above which the host is the bottleneck."""
+LAUNCHED_BELOW = 0.5
+"""Share of the bandwidth that a decode step reaches, below which launches without graphs take most of its time."""
 CLIENT_ABOVE = 0.3
 """Share of a median request spent outside of the engine, above which the client is the bottleneck."""
 MIN_OUTSIDE_S = 0.05
 """Seconds outside of the engine below which the client is never the bottleneck."""
-USED_ABOVE = 0.6
-"""The same where requests wait although rows are free. Admission keeps some blocks for the requests that run."""
+USED_ABOVE = 0.3
+"""The same where requests wait although rows are free. Admission needs blocks for a whole prompt, so it may leave many free."""
 REACHED = 0.85
 """Share of max_num_seqs that runs on average when the limit is reached; requests leave before others enter."""
 QUEUE_ABOVE = 0.2
@@ -97,6 +99,11 @@ class Observation:
     def bandwidth_share(self) -> float:
         """Share of the memory bandwidth that a decode step reaches. Launches, small kernels and the host take the remainder."""
         return self.step_bytes / self.step_s / self.bandwidth if self.step_s and self.bandwidth else UNKNOWN
+
+    @property
+    def decoding(self) -> float:
+        """Share of a median request that passes after its first token."""
+        return 1 - (self.queue_s + self.prefill_s + self.outside_s) / self.e2e_s
 
     @property
     def queues(self) -> bool:
@@ -181,6 +188,11 @@ def _outside(observation: Observation) -> Finding | None:
         return "client", (seconds,)
     if observation.bubble >= HOST_ABOVE:
         return "host", (f"the device waited for the host {observation.bubble:.0%} of the time in which there was work",)
+    if observation.options.get("enforce_eager") and observation.bandwidth_share < LAUNCHED_BELOW:
+        share = f"{observation.bandwidth_share:.0%}"
+        return "host", (
+            f"kernels are launched one by one (--enforce-eager): a decode step reaches {share} of the bandwidth",
+        )
     return None
 
 
@@ -194,7 +206,8 @@ def _waiting(observation: Observation) -> Finding | None:
     used = f"{observation.kv_used:.0%} of the KV cache is used"
     if observation.running < REACHED * observation.max_running:
         short = f"{load} of at most {observation.max_running:.0f}, and {used}: the next request does not fit"
-        return ("KV capacity", (short,)) if observation.kv_used >= USED_ABOVE else None
+        limited = observation.kv_used >= USED_ABOVE and observation.prompt_share < 0.5
+        return ("KV capacity", (short,)) if limited else None
     reached = f"{load}: --max-num-seqs {observation.max_running:.0f} is reached, and {used}"
     if observation.weight_share > 0.5 and observation.kv_used < FULL_ABOVE / 2:
         shared = f"{observation.weight_share:.0%} of the bytes of a step are weights, which more requests would share"
@@ -213,7 +226,8 @@ def _running(observation: Observation) -> Finding:
             f"{busy}, {prompts} of that in steps that computed prompts",
             f"{repeated}, but {observation.cached:.0%} came from the cache",
         )
-    if observation.blocked > BLOCKED_ABOVE and observation.prompt_step_s > LONG_STEP * observation.step_s:
+    pauses = observation.prompt_step_s > LONG_STEP * observation.step_s
+    if pauses and observation.blocked > BLOCKED_ABOVE and observation.decoding > 0.5:
         return "prompts delay decoding", (
             f"a request spends {observation.blocked:.0%} of its decoding in steps that compute prompts of others, which take "
             f"{observation.prompt_step_s * 1e3:.1f} ms instead of {observation.step_s * 1e3:.1f} ms",

@@ -27,8 +27,7 @@ OBJECTIVES: Mapping[str, tuple[str, Callable[[Figures], float]]] = {
 }
 """What a remedy shall reduce: name -> (words, its value)."""
 RISK_WORTH = {Risk.NONE: 1.0, Risk.MINIMAL: 1.02, Risk.SMALL: 1.1, Risk.MEDIUM: 1.5, Risk.LARGE: 3.0}
-EFFORT_WORTH = {Effort.RESTART: 1.0, Effort.CLIENTS: 1.5, Effort.DEVICE: 2.0, Effort.HARDWARE: 2.0}
-"""How many times better than a remedy without risk, or by a restart alone, a remedy must be to rank equal. A preference."""
+"""How many times better than a remedy without risk a remedy must be to rank equal. A preference, not a measurement."""
 LEAST_GAIN = 0.02
 """Smallest predicted gain of a remedy."""
 
@@ -50,9 +49,9 @@ class Remedy:
         return f"{self.technique.name}: {self.change.detail}"
 
     @property
-    def rank(self) -> float:
-        """Lower is better."""
-        return (1 - self.gain) * RISK_WORTH[self.change.risk] * EFFORT_WORTH[self.technique.effort]
+    def rank(self) -> tuple[Effort, float]:
+        """Lower is better. What a restart does comes first."""
+        return self.technique.effort, (1 - self.gain) * RISK_WORTH[self.change.risk]
 
 
 @dataclass(frozen=True, slots=True)
