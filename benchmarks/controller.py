@@ -7,8 +7,8 @@ say a given text: held-out documents, copies of their prompt, or a loop. Device 
 node. Steps take the recorded time of their rows, nodes and questions, 3 % of them 1.2 to 2.5 times as long.
 
 ratio: tokens per second against the same work without speculation, the mean over the seeds; worst: of one seed. best_fixed: of the
-best number of nodes, always drafted, for scenarios without the n-gram drafter. Rows with the label " (before)" are of the controller
-that this one replaced, at the commit they name.
+best number of nodes, always drafted, for scenarios without the n-gram drafter. Rows with the label " (before)" are of the
+controller that this one replaced, at the commit they name.
 """
 
 from __future__ import annotations
