@@ -71,7 +71,7 @@ class Scale:
 
 
 GPU = Scale(
-    short=128, prompt=4096, long=16_000, output=128, rate=25.0, chunk=16_384, cache_bytes=1 << 30, slow_bytes_s=4e4
+    short=128, prompt=4096, long=16_000, output=128, rate=25.0, chunk=16_384, cache_bytes=1 << 30, slow_bytes_s=2.5e5
 )
 CPU = Scale(short=32, prompt=512, long=3_000, output=48, rate=30.0, chunk=3_072, cache_bytes=15 << 20, slow_bytes_s=5e4)
 
@@ -104,7 +104,7 @@ def plants(scale: Scale, gpu: bool) -> list[Plant]:
             workload(every(40, rate / 2, prompt, 16, shared=prompt - 64)),
         ),
         Plant("prompts delay decoding", "prompt chunk", ("--max-num-batched-tokens", str(scale.chunk)), mixed),
-        Plant("client", "client", (), workload(every(4, 4.0, short, 4 * output)), slow_reader=True),
+        Plant("client", "client", (), workload(every(4, 4.0, short, 8 * output)), slow_reader=True),
     ]  # fmt: skip
     if not gpu:
         return made
@@ -141,6 +141,7 @@ class Verdict:
     """What the diagnosis says of a record."""
 
     bottleneck: str
+    evidence: tuple[str, ...]
     objective: str
     situation: Situation
     recorded: Figures
@@ -150,9 +151,17 @@ class Verdict:
 
 def examine(record: Record) -> Verdict:
     situation = situation_of(record, "")
-    bottleneck = diagnose(observe(record.snapshot, record.rows, record.client)).bottleneck
-    outlook = predict(situation, objective_of(bottleneck))
-    return Verdict(bottleneck, outlook.objective, situation, outlook.recorded, outlook.simulated, outlook.remedies)
+    diagnosis = diagnose(observe(record.snapshot, record.rows, record.client))
+    outlook = predict(situation, objective_of(diagnosis.bottleneck))
+    return Verdict(
+        diagnosis.bottleneck,
+        diagnosis.evidence,
+        outlook.objective,
+        situation,
+        outlook.recorded,
+        outlook.simulated,
+        outlook.remedies,
+    )
 
 
 def measure(plant: Plant, models: Models) -> dict[str, Any]:
@@ -178,6 +187,7 @@ def row(plant: Plant, verdict: Verdict, remedy: Remedy | None, before: Figures, 
         "row": plant.name,
         "planted": plant.bottleneck,
         "named": verdict.bottleneck,
+        "evidence": "; ".join(verdict.evidence),
         "cure": plant.cure,
         "first_remedy": remedy.name if remedy else "",
         "right": verdict.bottleneck == plant.bottleneck,
@@ -222,7 +232,7 @@ async def _slow_reader(plant: Plant, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def plant_rate(plant: Plant) -> float:
-    return GPU.slow_bytes_s if plant.workload.requests[0].output > 200 else CPU.slow_bytes_s
+    return GPU.slow_bytes_s if plant.workload.requests[0].output > 500 else CPU.slow_bytes_s
 
 
 async def send(url: str, load: Workload, bytes_s: float) -> None:
@@ -244,6 +254,7 @@ async def send(url: str, load: Workload, bytes_s: float) -> None:
                 "ignore_eos": True,
                 "stream": True,
                 "logprobs": 20,
+                "n": 4,
             }
         )
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
