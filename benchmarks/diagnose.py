@@ -71,7 +71,7 @@ class Scale:
 
 
 GPU = Scale(
-    short=128, prompt=4096, long=16_000, output=128, rate=25.0, chunk=16_384, cache_bytes=1 << 30, slow_bytes_s=2.5e5
+    short=128, prompt=4096, long=16_000, output=128, rate=25.0, chunk=16_384, cache_bytes=1 << 30, slow_bytes_s=1e6
 )
 CPU = Scale(short=32, prompt=512, long=3_000, output=48, rate=30.0, chunk=3_072, cache_bytes=15 << 20, slow_bytes_s=5e4)
 
@@ -216,14 +216,16 @@ def slow_reader(plant: Plant, flags: Sequence[str]) -> dict[str, Any]:
 
 
 async def _slow_reader(plant: Plant, flags: Sequence[str]) -> dict[str, Any]:
+    # Sockets hold some megabytes: only more than that makes the server wait.
+    choices, bytes_s = (16, GPU.slow_bytes_s) if plant.workload.requests[0].output > 500 else (4, CPU.slow_bytes_s)
     async with serving(flags) as url:
-        await send(url, plant.workload.first(1), 0.0)
+        await send(url, plant.workload.first(1), 0.0, 1)
         first = time.time()
-        await send(url, plant.workload, plant_rate(plant))
+        await send(url, plant.workload, bytes_s, choices)
         record = await asyncio.to_thread(read_server, url, "")
         slow = [request for request in record.rows if request["arrived_at"] >= first]
         second = time.time()
-        await send(url, plant.workload, 0.0)
+        await send(url, plant.workload, 0.0, choices)
         rows = (await asyncio.to_thread(read_server, url, "")).rows
         fast = [request for request in rows if request["arrived_at"] >= second]
     verdict = examine(Record(record.snapshot, slow))
@@ -231,11 +233,7 @@ async def _slow_reader(plant: Plant, flags: Sequence[str]) -> dict[str, Any]:
     return row(plant, verdict, remedy, read_requests(slow)[1], read_requests(fast)[1])
 
 
-def plant_rate(plant: Plant) -> float:
-    return GPU.slow_bytes_s if plant.workload.requests[0].output > 500 else CPU.slow_bytes_s
-
-
-async def send(url: str, load: Workload, bytes_s: float) -> None:
+async def send(url: str, load: Workload, bytes_s: float, choices: int) -> None:
     """Send the requests as streams and read them at `bytes_s` bytes per second; 0: as fast as they come."""
     begin = time.monotonic()
 
@@ -254,7 +252,7 @@ async def send(url: str, load: Workload, bytes_s: float) -> None:
                 "ignore_eos": True,
                 "stream": True,
                 "logprobs": 20,
-                "n": 4,
+                "n": choices,
             }
         )
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"

@@ -245,6 +245,7 @@ def test_drafts_save_what_they_gain_less_the_drafter_s_part_of_prompts() -> None
     drafter = 1e9 / (flops + 3e9 + 1e9)
     assert figures["draft_saved_share"] == pytest.approx((0.004 - drafter * 0.03) / 0.04)
     assert figures["prompt_step_seconds"] == pytest.approx(0.03)
+    assert figures["mean_kv_used"] == pytest.approx(step().blocks_used / step().blocks_total)
     assert figures["prompt_step_predicted_seconds"] == pytest.approx(step().predicted_s)
 
 

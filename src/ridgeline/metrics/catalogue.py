@@ -163,6 +163,7 @@ LIVE: Mapping[str, Entry] = {
     "prompt_share": Entry("Share of busy time in steps that computed prompt tokens.", ours=True),
     "host_seconds_per_step": Entry("Seconds the scheduler spent per step.", ours=True),
     "mean_running": Entry("Mean number of requests on the device while it was busy.", ours=True),
+    "mean_kv_used": Entry("Mean share of KV blocks held by running requests while the device was busy.", ours=True),
     "decode_step_seconds": Entry("Device seconds of a step without prompt tokens.", ours=True),
     "decode_step_bytes": Entry("Bytes that a step without prompt tokens had to move.", ours=True),
     "decode_step_predicted_seconds": Entry("Predicted device seconds of a step without prompt tokens.", ours=True),

@@ -316,6 +316,7 @@ class Live:
             figures["bubble"] = sums["idle_s"] / (busy + sums["idle_s"])
             figures["host_seconds_per_step"] = sums["host_s"] / max(1.0, sums["steps"])
             figures["mean_running"] = sums["row_s"] / busy
+            figures["mean_kv_used"] = sums["kv_s"] / busy
             if sums["saved_s"] or sums["draft_flops"]:
                 drafter = sums["draft_flops"] / max(1.0, sums["flops"] + sums["draft_flops"])
                 figures["draft_saved_share"] = (sums["saved_s"] - drafter * sums["mixed_s"]) / busy
@@ -460,6 +461,7 @@ def amounts(steps: Sequence[StepRecord]) -> dict[str, float]:
         "idle_s": sum(step.idle_s for step in run_steps),
         **{name: sum(map(attrgetter(name), run_steps)) for name in _ADDED},
         "row_s": sum(step.device_s * step.running for step in run_steps),
+        "kv_s": sum(step.device_s * step.blocks_used / max(1, step.blocks_total) for step in run_steps),
         "mixed_s": device_s - decode_s,
         "decode_s": decode_s,
         "decode_steps": float(sum(step.steps for step in decode_steps)),
