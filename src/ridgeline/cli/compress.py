@@ -4,9 +4,9 @@ MODEL is a folder or a hub name of an unquantized model. The folder of --out app
 with size, memory, speed, perplexity, drift and task accuracy before and after. To continue an interrupted run, start the same
 command again. To measure speed and tasks, both models are served on a port of this machine, one after the other.
 
---tune FILE trains the compressed model on the output distributions of the original before it is written. This works for
-round-to-nearest grids (rtn-int3-g128), pruned weights and smaller shapes. Both models are in memory during training, one of
-them with its optimizer state.
+--tune FILE trains the compressed model on the output distributions of the original before it is written. Training starts from
+the result of the recipe and keeps its layout: codes and scales, zeros, or the smaller shape. Both models are in memory during
+training, one of them with its optimizer state.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ridgeline.compress.recipes import EXAMPLES, Recipe, read_recipe
 from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows, split
 from ridgeline.compress.tuned import (
     GRID_RATE,
+    INT8_RATE,
     MAX_PASSES,
     RATE,
     ROWS,
@@ -124,7 +125,7 @@ def _add_training(parser: Parser) -> None:
         "--tune-rate",
         type=finite_number,
         metavar="X",
-        help=f"learning rate (default: {RATE}; {GRID_RATE} for rounded weights)",
+        help=f"learning rate (default: {RATE}; {GRID_RATE} for rounded weights, {INT8_RATE} for those of 8 bits)",
     )
 
 
