@@ -33,7 +33,8 @@ class Checkpoint:
         files: the weight files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, needs_weights: bool = True) -> None:
+        """Read config.json and the names of the tensors. needs_weights: whether a folder without weight files is refused."""
         self.folder = folder
         try:
             self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -43,7 +44,7 @@ class Checkpoint:
             ) from None
         self.spec = read_spec({key: value for key, value in self.config.items() if key != KEY})
         self.storage: Storage = read_storage(self.config)
-        self.files = checkpoint_files(folder)
+        self.files = checkpoint_files(folder) if needs_weights or any(folder.glob("*.safetensors*")) else ()
         self._locations: dict[str, tuple[Path, str]] = {}
         for path in self.files:
             with opened(path) as shard:

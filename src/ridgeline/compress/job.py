@@ -65,8 +65,7 @@ class Job:
             raise UnsupportedModel(
                 f"The checkpoint {source.folder} is already compressed: give the original checkpoint."
             )
-        if out.exists():
-            raise ConfigError(f"--out {out} exists: give a folder that does not exist yet.", param="out")
+        check_target(out)
         if recipe.needs_texts and not texts:
             raise ConfigError(
                 f"The recipe {recipe.name} needs calibration texts: give --calibration FILE.", param="calibration"
@@ -248,6 +247,12 @@ def _dense(storage: Storage, stored: Tensors) -> Tensors:
             {key.removeprefix(name + "."): tensor for key, tensor in linear_tensors.items()}
         )
     return dense | {name: tensor.float() for name, tensor in stored.items()}
+
+
+def check_target(out: Path) -> None:
+    """Raise ConfigError if the folder for a result exists."""
+    if out.exists():
+        raise ConfigError(f"--out {out} exists: give a folder that does not exist yet.", param="out")
 
 
 def copy_other_files(source: Path, target: Path) -> None:

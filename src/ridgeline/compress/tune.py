@@ -22,7 +22,7 @@ from ridgeline.compress.checkpoint import LINEAR_NAMES, Checkpoint
 from ridgeline.compress.decoder import TrainableDecoder
 from ridgeline.compress.grid import Codes, group_index
 from ridgeline.compress.inputs import int8_inputs
-from ridgeline.compress.job import unrounded_file
+from ridgeline.compress.job import NOT_COPIED, copy_other_files, unrounded_file
 from ridgeline.compress.storage import CompressedWeight, Tensors
 from ridgeline.core.errors import ConfigError
 from ridgeline.models.weights import EMBEDDING, FINAL_NORM, HEAD, opened, short_name
@@ -173,9 +173,10 @@ def save_trained(student: TrainableDecoder, start: Checkpoint, folder: Path) -> 
     """
     trained = _stored_tensors(student, start)
     folder.mkdir(parents=True)
-    for path in start.folder.iterdir():
-        if path.is_file() and path not in start.files:
-            shutil.copyfile(path, folder / path.name)
+    copy_other_files(start.folder, folder)
+    for name in NOT_COPIED:
+        if (start.folder / name).is_file():
+            shutil.copyfile(start.folder / name, folder / name)
     for path in start.files:
         with opened(path) as shard:
             names = [name for name in shard.offset_keys() if short_name(name) in trained]

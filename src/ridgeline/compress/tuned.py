@@ -1,8 +1,9 @@
 """Compression with training: apply a recipe, train the result by distillation from the original, and store it in the same layout.
 
 Pruned weights stay zero, and rounded weights are rounded in the forward pass (compress.tune). Structured pruning gives a smaller
-student. The original is the teacher (compress.distill). Memory holds both models, the student with gradients and optimizer
-state in float32. An interrupted run resumes at the last saved step.
+student; a student of any shape is given. The teacher is the original (compress.distill) or a server (compress.served_teacher).
+Memory holds both models, the student with gradients and optimizer state in float32. An interrupted run resumes at the last
+saved step.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from pathlib import Path
 import torch
 
 from ridgeline.compress.checkpoint import Checkpoint
+from ridgeline.compress.decoder import TrainableDecoder
 from ridgeline.compress.distill import Distillation
-from ridgeline.compress.job import Job, Progress, fingerprint
+from ridgeline.compress.job import Job, Progress, check_target, fingerprint
 from ridgeline.compress.layerwise import CPU
 from ridgeline.compress.recipes import Recipe
+from ridgeline.compress.served_teacher import ServedTeacher, ask
 from ridgeline.compress.storage import Bitmask, Integers
-from ridgeline.compress.train import Schedule, TokenRows, Trainer, Training
+from ridgeline.compress.student import student_checkpoint
+from ridgeline.compress.train import Loss, Schedule, Source, TokenRows, Trainer, Training
 from ridgeline.compress.tune import keep_on_grid, keep_zeros, save_trained, trainable_decoder
 from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.text.tokenizer import Tokenizer
 
 STEPS, ROWS = 300, 16
-INT8_RATE, GRID_RATE, RATE = 1e-4, 3e-4, 3e-3
+INT8_RATE, GRID_RATE, RATE = 1e-5, 3e-4, 3e-3
 """Default learning rates for weights in 8 bits, for other rounded weights, and for pruned ones.
 
 Rounded weights start near the optimum, and large steps leave it."""
@@ -53,6 +58,10 @@ class Tuning:
     """Rows per batch."""
     rate: float
     """Learning rate of matrices (Muon). Embedding, head and vectors (AdamW) use half of it."""
+    student: Path | None = None
+    """Model folder, or file like config.json, of the recipe `distill`."""
+    served: ServedTeacher | None = None
+    """The teacher, if it is not the original in this process."""
 
     @property
     def tokens(self) -> int:
@@ -93,9 +102,17 @@ class TunedJob:
     ) -> None:
         self._source, self._recipe, self._tuning, self._out, self._device = source, recipe, tuning, out, device
         self._calibration, self._work = calibration, out.with_name(f".{out.name}.tuning")
-        Job(source, recipe, calibration, out, device)  # raises an error for invalid arguments
+        if recipe.method == "distill":
+            check_target(out)
+        else:
+            Job(source, recipe, calibration, out, device)  # raises an error for invalid arguments
         if tuning.steps < 1 or tuning.rows < 1 or not tuning.rate > 0:
             raise ConfigError("--tune-steps and --tune-rows must be at least 1, --tune-rate above 0.", param="tune")
+        if recipe.method == "distill" and tuning.student is None:
+            raise ConfigError(
+                "The recipe distill needs a student: give --student-config CONFIG.json or --student FOLDER.",
+                param="student",
+            )
         if len(tuning.ids) < tuning.length:
             raise ConfigError(
                 f"The texts of --tune have {len(tuning.ids)} tokens, fewer than the {tuning.length} of a row: give more text, or "
@@ -133,6 +150,10 @@ class TunedJob:
             "source": fingerprint(self._source),
             "texts": hashlib.sha256(self._tuning.ids.numpy().tobytes()).hexdigest(),
             "tuning": [self._tuning.steps, self._tuning.rows, self._tuning.length, self._tuning.rate],
+            "student": None if self._tuning.student is None else str(self._tuning.student.resolve()),
+            "teacher": None
+            if self._tuning.served is None
+            else [self._tuning.served.endpoint.url, self._tuning.served.top],
         }
         state = self._work / STATE
         if state.is_file():
@@ -147,6 +168,8 @@ class TunedJob:
     def _start(self, progress: Progress) -> Checkpoint:
         """Return the checkpoint that training starts from: the result of the recipe."""
         start = self._work / START
+        if self._tuning.student is not None:
+            return student_checkpoint(self._tuning.student, self._source, start)
         if not start.exists():
             unrounded = self._work / UNROUNDED if isinstance(self._recipe.storage, Integers) else None
             Job(self._source, self._recipe, self._calibration, start, self._device, unrounded).run(progress)
@@ -159,16 +182,13 @@ class TunedJob:
             keep_zeros(student)
         elif isinstance(start.storage, Integers):
             keep_on_grid(student, start, self._work / UNROUNDED)
-        teacher = trainable_decoder(self._source, tuning.length).to(self._device)
-        if self._device.type == "cuda":
-            teacher.cast_parameters(torch.bfloat16)
-        rows = TokenRows(tuning.ids.to(self._device), tuning.rows, tuning.length)
+        loss, rows = self._teacher(student) if tuning.served is None else self._served_teacher(student, progress)
 
         def batches(number: int) -> torch.Tensor:
             progress("training", number, tuning.steps)
             return rows(number)
 
-        trainer = Trainer(student, Distillation(student, teacher), batches, tuning.training, self._work / "training")
+        trainer = Trainer(student, loss, batches, tuning.training, self._work / "training")
         try:
             trainer.run()
         except FloatingPointError as error:
@@ -183,6 +203,36 @@ class TunedJob:
             shutil.rmtree(draft)
         save_trained(student, start, draft)
         draft.rename(trained)
+
+    def _teacher(self, student: TrainableDecoder) -> tuple[Loss, Source]:
+        """Return the loss and the batches of training on the original's distributions."""
+        tuning = self._tuning
+        teacher = trainable_decoder(self._source, tuning.length).to(self._device)
+        if self._device.type == "cuda":
+            teacher.cast_parameters(torch.bfloat16)
+        return Distillation(student, teacher), TokenRows(tuning.ids.to(self._device), tuning.rows, tuning.length)
+
+    def _served_teacher(self, student: TrainableDecoder, progress: Progress) -> tuple[Loss, Source]:
+        """Return the loss and the batches of training on a server's answers. A batch has the numbers of its rows."""
+        tuning = self._tuning
+        assert tuning.served is not None
+        available = len(tuning.ids) // tuning.length
+        chosen = torch.randperm(available, generator=torch.Generator().manual_seed(0))[: tuning.steps * tuning.rows]
+        rows = tuning.ids[: available * tuning.length].view(available, tuning.length)[chosen].tolist()
+        lessons = ask(tuning.served, Tokenizer.load(self._source.folder), rows, self._work / "teacher", progress)
+        if lessons.top_ids.numel() and (last := int(lessons.top_ids.max())) >= student.spec.vocab_size:
+            raise ConfigError(
+                f"The server reports the token {last}, but the student has {student.spec.vocab_size} tokens: give a MODEL and a "
+                "student with the tokenizer of the served model.",
+                param="teacher_url",
+            )
+        lessons = lessons.to(self._device)
+
+        def batches(number: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(number)
+            return torch.randint(len(rows), (tuning.rows,), generator=generator).to(self._device)
+
+        return lambda numbers: lessons.loss(student, numbers), batches
 
     def _record(self, loss: float) -> None:
         """Write the loss into the state file."""
