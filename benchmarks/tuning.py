@@ -82,6 +82,8 @@ class Bench:
     batches: TokenRows
     folder: Path
     record: Callable[[dict[str, Any]], None]
+    grid_rate: float | None = None
+    """Learning rate on grids; None: the recipe's default."""
 
     @property
     def source(self) -> Checkpoint:
@@ -225,7 +227,7 @@ def on_grid(recipe: str) -> Experiment:
         start = bench.made(recipe, unrounded=unrounded)
         student = trainable_decoder(start, bench.batches.tokens).to(bench.device)
         keep_on_grid(student, start, unrounded)
-        rate = default_rate(read_recipe(recipe))
+        rate = bench.grid_rate or default_rate(read_recipe(recipe))
         training = replace(TUNING, matrix_lr=rate, vector_lr=rate / 2)
         # The compiled layers would not round inputs.
         student = student if start.product is int8_inputs else faster(student)
@@ -337,7 +339,8 @@ def bench_of(options: argparse.Namespace, folder: Path) -> Bench:
         if options.out:
             write_rows(options.out, [mine | about | {"unique_tokens": len(ids)}])
 
-    return Bench(Run(Path(options.model).name or "ridgeline-14m", source, judge, texts), teacher, rows, folder, record)
+    run = Run(Path(options.model).name or "ridgeline-14m", source, judge, texts)
+    return Bench(run, teacher, rows, folder, record, options.grid_rate)
 
 
 def attempt(name: str, experiment: Callable[[], None]) -> None:
@@ -359,6 +362,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=64, help="rows of a training batch")
     parser.add_argument("--seconds", type=float, default=140, help="of training, shared among all experiments")
+    parser.add_argument("--grid-rate", type=float, help="learning rate on grids (default: that of each recipe)")
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no experiment is begun")
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
     parser.add_argument("--device", default="cpu")
