@@ -34,13 +34,23 @@ from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.decoder import Layer, TrainableDecoder, save_decoder
 from ridgeline.compress.distill import kl
 from ridgeline.compress.evaluate import Evaluator
+from ridgeline.compress.inputs import int8_inputs
 from ridgeline.compress.job import Job
 from ridgeline.compress.recipes import read_recipe
 from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows
 from ridgeline.compress.tickets import find_tickets, random_like, train_rewound
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
-from ridgeline.compress.tune import Masks, keep_masks, keep_on_grid, keep_zeros, linears, release, trainable_decoder
-from ridgeline.compress.tuned import GRID_RATE
+from ridgeline.compress.tune import (
+    Masks,
+    keep_masks,
+    keep_on_grid,
+    keep_zeros,
+    linears,
+    release,
+    save_trained,
+    trainable_decoder,
+)
+from ridgeline.compress.tuned import default_rate
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import RidgelineError
 from ridgeline.models.hub import resolve_model
@@ -54,7 +64,6 @@ SPARSITIES = (42, 66, 80)
 EARLY = 0.05
 """Share of a training after which tickets' weights are put back."""
 TUNING = Training(Schedule(1), matrix_lr=3e-3, vector_lr=1.5e-3, matrix_decay=0.0, log_every=20)
-ON_GRID = replace(TUNING, matrix_lr=GRID_RATE, vector_lr=GRID_RATE / 2)
 SCRATCH = Training(Schedule(1), matrix_lr=5e-3, vector_lr=3e-3, matrix_decay=0.1, log_every=20)
 COSTLY = 1.2
 """A step's time over that of its gradients."""
@@ -73,6 +82,8 @@ class Bench:
     batches: TokenRows
     folder: Path
     record: Callable[[dict[str, Any]], None]
+    grid_rate: float | None = None
+    """Learning rate on grids; None: the recipe's default."""
 
     @property
     def source(self) -> Checkpoint:
@@ -82,10 +93,16 @@ class Bench:
     def device(self) -> torch.device:
         return self.batches.stream.device
 
-    def made(self, recipe: str, source: Checkpoint | None = None) -> Checkpoint:
-        """What `compress` makes of the original, or of `source`, in a new folder."""
+    def made(self, recipe: str, source: Checkpoint | None = None, unrounded: Path | None = None) -> Checkpoint:
+        """What `compress` makes of the original, or of `source`, in a new folder. unrounded: see Job."""
         folder = Path(tempfile.mkdtemp(dir=self.folder)) / "made"
-        Job(source or self.source, read_recipe(recipe), self.run.texts, folder, self.device).run(quiet)
+        Job(source or self.source, read_recipe(recipe), self.run.texts, folder, self.device, unrounded).run(quiet)
+        return Checkpoint(folder)
+
+    def trained(self, student: TrainableDecoder, start: Checkpoint) -> Checkpoint:
+        """The student in the layout of the checkpoint that its training started from."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder)) / "trained"
+        save_trained(student, start, folder)
         return Checkpoint(folder)
 
     def kept(self, student: TrainableDecoder, config: dict[str, Any]) -> Checkpoint:
@@ -193,24 +210,29 @@ def sparse(pattern: str) -> Experiment:
     """SparseGPT, then training of what is left."""
 
     def experiment(bench: Bench, seconds: float) -> None:
-        student = trainable_decoder(bench.made(f"sparsegpt-{pattern}"), bench.batches.tokens).to(bench.device)
+        start = bench.made(f"sparsegpt-{pattern}")
+        student = trainable_decoder(start, bench.batches.tokens).to(bench.device)
         keep_zeros(student)
         tokens = tuned(bench, faster(student), seconds)
-        packed = bench.made(f"magnitude-{pattern}", bench.kept(student, bench.source.config))
-        bench.tell(f"sparsegpt-{pattern}+tuned", f"sparsegpt-{pattern}", packed, tokens)
+        bench.tell(f"sparsegpt-{pattern}+tuned", f"sparsegpt-{pattern}", bench.trained(student, start), tokens)
 
     return experiment
 
 
 def on_grid(recipe: str) -> Experiment:
-    """Quantization-aware training from the original's weights."""
+    """Quantization-aware training from the codes and scales that the recipe chose."""
 
     def experiment(bench: Bench, seconds: float) -> None:
-        student = trainable_decoder(bench.source, bench.batches.tokens).to(bench.device)
-        keep_on_grid(student, read_recipe(recipe).grid)
-        tokens = tuned(bench, faster(student), seconds, ON_GRID)
-        packed = bench.made(recipe, bench.kept(student, bench.source.config))
-        bench.tell(f"{recipe}+tuned", recipe, packed, tokens)
+        unrounded = Path(tempfile.mkdtemp(dir=bench.folder))
+        start = bench.made(recipe, unrounded=unrounded)
+        student = trainable_decoder(start, bench.batches.tokens).to(bench.device)
+        keep_on_grid(student, start, unrounded)
+        rate = bench.grid_rate or default_rate(read_recipe(recipe))
+        training = replace(TUNING, matrix_lr=rate, vector_lr=rate / 2)
+        # The compiled layers would not round inputs.
+        student = student if start.product is int8_inputs else faster(student)
+        tokens = tuned(bench, student, seconds, training)
+        bench.tell(f"{recipe}+tuned", recipe, bench.trained(student, start), tokens)
 
     return experiment
 
@@ -281,6 +303,10 @@ EXPERIMENTS: dict[str, tuple[Experiment, float]] = {
     "tickets": (lottery, 0.045),
     "sparsegpt-50": (sparse("50"), 0.09),
     "rtn-int4-channel": (on_grid("rtn-int4-channel"), 0.05),
+    "gptq-int4-g128": (on_grid("gptq-int4-g128"), 0.05),
+    "gptq-int3-g128": (on_grid("gptq-int3-g128"), 0.08),
+    "awq-int4-g128": (on_grid("awq-int4-g128"), 0.05),
+    "smoothquant-w8a8": (on_grid("smoothquant-w8a8"), 0.05),
 }
 """Name -> what to do, and the share of the time that its first training has."""
 
@@ -313,7 +339,8 @@ def bench_of(options: argparse.Namespace, folder: Path) -> Bench:
         if options.out:
             write_rows(options.out, [mine | about | {"unique_tokens": len(ids)}])
 
-    return Bench(Run(Path(options.model).name or "ridgeline-14m", source, judge, texts), teacher, rows, folder, record)
+    run = Run(Path(options.model).name or "ridgeline-14m", source, judge, texts)
+    return Bench(run, teacher, rows, folder, record, options.grid_rate)
 
 
 def attempt(name: str, experiment: Callable[[], None]) -> None:
@@ -335,6 +362,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=64, help="rows of a training batch")
     parser.add_argument("--seconds", type=float, default=140, help="of training, shared among all experiments")
+    parser.add_argument("--grid-rate", type=float, help="learning rate on grids (default: that of each recipe)")
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no experiment is begun")
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
     parser.add_argument("--device", default="cpu")

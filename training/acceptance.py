@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -28,38 +26,26 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from ridgeline.compress.acceptance import (
+    LENGTH,
+    PROMPT,
+    TEMPERATURE,
+    Text,
+    chain_rates,
+    draw,
+    head_hits,
+    recurrent_figures,
+    scored,
+    texts,
+)
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder
 from ridgeline.compress.distill import MedusaModule
-from ridgeline.compress.generate import generate, noise_keys
-from ridgeline.compress.recurrent import DEPTH as CHAIN
-from ridgeline.compress.recurrent import RecurrentModule, teacher_targets
+from ridgeline.compress.recurrent import RecurrentModule
 from ridgeline.core.spec import ModelSpec
-from ridgeline.ops.noise import Purpose, draw_key, exponential
-from ridgeline.ops.sample import sample
 from ridgeline.speculation.recurrent import load_recurrent
 
-PROMPT, LENGTH = 64, 256  # tokens
 DEPTH = 5
-RANKS = 10
-DRAWS = 8
-HEAT = 0.8
 CUTS = (1024, 2048, 4096)
-AT_ONCE = 32  # rows
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Rows [rows, PROMPT + LENGTH] int64 of which the tokens after the prompt count. temperature: at which the target said them;
-    None: it was made to. keys: int32 [rows, 2], whose noise it drew with."""
-
-    kind: str
-    way: str
-    rows: Tensor
-    temperature: float | None
-    keys: Tensor
-
-    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.rows.split(AT_ONCE), self.keys.split(AT_ONCE), strict=True)
 
 
 class Reader:
@@ -90,64 +76,25 @@ class Reader:
         return total.argsort(descending=True, stable=True).to(self.device)
 
 
-def texts(target: TrainableDecoder, rows: dict[str, Tensor]) -> Iterator[Text]:
-    """Of the rows of each kind: the text itself, and what the target says instead after its beginning, at HEAT and greedily."""
-    every = torch.cat(list(rows.values()))
-    keys = noise_keys(7, len(every), every.device)
-    temperature = torch.tensor([HEAT, 0.0], device=every.device).repeat_interleave(len(every))
-    said = generate(target, every[:, :PROMPT].repeat(2, 1), LENGTH, temperature, keys.repeat(2, 1))
-    sizes = [len(row) for row in rows.values()]
-    parts = zip(rows, keys.split(sizes), *(half.split(sizes) for half in (every, *said.chunk(2))), strict=True)
-    for kind, noise, read, sampled, greedy in parts:
-        yield Text(kind, "read", read, None, noise)
-        yield Text(kind, "sampled", sampled, HEAT, noise)
-        yield Text(kind, "greedy", greedy, 0.0, noise)
-
-
-def draw(logits: Tensor, temperature_value: float, keys: Tensor) -> Tensor:
-    """Draws at the places after the prompt, int32 [rows, LENGTH], of logits float32 [rows, LENGTH, vocab]."""
-    rows = len(logits)
-    position = torch.arange(PROMPT, PROMPT + LENGTH, dtype=torch.int32, device=keys.device).repeat(rows)
-    temperature = torch.full((rows * LENGTH,), temperature_value, device=keys.device)
-    return sample(logits.flatten(0, 1), temperature, keys.repeat_interleave(LENGTH, 0), position).view(rows, LENGTH)
-
-
-def scored(model: TrainableDecoder, rows: Tensor) -> Tensor:
-    """float32 [rows, LENGTH, vocab]: the logits for the tokens after the prompt."""
-    return model.logits(model.hidden(rows)[:, PROMPT - 1 : -1]).float()
-
-
-def chain(kept: Tensor) -> list[float]:
-    """For each of DEPTH places of a chain: how often its token is kept where all before it were. kept: bool [rows, tokens],
-    whether the guess at each token is right; chains begin everywhere."""
-    starts = kept.shape[1] - DEPTH + 1
-    alive = torch.ones_like(kept[:, :starts])
-    rates = []
-    for place in range(DEPTH):
-        reached, alive = alive, alive & kept[:, place : place + starts]
-        rates.append(float(alive.sum() / reached.sum().clamp(min=1)))
-    return rates
-
-
 @torch.no_grad()
 def draft_figures(target: TrainableDecoder, draft: TrainableDecoder, text: Text, frequent: Tensor) -> dict[str, Any]:
     """One text's figures; see the README of the draft for their names."""
     kept, cut, sums = [], {size: [] for size in CUTS}, torch.zeros(3, dtype=torch.float64)
     temperature = text.temperature or 0.0
     for rows, keys in text.parts():
-        p, q, said = scored(target, rows), scored(draft, rows), rows[:, PROMPT:]
-        kept.append(draw(q, temperature, keys) == said)
+        p, q, said = scored(target, rows, text.prompt), scored(draft, rows, text.prompt), rows[:, text.prompt :]
+        kept.append(draw(q, text.prompt, temperature, keys) == said)
         for size in CUTS:
             rare = torch.ones(q.shape[-1], dtype=torch.bool, device=q.device)
             rare[frequent[:size]] = False
-            cut[size].append(draw(q.masked_fill(rare, float("-inf")), temperature, keys) == said)
+            cut[size].append(draw(q.masked_fill(rare, float("-inf")), text.prompt, temperature, keys) == said)
         pick = q.argmax(-1, keepdim=True)
-        coupled = draw(p, HEAT, keys) == draw(q, HEAT, keys)
-        p, q = (p / HEAT).softmax(-1), (q / HEAT).softmax(-1)
+        coupled = draw(p, text.prompt, TEMPERATURE, keys) == draw(q, text.prompt, TEMPERATURE, keys)
+        p, q = (p / TEMPERATURE).softmax(-1), (q / TEMPERATURE).softmax(-1)
         measured = (coupled.double(), torch.minimum(p, q).sum(-1), p.gather(-1, pick))
         sums += torch.tensor([float(tensor.double().sum()) for tensor in measured], dtype=torch.float64)
     right = torch.cat(kept)
-    rates = chain(right)
+    rates = chain_rates(right, DEPTH)
     whole = torch.tensor(rates).cumprod(0)
     coupled, overlap, likeliest = (sums / right.numel()).tolist()
     figures = {
@@ -158,60 +105,6 @@ def draft_figures(target: TrainableDecoder, draft: TrainableDecoder, text: Text,
         "likeliest": likeliest,
     }
     return figures | {f"kept_vocab_{size}": float(torch.cat(cut[size]).float().mean()) for size in CUTS}
-
-
-@torch.no_grad()
-def head_hits(target: TrainableDecoder, heads: MedusaModule, text: Text) -> Tensor:
-    """float64 [heads, RANKS]: how often the text's token is each head's candidate of each rank."""
-    hits = torch.zeros(len(heads), RANKS, dtype=torch.float64)
-    places = LENGTH - len(heads)
-    for rows, _ in text.parts():
-        hidden = target.hidden(rows)[:, PROMPT - 1 : PROMPT - 1 + places]
-        for index, head in enumerate(heads):
-            guesses = target.logits(head(hidden)).topk(RANKS, -1).indices
-            said = rows[:, PROMPT + index + 1 : PROMPT + index + 1 + places]
-            hits[index] += (guesses == said.unsqueeze(-1)).double().sum((0, 1)).cpu()
-    return hits / (len(text.rows) * places)
-
-
-@torch.no_grad()
-def recurrent_figures(target: TrainableDecoder, draft: RecurrentModule, text: Text) -> dict[str, Any]:
-    """Of chains behind every token of a text: how often each place is kept where all before it were, and the tokens kept of CHAIN."""
-    drawn_ranks = torch.cat(
-        [draw_ranks(target, draft, rows, keys, text.temperature or 0.0) for rows, keys in text.parts()]
-    )
-    kept, ranks = torch.ones(len(drawn_ranks), dtype=torch.bool, device=drawn_ranks.device), []
-    whole = 0.0
-    for place in range(CHAIN):
-        here = drawn_ranks[kept, place]
-        ranks.append([float((here == rank).double().sum()) / max(1, len(here)) for rank in range(DRAWS)])
-        kept &= drawn_ranks[:, place] == 0
-        whole += float(kept.double().mean())
-    return {"kept": [row[0] for row in ranks], f"kept_of_{CHAIN}": whole, "ranks": ranks}
-
-
-def draw_ranks(
-    target: TrainableDecoder, draft: RecurrentModule, rows: Tensor, keys: Tensor, temperature: float
-) -> Tensor:
-    """int64 [chains, CHAIN]: how many of its tokens a draft would say rather than the text's; all of them where it cannot say that."""
-    given, state, ranks = teacher_targets(target, draft, rows, HEAT), None, []
-    last = torch.arange(PROMPT - 1, rows.shape[1] - CHAIN, device=rows.device)  # known tokens
-    for depth in range(1, CHAIN + 1):
-        here = given.at(depth)
-        state = draft(
-            given.hidden.float() if state is None else state, here.text, here.k.float(), here.v.float(), here.rotary
-        )
-        wanted = here.next_index[:, last - 1]
-        for row, key in enumerate(keys):
-            logits = draft.lm_head(state[row, last - 1]).float()
-            if temperature:
-                noise = draw_key(key.expand(len(last), 2), (last + depth).int(), Purpose.TOKEN)
-                logits -= temperature * exponential(noise, draft.ids.int()).log()
-            score = logits.gather(1, wanted[row].clamp(min=0).unsqueeze(1)).masked_fill(
-                (wanted[row] < 0).unsqueeze(1), -torch.inf
-            )
-            ranks.append((logits > score).sum(1))
-    return torch.stack(ranks).view(CHAIN, -1).T
 
 
 def load_draft(folder: Path, spec: ModelSpec) -> RecurrentModule:

@@ -14,52 +14,35 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from acceptance import RANKS, Reader, Text, head_hits, recurrent_figures, texts
+from acceptance import Reader
 from corpus import KINDS
-from pools import CHAT, TEXT, Blend, load
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from pools import CHAT, END_OF_TEXT, TEXT, Blend, load
+from torch import Tensor
 
+from ridgeline.compress.acceptance import Text, texts
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder, save_decoder
-from ridgeline.compress.distill import Distillation, LossWeights, MedusaModule, medusa_loss
-from ridgeline.compress.generate import generate, noise_keys
+from ridgeline.compress.drafters import (
+    OUTPUTS,
+    WRITTEN,
+    MixedRows,
+    Stream,
+    Students,
+    frequent,
+    save_calibrated_heads,
+    save_calibrated_recurrent,
+    teacher_writes,
+)
 from ridgeline.compress.job import copy_other_files
-from ridgeline.compress.recurrent import RecurrentModule, depth_loss, recurrent_losses, save_recurrent, teacher_targets
+from ridgeline.compress.recurrent import save_recurrent
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
-from ridgeline.core.spec import ModelSpec
 from ridgeline.speculation.recurrent import load_recurrent
 
-HEADS = 4
-WRITTEN = 3  # rows the teacher wrote, for each of the corpus
-STRIDE = 2  # every second place trains heads
 PIECE = 512  # tokens of a prompt and what the teacher wrote after it
-PROMPTS = (16, 48, 128)  # tokens of a prompt, batch by batch
-HEATS = (0.7, 0.9)  # around the one that losses and benchmarks are taken at
 STUDENTS = ("recurrent", "medusa", "draft")
-RECIPE = LossWeights(logits=0.3, overlap=1.0, temperature=0.8)
-OUTPUTS = 4096  # the most frequent tokens, which alone are drafted
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A source of batches [rows, tokens]: those of the corpus, and WRITTEN times as many of pieces [n, PIECE] the teacher wrote."""
-
-    corpus: TokenRows
-    written: Tensor
-    seed: int = 0
-
-    def __call__(self, number: int) -> Tensor:
-        read = self.corpus(number)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        pieces = WRITTEN * read.numel() // self.written.shape[1]
-        some = torch.randint(len(self.written), (pieces,), generator=generator)
-        return torch.cat((read, self.written[some.to(read.device)].view(-1, read.shape[1]).long()))
 
 
 def corpus_stream(pools: Path, tokens: int, device: torch.device, kept: Path | None) -> Tensor:
@@ -74,128 +57,32 @@ def corpus_stream(pools: Path, tokens: int, device: torch.device, kept: Path | N
     return stream
 
 
-def teacher_writes(teacher: TrainableDecoder, stream: Tensor, batches: int, rows: int, seed: int = 0) -> Tensor:
-    """int16 [batches * rows, PIECE]: prompts from the stream, every other one at the start of a document, and what the teacher says
-    after them; a quarter greedy, the others at temperatures between HEATS."""
-    device = stream.device
-    temperature = torch.linspace(*HEATS, rows, device=device)
-    temperature[::4] = 0
-    starts = (stream == 0).nonzero().flatten() + 1
-    results = []
-    for index in range(seed * 1000, seed * 1000 + batches):
-        length = PROMPTS[index % len(PROMPTS)]
-        generator = torch.Generator().manual_seed(index)
-        at = torch.randint(len(stream) - length, (rows,), generator=generator).to(device)
-        begins = starts[torch.randint(len(starts), (rows,), generator=generator).to(device)]
-        at = torch.where(torch.arange(rows, device=device) % 2 == 0, begins.clamp(max=len(stream) - length), at)
-        prompts = stream[at[:, None] + torch.arange(length, device=device)].long()
-        shuffled = temperature[torch.randperm(rows, generator=generator).to(device)]
-        results.append(
-            generate(teacher, prompts, PIECE - length, shuffled, noise_keys(1000 + index, rows, device)).short()
-        )
-    return torch.cat(results)
-
-
-def frequent(text: Tensor, count: int, vocab: int) -> Tensor:
-    """The `count` most frequent tokens of a text int16 [...], ascending, int64 [count]."""
-    counts = text.flatten().int().bincount(minlength=vocab)
-    return counts.argsort(descending=True, stable=True)[:count].sort().values
-
-
-class Students(nn.Module):
-    """What is trained, by name, of STUDENTS. ids: what a recurrent draft may say; attended: the layer that it attends to; draft: the
-    draft model, None without it."""
-
-    def __init__(
-        self,
-        teacher: TrainableDecoder,
-        names: Sequence[str],
-        ids: Tensor,
-        attended: int,
-        draft: TrainableDecoder | None = None,
-    ) -> None:
-        super().__init__()
-        self.recurrent = RecurrentModule(teacher.spec, ids, attended) if "recurrent" in names else None
-        self.heads = MedusaModule(teacher.spec.d_model, HEADS) if "medusa" in names else None
-        self.draft = draft
-
-    def loss(self, teacher: TrainableDecoder) -> Loss:
-        """The sum of all students' losses; they share no parameter."""
-        distillation = None if self.draft is None else Distillation(self.draft, teacher, RECIPE)
-
-        def of_logits(rows: Tensor) -> Tensor:
-            """The loss of heads and draft model, which share the teacher's logits."""
-            with torch.no_grad():
-                hidden = teacher.hidden(rows)
-                wanted = teacher.logits(hidden)
-            loss = torch.zeros((), device=rows.device)
-            if self.heads is not None:
-                loss = loss + medusa_loss(self.heads, hidden, wanted, teacher.logits, STRIDE)
-            return loss if distillation is None else loss + distillation.compare(rows, wanted)
-
-        outputs, learn, place = of_logits, teacher_targets, depth_loss
-        if teacher.norm.weight.is_cuda:
-            outputs, learn, place = (torch.compile(part, dynamic=False) for part in (outputs, learn, place))
-
-        def total(rows: Tensor) -> Tensor:
-            loss = torch.zeros((), device=rows.device)
-            if self.heads is not None or self.draft is not None:
-                loss = outputs(rows)
-            if self.recurrent is not None:
-                loss = loss + recurrent_losses(self.recurrent, teacher, rows, RECIPE, (learn, place)).sum()
-            return loss
-
-        return total
-
-
-def save_heads(heads: MedusaModule, folder: Path, spec: ModelSpec, accuracies: list[list[float]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in heads.state_dict().items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "medusa_num_heads": len(heads),
-        "medusa_num_layers": len(heads[0]),
-        "hidden_size": spec.d_model,
-        "vocab_size": spec.vocab_size,
-        "shares_unembedding": True,
-        "torch_dtype": "bfloat16",
-        "accuracies": accuracies,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def calibrate(rows_of: Callable[[Text], Tensor], kinds: Sequence[Text]) -> list[list[float]]:
-    """accuracies[head or place][rank]: the chance that the target says the candidate of that rank, the mean over kinds of text of the
-    valid split: read as it is, continued greedily and at temperature 0.8."""
-    return [[round(float(value), 5) for value in row] for row in torch.stack([rows_of(text) for text in kinds]).mean(0)]
+def pieces(teacher: TrainableDecoder, stream: Tensor, given: argparse.Namespace) -> Tensor:
+    """[n, PIECE] that the teacher writes."""
+    documents = Stream(stream, (stream == END_OF_TEXT).nonzero().flatten() + 1)
+    batches = range(given.written_batches)
+    return torch.cat(
+        [teacher_writes(teacher, documents, batch, given.written_rows, PIECE, given.seed) for batch in batches]
+    )
 
 
 def save(students: Students, teacher: TrainableDecoder, given: argparse.Namespace) -> None:
     """Write all students. The trees of heads and recurrent draft are calibrated if there is a corpus; heads need that."""
-    kinds: list[Text] = []
+    held_out: list[Text] = []
     if given.corpus is not None:
         tokenizer, device = given.model / "tokenizer.json", teacher.norm.weight.device
         reader = Reader(given.corpus, tokenizer, "valid", given.held_out, device)
-        kinds = list(texts(teacher, {kind: reader.rows(kind) for kind in KINDS}))
-    if (recurrent := students.recurrent) is not None:
-        save_recurrent(recurrent, given.out / "recurrent", teacher.spec)
-        if kinds:
-            path = given.out / "recurrent" / "config.json"
-            config = json.loads(path.read_text(encoding="utf-8"))
-            config["accuracies"] = calibrate(
-                lambda text: torch.tensor(recurrent_figures(teacher, recurrent, text)["ranks"]), kinds
-            )
-            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        held_out = list(texts(teacher, {kind: reader.rows(kind) for kind in KINDS}))
+    if students.recurrent is not None and held_out:
+        save_calibrated_recurrent(students.recurrent, teacher, given.out / "recurrent", held_out)
+    elif students.recurrent is not None:
+        save_recurrent(students.recurrent, given.out / "recurrent", teacher.spec)
     if students.draft is not None:
         config = json.loads((given.draft / "config.json").read_text(encoding="utf-8"))
         save_decoder(students.draft, given.out / "draft", config)
         copy_other_files(given.draft, given.out / "draft")
     if students.heads is not None:
-        heads = students.heads.to(teacher.norm.weight.dtype)
-        accuracies = calibrate(lambda text: head_hits(teacher, heads, text)[:, :RANKS], kinds)
-        save_heads(heads, given.out / "medusa", teacher.spec, accuracies)
+        save_calibrated_heads(students.heads, teacher, given.out / "medusa", held_out)
 
 
 def options() -> argparse.Namespace:
@@ -255,9 +142,9 @@ def main() -> None:
         teacher.cast_parameters(torch.bfloat16)
     stream = corpus_stream(given.pools, given.corpus_tokens, device, given.stream)
     print(f"{len(stream)} tokens of text after {time.monotonic() - begin:.1f} s", flush=True)
-    written = teacher_writes(teacher, stream, given.written_batches, given.written_rows, given.seed)
+    written = pieces(teacher, stream, given)
     print(f"{written.numel()} tokens by the teacher after {time.monotonic() - begin:.1f} s", flush=True)
-    source = Rows(TokenRows(stream, given.rows // (1 + WRITTEN), given.tokens, given.seed), written, given.seed)
+    source = MixedRows(TokenRows(stream, given.rows // (1 + WRITTEN), given.tokens, given.seed), written, given.seed)
     ids, attended = frequent(torch.cat((stream, written.flatten())), OUTPUTS, teacher.spec.vocab_size), given.attend
     before = load_recurrent(given.start, teacher.spec) if given.start else None
     if before is not None:

@@ -57,14 +57,14 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 STUDENTS = """
 import sys, torch
 from pathlib import Path
-from drafters import RECIPE, Students
 from ridgeline.compress.decoder import load_decoder
 from ridgeline.compress.distill import Distillation
+from ridgeline.compress.drafters import DRAFT_LOSS, Students
 teacher, small = (load_decoder(Path(folder)) for folder in sys.argv[1:])
 rows = torch.randint(0, 8192, (1, 24), generator=torch.Generator().manual_seed(1))
 students = Students(teacher.requires_grad_(False), ["draft", "medusa", "recurrent"], torch.arange(64), 1, small)
 alone = Students(teacher, ["draft"], torch.arange(64), 1, small)
-expected = Distillation(small, teacher, RECIPE)(rows)
+expected = Distillation(small, teacher, DRAFT_LOSS)(rows)
 assert torch.allclose(alone.loss(teacher)(rows), expected), "the draft model's loss is its distillation"
 total = students.loss(teacher)(rows)
 total.backward()
@@ -139,9 +139,10 @@ def test_converted_weights_are_those_of_the_run(tmp_path: Path) -> None:
 
 RANKS = """
 import torch
-import acceptance
+from ridgeline.compress import acceptance
 acceptance.draw_ranks = lambda *_: torch.tensor([[1, 0, 0, 0], [2, 0, 0, 0]])  # no first draw is right
-text = acceptance.Text("docs", "read", torch.zeros(2, 320, dtype=torch.int64), None, torch.zeros(2, 2, dtype=torch.int32))
+rows = torch.zeros(2, 320, dtype=torch.int64)
+text = acceptance.Text("docs", "read", rows, 64, None, torch.zeros(2, 2, dtype=torch.int32))
 figures = acceptance.recurrent_figures(None, None, text)
 assert figures["ranks"][0][:3] == [0.0, 0.5, 0.5], figures
 assert figures["ranks"][1] == [0.0] * acceptance.DRAWS, figures

@@ -4,9 +4,10 @@ MODEL is a folder or a hub name of an unquantized model. The folder of --out app
 with size, memory, speed, perplexity, drift and task accuracy before and after. To continue an interrupted run, start the same
 command again. To measure speed and tasks, both models are served on a port of this machine, one after the other.
 
---tune FILE trains the compressed model on the output distributions of the original before it is written. This works for
-round-to-nearest grids (rtn-int3-g128), pruned weights and smaller shapes. Both models are in memory during training, one of
-them with its optimizer state.
+--tune FILE trains the compressed model on the output distributions of the original before it is written. Training starts from
+the result of the recipe and keeps its layout: codes and scales, zeros, or the smaller shape. Both models are in memory during
+training, one of them with its optimizer state. The recipe distill trains a model of any shape, and medusa, recurrent and draft
+train what `ridgeline serve MODEL --speculate` drafts with.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from ridgeline.cli.drafter import train
 from ridgeline.cli.flags import Arguments, Parser, check_output_paths, finite_number, parser_for, whole_number
 from ridgeline.cli.hosted import Hosted, private
 from ridgeline.cli.show import Stages, bytes_text
+from ridgeline.cli.students import add_options, check_options, student_of, teacher_of
 from ridgeline.compress.card import ServedFigures, card, write_card
 from ridgeline.compress.checkpoint import Checkpoint
+from ridgeline.compress.drafter_job import KINDS
 from ridgeline.compress.evaluate import Evaluator
 from ridgeline.compress.job import Job
 from ridgeline.compress.recipes import EXAMPLES, Recipe, read_recipe
+from ridgeline.compress.student import check_student
 from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows, split
 from ridgeline.compress.tuned import (
     GRID_RATE,
+    INT8_RATE,
     MAX_PASSES,
     RATE,
     ROWS,
@@ -58,6 +64,8 @@ CALIBRATION_TOKENS = 65_536
 DRIFT_TOKENS = 16_384
 SPEED_TOKENS = 128
 SPEED_PROMPT = 64
+PROBE_TOKENS = 1024
+"""Tokens of the training texts that a student's tokenizer must encode alike."""
 
 
 def parser() -> Parser:
@@ -91,6 +99,7 @@ def parser() -> Parser:
         help=f"tokens to measure drift on, 0: none (default: {DRIFT_TOKENS})",
     )
     _add_training(parser)
+    add_options(parser)
     measurement = parser.add_argument_group("measurement")
     measurement.add_argument(
         "--tasks",
@@ -124,7 +133,7 @@ def _add_training(parser: Parser) -> None:
         "--tune-rate",
         type=finite_number,
         metavar="X",
-        help=f"learning rate (default: {RATE}; {GRID_RATE} for rounded weights)",
+        help=f"learning rate (default: {RATE}; {GRID_RATE} for rounded weights, {INT8_RATE} for those of 8 bits)",
     )
 
 
@@ -136,10 +145,15 @@ def run(args: Arguments) -> int:
         raise ConfigError("The folder for the result is missing: give --out FOLDER.", param="out")
     check_output_paths(options, "out", folder=True)
     out = Path(options["out"])
-    source = Checkpoint(resolve_model(ModelConfig(model=args.flags.get("model", ""))))
-    recipe = read_recipe(options["recipe"])
+    folder = resolve_model(ModelConfig(model=args.flags.get("model", "")))
+    source = Checkpoint(folder, needs_weights="teacher_url" not in options)
     device = _device(args.flags.get("device", "auto"))
     _check_counts(options, source.spec.max_len)
+    for kind in KINDS:
+        if options["recipe"] == kind:
+            return train(source, kind, options, min(options.get("length", ROW_TOKENS), source.spec.max_len), device)
+    recipe = read_recipe(options["recipe"])
+    check_options(recipe.name, options)
     tokens = options.get("speed_tokens", SPEED_TOKENS)
     questions = _questions(source, options.get("tasks"))
     texts = Texts(source, recipe, options)
@@ -164,6 +178,10 @@ def run(args: Arguments) -> int:
         write_card(folder, out.name, source.folder, contents)
         job.publish()
     _show(Console(), contents, out)
+    if not source.files:
+        print(
+            f"To measure the drift from the served original: ridgeline compare {options['teacher_url']} {out} --text FILE"
+        )
     return 0
 
 
@@ -238,7 +256,11 @@ def _tuning(source: Checkpoint, recipe: Recipe, length: int, options: dict[str, 
     ]
     rows = options.get("tune_rows", ROWS)
     steps = options["tune_steps"] if "tune_steps" in options else default_steps(len(ids), max(1, rows), length)
-    return Tuning(torch.tensor(ids), length, steps, rows, options.get("tune_rate", default_rate(recipe)))
+    student = student_of(options)
+    if student is not None:
+        check_student(student, source, length, tokenizer.decode(ids[:PROBE_TOKENS], skip_special_tokens=True))
+    rate = options.get("tune_rate", default_rate(recipe))
+    return Tuning(torch.tensor(ids), length, steps, rows, rate, student, teacher_of(options))
 
 
 def _trained(job: TunedJob, tuning: Tuning, texts: str) -> dict[str, Any]:
@@ -250,7 +272,7 @@ def _measure_drift(
     pair: tuple[Checkpoint, Checkpoint], texts: Texts, stages: Stages, device: torch.device
 ) -> Drift | None:
     source, result = pair
-    if not texts.windows:
+    if not texts.windows or not source.files:
         return None
     before, after = len(source.spec.layers), len(result.spec.layers)
     judge = Evaluator(source, texts.windows, lambda done: stages("judging", done, before + after), device)
@@ -272,7 +294,7 @@ def _measure_served(
     pair: tuple[Checkpoint, Checkpoint], device: torch.device, workload: _Workload, stages: Stages
 ) -> ServedFigures | None:
     """Measure speed and task accuracy of both models. None if neither is requested, or if a model cannot be served."""
-    if not workload.tokens and not workload.questions:
+    if not pair[0].files or (not workload.tokens and not workload.questions):
         return None
     rates, correct = [], []
     try:
@@ -309,7 +331,8 @@ def _recipes(*, requested: bool) -> int:
 def _show(console: Console, contents: dict[str, Any], out: Path) -> None:
     table = Table(Column("", no_wrap=True), "before", "after", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     sizes, memory, quality = contents["size_bytes"], contents["memory_bytes"], contents["quality"]
-    table.add_row("weight files", bytes_text(sizes["before"]), bytes_text(sizes["after"]))
+    before = "" if sizes["before"] is None else bytes_text(sizes["before"])
+    table.add_row("weight files", before, bytes_text(sizes["after"]))
     if memory["before"] is not None and memory["after"] is not None:
         table.add_row("weights in memory", bytes_text(memory["before"]), bytes_text(memory["after"]))
     if quality is not None:

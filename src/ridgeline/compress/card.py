@@ -44,7 +44,8 @@ def card(
 ) -> dict[str, Any]:
     """Build the card as JSON data.
 
-    Sizes are bytes of the weight files. Memory is the size of the weights when served, None if no engine serves the format.
+    Sizes are bytes of the weight files, None for a served original without them. Memory is the size of the weights when served,
+    None if no engine serves the format.
 
     Args:
         pair: the original and the compressed model.
@@ -63,7 +64,7 @@ def card(
         "made": f"ridgeline {ridgeline.__version__}, {datetime.now(UTC):%Y-%m-%d}",
         "calibration": dict(calibration),
         "training": None if training is None else dict(training),
-        "size_bytes": {"before": source.bytes, "after": result.bytes},
+        "size_bytes": {"before": source.bytes or None, "after": result.bytes},
         "parameters": {"before": source.spec.params, "after": result.spec.params},
         "memory_bytes": {"before": _memory(source.folder), "after": _memory(result.folder)},
         "quality": None if drift is None else _quality(drift),

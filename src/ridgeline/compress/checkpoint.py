@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ridgeline.compress.grid import Codes
 from ridgeline.compress.inputs import Product
-from ridgeline.compress.storage import Storage, Tensors, read_storage
+from ridgeline.compress.storage import Integers, Storage, Tensors, read_storage
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.models.build import DTYPES
 from ridgeline.models.config import read_spec
@@ -32,7 +33,8 @@ class Checkpoint:
         files: the weight files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, needs_weights: bool = True) -> None:
+        """Read config.json and the names of the tensors. needs_weights: whether a folder without weight files is refused."""
         self.folder = folder
         try:
             self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -42,7 +44,7 @@ class Checkpoint:
             ) from None
         self.spec = read_spec({key: value for key, value in self.config.items() if key != KEY})
         self.storage: Storage = read_storage(self.config)
-        self.files = checkpoint_files(folder)
+        self.files = checkpoint_files(folder) if needs_weights or any(folder.glob("*.safetensors*")) else ()
         self._locations: dict[str, tuple[Path, str]] = {}
         for path in self.files:
             with opened(path) as shard:
@@ -110,6 +112,19 @@ class Checkpoint:
             if bias is not None:
                 dense[f"{linear}.bias"] = bias.float()
         return dense | {name: tensor.float() for name, tensor in stored.items()}
+
+    def codes(self, index: int) -> dict[str, Codes]:
+        """Read the codes of a layer's linears, by their names in the layer. Empty if the checkpoint stores no integers."""
+        storage = self.storage
+        if not isinstance(storage, Integers):
+            return {}
+        stored = self.stored_layer(index)
+        return {
+            linear: storage.codes(
+                {name.removeprefix(linear + "."): stored[name] for name in stored if name.startswith(linear + ".")}
+            )
+            for linear in LINEAR_NAMES
+        }
 
     def embedding(self) -> torch.Tensor:
         """Read the embedding, float32 [vocab, d_model]."""

@@ -117,6 +117,7 @@ class MedusaModule(nn.ModuleList):
 
     def __init__(self, width: int, heads: int = 4, layers: int = 1) -> None:
         super().__init__(nn.Sequential(*(MedusaBlock(width) for _ in range(layers))) for _ in range(heads))
+        self.layers = layers
 
 
 def medusa_loss(

@@ -48,7 +48,8 @@ DONE = "config.json"
 class Job:
     """The compression of one model by one recipe into one target folder.
 
-    texts: token ids of the calibration texts. device: where layers run and are compressed.
+    texts: token ids of the calibration texts. device: where layers run and are compressed. unrounded: folder for the weights
+    before rounding, a file per layer, from which training on the grid starts.
     """
 
     def __init__(
@@ -58,18 +59,18 @@ class Job:
         texts: Sequence[Sequence[int]],
         out: Path,
         device: torch.device = CPU,
+        unrounded: Path | None = None,
     ) -> None:
         if not isinstance(source.storage, Floats):
             raise UnsupportedModel(
                 f"The checkpoint {source.folder} is already compressed: give the original checkpoint."
             )
-        if out.exists():
-            raise ConfigError(f"--out {out} exists: give a folder that does not exist yet.", param="out")
+        check_target(out)
         if recipe.needs_texts and not texts:
             raise ConfigError(
                 f"The recipe {recipe.name} needs calibration texts: give --calibration FILE.", param="calibration"
             )
-        self._source, self._recipe, self._out = source, recipe, out
+        self._source, self._recipe, self._out, self._unrounded = source, recipe, out, unrounded
         self._partial = out.with_name(f".{out.name}.part")
         self._ids = batches(texts)
         self._runner = LayerwiseRunner(source.spec, max((len(text) for text in texts), default=1), device)
@@ -169,15 +170,18 @@ class Job:
             return {name: tensor.to(source.dtype) for name, tensor in weights.items()}
         statistics: Mapping[str, Statistics] = {}
         if streams:
-            layer = self._runner.module(index, weights)
-            with collect_statistics(layer) as statistics:
-                self._runner.run(index, layer, streams)
+            module = self._runner.module(index, weights)
+            with collect_statistics(module) as statistics:
+                self._runner.run(index, module, streams)
         if self._target is not None:
             pruned = prune_layer(recipe, source.spec.layers[index], self._target, weights, statistics)
             return {name: tensor.to(source.dtype) for name, tensor in pruned.items()}
-        others, linears = compress_layer(recipe, source.spec, index, weights, statistics)
-        stored = {name: tensor.to(source.dtype) for name, tensor in others.items()}
-        for linear, compressed in linears.items():
+        layer = compress_layer(recipe, source.spec, index, weights, statistics)
+        if self._unrounded is not None:
+            self._unrounded.mkdir(parents=True, exist_ok=True)
+            _save(layer.unrounded, unrounded_file(self._unrounded, index))
+        stored = {name: tensor.to(source.dtype) for name, tensor in layer.others.items()}
+        for linear, compressed in layer.linears.items():
             try:
                 packed = recipe.storage.pack(compressed.to(CPU), source.dtype)
             except UnsupportedModel as error:
@@ -222,6 +226,11 @@ class Job:
         return config if quantization_config is None else {**config, KEY: quantization_config}
 
 
+def unrounded_file(folder: Path, index: int) -> Path:
+    """Return the file with the weights of layer `index` before rounding, by their names in the layer."""
+    return folder / f"layer-{index:05d}.safetensors"
+
+
 def _save(tensors: Tensors, path: Path) -> None:
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors creates files that only their owner can read
@@ -238,6 +247,12 @@ def _dense(storage: Storage, stored: Tensors) -> Tensors:
             {key.removeprefix(name + "."): tensor for key, tensor in linear_tensors.items()}
         )
     return dense | {name: tensor.float() for name, tensor in stored.items()}
+
+
+def check_target(out: Path) -> None:
+    """Raise ConfigError if the folder for a result exists."""
+    if out.exists():
+        raise ConfigError(f"--out {out} exists: give a folder that does not exist yet.", param="out")
 
 
 def copy_other_files(source: Path, target: Path) -> None:

@@ -58,16 +58,28 @@ class Folded:
     """The factor by which the inputs of each linear are divided."""
 
 
+@dataclass(frozen=True, slots=True)
+class CompressedLayer:
+    """The result of a recipe for one layer."""
+
+    others: Tensors
+    """Norms and biases, float32."""
+    linears: dict[str, CompressedWeight]
+    unrounded: Tensors
+    """The weights that rounding to nearest turned into codes, float32, with the factors of AWQ or SmoothQuant. Else empty.
+
+    GPTQ's codes compensate one another, so its training starts from the rounded weights: from those before rounding, the first
+    steps would change many codes without their compensation (docs/log/2026-11-26-training-on-gptq-grids.md)."""
+
+
 def compress_layer(
     recipe: Recipe, spec: ModelSpec, index: int, weights: Tensors, statistics: InputStatistics
-) -> tuple[Tensors, dict[str, CompressedWeight]]:
+) -> CompressedLayer:
     """Compress layer `index`.
 
     Args:
         weights: from Checkpoint.layer.
         statistics: of each linear's inputs. Empty if the recipe needs none.
-    Returns:
-        (norms and biases float32, compressed linears).
     Raises:
         UnsupportedModel: names the tensor.
     """
@@ -92,7 +104,10 @@ def compress_layer(
     others = {
         name: tensor for name, tensor in folded.weights.items() if name.removesuffix(".weight") not in LINEAR_NAMES
     }
-    return others, compressed
+    unrounded: Tensors = {}
+    if recipe.method in ("rtn", "awq", "smoothquant"):
+        unrounded = {f"{name}.weight": folded.weights[f"{name}.weight"] for name in LINEAR_NAMES}
+    return CompressedLayer(others, compressed, unrounded)
 
 
 def _compress_linear(

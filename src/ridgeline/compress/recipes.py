@@ -16,7 +16,9 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import GROUPS
 from ridgeline.quant.layouts import Layout, Published
 
-Method = Literal["rtn", "gptq", "awq", "smoothquant", "magnitude", "wanda", "sparsegpt", "heads", "neurons", "layers"]
+Method = Literal[
+    "rtn", "gptq", "awq", "smoothquant", "magnitude", "wanda", "sparsegpt", "heads", "neurons", "layers", "distill"
+]
 NO_GRID = Grid(8)
 
 EXAMPLES = {
@@ -35,6 +37,10 @@ EXAMPLES = {
     "neurons-25": "a quarter of the feed-forward neurons removed: a smaller dense model",
     "heads-25": "a quarter of the attention heads removed",
     "layers-2": "two layers removed",
+    "distill": "a model of another shape (--student-config, --student) trained on the original's outputs for --tune FILE",
+    "medusa": "Medusa heads for --speculate medusa:FOLDER, trained on --tune FILE",
+    "recurrent": "a recurrent draft for --speculate recurrent:FOLDER, trained on --tune FILE",
+    "draft": "a draft model (--student-config, --student) for --speculate draft:FOLDER, trained on --tune FILE",
 }
 """Recipes listed by the help. Other bits, groups, shares and patterns follow the same naming scheme."""
 
@@ -60,7 +66,7 @@ class Recipe:
     @property
     def needs_texts(self) -> bool:
         """Whether the method needs calibration texts."""
-        return self.method not in ("rtn", "magnitude")
+        return self.method not in ("rtn", "magnitude", "distill")
 
     @property
     def bits(self) -> int | None:
@@ -80,6 +86,8 @@ def read_recipe(name: str) -> Recipe:
             raise ConfigError(f"The recipe {name!r} has a percentage of {count}: give 1 to 99.", param="recipe")
         amount = float(count) if method == "layers" else count / 100
         return Recipe(name, method, Floats(), amount=amount)  # type: ignore[arg-type]
+    if name == "distill":
+        return Recipe(name, "distill", Floats())
     if name in ("rtn-w8a8", "smoothquant-w8a8"):
         method = name.partition("-")[0]
         return Recipe(name, method, Integers(INT8), Grid(8))  # type: ignore[arg-type]

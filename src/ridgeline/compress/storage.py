@@ -84,10 +84,13 @@ class Integers:
         scales = compressed.scales.to(compressed.grid.scale_dtype)
         return encode(self.form, compressed.codes, scales, compressed.zeros, compressed.g_idx)
 
-    def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def codes(self, tensors: Mapping[str, torch.Tensor]) -> Codes:
+        """Restore the codes of a linear."""
         codes, scales, zeros, g_idx = decode(self.form, tensors)
-        grid = Grid(self.form.bits, self.form.group, zeros is None)
-        return Codes(grid, codes, scales, zeros, g_idx).dequantize()
+        return Codes(Grid(self.form.bits, self.form.group, zeros is None), codes, scales, zeros, g_idx)
+
+    def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.codes(tensors).dequantize()
 
     def describe(self) -> dict[str, Any] | None:
         form = self.form

@@ -1,8 +1,9 @@
-"""Compression with training: prune or round, train by distillation from the original, then pack.
+"""Compression with training: apply a recipe, train the result by distillation from the original, and store it in the same layout.
 
 Pruned weights stay zero, and rounded weights are rounded in the forward pass (compress.tune). Structured pruning gives a smaller
-student. The original is the teacher (compress.distill). Memory holds both models, the student with gradients and optimizer
-state in float32. An interrupted run resumes at the last saved step.
+student; a student of any shape is given. The teacher is the original (compress.distill) or a server (compress.served_teacher).
+Memory holds both models, the student with gradients and optimizer state in float32. An interrupted run resumes at the last
+saved step.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ridgeline.compress.checkpoint import Checkpoint
-from ridgeline.compress.decoder import TrainableDecoder, save_decoder
+from ridgeline.compress.decoder import TrainableDecoder
 from ridgeline.compress.distill import Distillation
-from ridgeline.compress.job import DONE, Job, Progress, copy_other_files, fingerprint
+from ridgeline.compress.job import Job, Progress, check_target, fingerprint
 from ridgeline.compress.layerwise import CPU
-from ridgeline.compress.recipes import Recipe, read_recipe
-from ridgeline.compress.train import Schedule, TokenRows, Trainer, Training
-from ridgeline.compress.tune import keep_on_grid, keep_zeros, release, trainable_decoder
+from ridgeline.compress.recipes import Recipe
+from ridgeline.compress.served_teacher import ServedTeacher, ask
+from ridgeline.compress.storage import Bitmask, Integers
+from ridgeline.compress.student import student_checkpoint
+from ridgeline.compress.train import Loss, Schedule, Source, TokenRows, Trainer, Training
+from ridgeline.compress.tune import keep_on_grid, keep_zeros, save_trained, trainable_decoder
 from ridgeline.core.errors import ConfigError, RidgelineError
-from ridgeline.models.stored import KEY
+from ridgeline.text.tokenizer import Tokenizer
 
 STEPS, ROWS = 300, 16
-GRID_RATE, RATE = 3e-4, 3e-3
-"""Default learning rates for rounded weights and for pruned ones.
+INT8_RATE, GRID_RATE, RATE = 1e-5, 3e-4, 3e-3
+"""Default learning rates for weights in 8 bits, for other rounded weights, and for pruned ones.
 
 Rounded weights start near the optimum, and large steps leave it."""
 MAX_PASSES = 2
@@ -38,9 +41,8 @@ MAX_PASSES = 2
 SAVES = 20
 """Saved states per run."""
 STATE = "tuning.json"
-FLOATS = "floats"
-SPARSE = ("magnitude", "wanda", "sparsegpt")
-STRUCTURED = ("heads", "neurons", "layers")
+START, UNROUNDED, TRAINED = "start", "unrounded", "trained"
+"""In the working folder: the model that training starts from, its weights before rounding, and the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,10 @@ class Tuning:
     """Rows per batch."""
     rate: float
     """Learning rate of matrices (Muon). Embedding, head and vectors (AdamW) use half of it."""
+    student: Path | None = None
+    """Model folder, or file like config.json, of the recipe `distill`."""
+    served: ServedTeacher | None = None
+    """The teacher, if it is not the original in this process."""
 
     @property
     def tokens(self) -> int:
@@ -77,7 +83,9 @@ def default_steps(ids: int, rows: int, length: int) -> int:
 
 def default_rate(recipe: Recipe) -> float:
     """Return the default learning rate of a recipe."""
-    return GRID_RATE if recipe.method == "rtn" else RATE
+    if not isinstance(recipe.storage, Integers):
+        return RATE
+    return INT8_RATE if recipe.bits == 8 else GRID_RATE
 
 
 class TunedJob:
@@ -94,17 +102,23 @@ class TunedJob:
     ) -> None:
         self._source, self._recipe, self._tuning, self._out, self._device = source, recipe, tuning, out, device
         self._calibration, self._work = calibration, out.with_name(f".{out.name}.tuning")
-        self._packing_recipe = _packing_recipe(recipe)
-        Job(source, recipe, calibration, out, device)  # raises an error for invalid arguments
+        if recipe.method == "distill":
+            check_target(out)
+        else:
+            Job(source, recipe, calibration, out, device)  # raises an error for invalid arguments
         if tuning.steps < 1 or tuning.rows < 1 or not tuning.rate > 0:
             raise ConfigError("--tune-steps and --tune-rows must be at least 1, --tune-rate above 0.", param="tune")
+        if recipe.method == "distill" and tuning.student is None:
+            raise ConfigError(
+                "The recipe distill needs a student: give --student-config CONFIG.json or --student FOLDER.",
+                param="student",
+            )
         if len(tuning.ids) < tuning.length:
             raise ConfigError(
                 f"The texts of --tune have {len(tuning.ids)} tokens, fewer than the {tuning.length} of a row: give more text, or "
                 "lower --length.",
                 param="tune",
             )
-        self._packing_job: Job | None = None
         self.loss = float("nan")
         """Loss of the last steps, KL from the original in nats per token."""
 
@@ -114,25 +128,19 @@ class TunedJob:
         Raises ConfigError or UnsupportedModel. The temporary folder is then deleted.
         """
         self._open()
-        floats = self._work / FLOATS
+        trained = self._work / TRAINED
         try:
-            if not (floats / DONE).is_file():
-                self._train(self._starting_checkpoint(progress), floats, progress)
-            self.loss = json.loads((self._work / STATE).read_text(encoding="utf-8"))["loss"]
-            if self._packing_recipe is None:
-                return floats
-            self._packing_job = Job(Checkpoint(floats), self._packing_recipe, [], self._out, self._device)
-            return self._packing_job.build(progress)
+            if not trained.exists():
+                self._train(self._start(progress), trained, progress)
         except RidgelineError:
             shutil.rmtree(self._work)
             raise
+        self.loss = json.loads((self._work / STATE).read_text(encoding="utf-8"))["loss"]
+        return trained
 
     def publish(self) -> None:
         """Rename the finished folder to the target and delete the working folder."""
-        if self._packing_job is None:
-            (self._work / FLOATS).rename(self._out)
-        else:
-            self._packing_job.publish()
+        (self._work / TRAINED).rename(self._out)
         shutil.rmtree(self._work)
 
     def _open(self) -> None:
@@ -142,6 +150,10 @@ class TunedJob:
             "source": fingerprint(self._source),
             "texts": hashlib.sha256(self._tuning.ids.numpy().tobytes()).hexdigest(),
             "tuning": [self._tuning.steps, self._tuning.rows, self._tuning.length, self._tuning.rate],
+            "student": None if self._tuning.student is None else str(self._tuning.student.resolve()),
+            "teacher": None
+            if self._tuning.served is None
+            else [self._tuning.served.endpoint.url, self._tuning.served.top],
         }
         state = self._work / STATE
         if state.is_file():
@@ -153,32 +165,30 @@ class TunedJob:
         self._work.mkdir(parents=True)
         state.write_text(json.dumps(identity), encoding="utf-8")
 
-    def _starting_checkpoint(self, progress: Progress) -> Checkpoint:
-        """Return the checkpoint that training starts from: the original, or the model pruned by the recipe."""
-        if self._recipe.method not in (*SPARSE, *STRUCTURED):
-            return self._source
-        cut = self._work / "cut"
-        if not cut.exists():
-            Job(self._source, self._recipe, self._calibration, cut, self._device).run(progress)
-        return Checkpoint(cut)
+    def _start(self, progress: Progress) -> Checkpoint:
+        """Return the checkpoint that training starts from: the result of the recipe."""
+        start = self._work / START
+        if self._tuning.student is not None:
+            return student_checkpoint(self._tuning.student, self._source, start)
+        if not start.exists():
+            unrounded = self._work / UNROUNDED if isinstance(self._recipe.storage, Integers) else None
+            Job(self._source, self._recipe, self._calibration, start, self._device, unrounded).run(progress)
+        return Checkpoint(start)
 
-    def _train(self, starting_checkpoint: Checkpoint, floats: Path, progress: Progress) -> None:
+    def _train(self, start: Checkpoint, trained: Path, progress: Progress) -> None:
         tuning = self._tuning
-        student = trainable_decoder(starting_checkpoint, tuning.length).to(self._device)
-        if self._recipe.method in SPARSE:
+        student = trainable_decoder(start, tuning.length).to(self._device)
+        if isinstance(start.storage, Bitmask):
             keep_zeros(student)
-        elif self._recipe.method not in STRUCTURED:
-            keep_on_grid(student, self._recipe.grid)
-        teacher = trainable_decoder(self._source, tuning.length).to(self._device)
-        if self._device.type == "cuda":
-            teacher.cast_parameters(torch.bfloat16)
-        rows = TokenRows(tuning.ids.to(self._device), tuning.rows, tuning.length)
+        elif isinstance(start.storage, Integers):
+            keep_on_grid(student, start, self._work / UNROUNDED)
+        loss, rows = self._teacher(student) if tuning.served is None else self._served_teacher(student, progress)
 
         def batches(number: int) -> torch.Tensor:
             progress("training", number, tuning.steps)
             return rows(number)
 
-        trainer = Trainer(student, Distillation(student, teacher), batches, tuning.training, self._work / "training")
+        trainer = Trainer(student, loss, batches, tuning.training, self._work / "training")
         try:
             trainer.run()
         except FloatingPointError as error:
@@ -187,50 +197,45 @@ class TunedJob:
             ) from None
         progress("training", tuning.steps, tuning.steps)
         log_rows = map(json.loads, (trainer.out / "log.jsonl").read_text(encoding="utf-8").splitlines())
-        self._save_student(student, starting_checkpoint, floats, [row["loss"] for row in log_rows if "loss" in row][-1])
+        self._record([row["loss"] for row in log_rows if "loss" in row][-1])
+        draft = trained.with_suffix(".draft")
+        if draft.exists():
+            shutil.rmtree(draft)
+        save_trained(student, start, draft)
+        draft.rename(trained)
 
-    def _save_student(
-        self, student: TrainableDecoder, starting_checkpoint: Checkpoint, floats: Path, loss: float
-    ) -> None:
-        """Write the student as a model folder without constraints, and the loss into the state file."""
-        release(student)
-        temporary = floats.with_suffix(".draft")
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        config = {name: value for name, value in starting_checkpoint.config.items() if name != KEY}
-        save_decoder(student, temporary, _with_bfloat16(config))
-        copy_other_files(self._source.folder, temporary)
+    def _teacher(self, student: TrainableDecoder) -> tuple[Loss, Source]:
+        """Return the loss and the batches of training on the original's distributions."""
+        tuning = self._tuning
+        teacher = trainable_decoder(self._source, tuning.length).to(self._device)
+        if self._device.type == "cuda":
+            teacher.cast_parameters(torch.bfloat16)
+        return Distillation(student, teacher), TokenRows(tuning.ids.to(self._device), tuning.rows, tuning.length)
+
+    def _served_teacher(self, student: TrainableDecoder, progress: Progress) -> tuple[Loss, Source]:
+        """Return the loss and the batches of training on a server's answers. A batch has the numbers of its rows."""
+        tuning = self._tuning
+        assert tuning.served is not None
+        available = len(tuning.ids) // tuning.length
+        chosen = torch.randperm(available, generator=torch.Generator().manual_seed(0))[: tuning.steps * tuning.rows]
+        rows = tuning.ids[: available * tuning.length].view(available, tuning.length)[chosen].tolist()
+        lessons = ask(tuning.served, Tokenizer.load(self._source.folder), rows, self._work / "teacher", progress)
+        if lessons.top_ids.numel() and (last := int(lessons.top_ids.max())) >= student.spec.vocab_size:
+            raise ConfigError(
+                f"The server reports the token {last}, but the student has {student.spec.vocab_size} tokens: give a MODEL and a "
+                "student with the tokenizer of the served model.",
+                param="teacher_url",
+            )
+        lessons = lessons.to(self._device)
+
+        def batches(number: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(number)
+            return torch.randint(len(rows), (tuning.rows,), generator=generator).to(self._device)
+
+        return lambda numbers: lessons.loss(student, numbers), batches
+
+    def _record(self, loss: float) -> None:
+        """Write the loss into the state file."""
         state = self._work / STATE
         record = json.loads(state.read_text(encoding="utf-8")) | {"loss": loss}
         state.write_text(json.dumps(record), encoding="utf-8")
-        temporary.rename(floats)
-
-
-def _packing_recipe(recipe: Recipe) -> Recipe | None:
-    """Return the recipe that packs trained weights without changing them. None: they are stored in floats.
-
-    Magnitude pruning selects the zeros, and rounding gives the grid of the training.
-    Raises ConfigError for a recipe that does not support training.
-    """
-    if recipe.method in STRUCTURED:
-        return None
-    if recipe.method in SPARSE:
-        return read_recipe(f"magnitude-{recipe.name.partition('-')[2]}")
-    if recipe.method != "rtn" or recipe.name.endswith("w8a8"):
-        raise ConfigError(
-            f"The recipe {recipe.name} cannot be trained: leave --tune out, or use a recipe that rounds to nearest (such as "
-            f"rtn-int3-g128), {', '.join(SPARSE)}, {', '.join(STRUCTURED)}.",
-            param="recipe",
-        )
-    return recipe
-
-
-def _with_bfloat16(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json that declares bfloat16 weights."""
-    converted: dict[str, Any] = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
-    text_config = converted.get("text_config")
-    return (
-        converted
-        | {"torch_dtype": "bfloat16"}
-        | ({"text_config": _with_bfloat16(text_config)} if isinstance(text_config, dict) else {})
-    )
