@@ -25,7 +25,7 @@ from ridgeline.ops.native_layers import NativeLayers, outputs_of
 from ridgeline.ops.native_recurrent import NativeRecurrent
 from ridgeline.ops.native_rows import NativeRows
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.reference import int_unpack, round_inliers, rounding_inputs
+from ridgeline.ops.reference import int_unpack
 from ridgeline.ops.sample import Limits
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
@@ -371,18 +371,21 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
 def _table(library: Library, fixed: bool) -> Ops:
     arena = Arena(library)
     ops, rows = NativeOps(library, arena, fixed), NativeRows(library)
-    integer = int_ops(library, arena, ops.rms_norm, ops.activate)
+    tokenwise = TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.embed)
+    unquantized = FloatOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate)
+    integers = partial(int_ops, library, arena, tokenwise, unquantized)
+    integer = integers()
     return Ops(
         name="native, batch-invariant" if fixed else "native",
-        tokenwise=TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.embed),
+        tokenwise=tokenwise,
         attention=AttentionOps(ops.qkv_write, ops.attention),
         matmul=MatmulOps(
-            unquantized=FloatOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate),
+            unquantized=unquantized,
             fp8=fp8_ops(library, arena, ops.activate, fixed=fixed, weight_only=False),
             fp8_weight=fp8_ops(library, arena, ops.activate, fixed=fixed, weight_only=True),
             integer=integer,
-            w8a8=rounding_inputs(integer),
-            round_inliers=round_inliers,
+            w8a8=integers("rounded"),
+            mixed=integers("token-outliers" if fixed else "batch-outliers"),
         ),
         sampler=SamplerOps(
             sample=ops.sample,

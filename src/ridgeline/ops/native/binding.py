@@ -40,7 +40,12 @@ class View(ctypes.Structure):
 class IntWeights(ctypes.Structure):
     """Mirror of IntWeights in integer.h. bits 0: the matrix is in floating point."""
 
-    _fields_ = (*((name, c_void_p) for name in ("codes", "scales", "zeros")), ("bits", c_int64), ("group", c_int64))
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "zeros")),
+        *((name, c_int64) for name in ("bits", "group", "inputs")),
+        *((name, c_void_p) for name in ("kept", "kept_columns")),
+        ("n_kept", c_int64),
+    )
 
 
 class MatrixOf(ctypes.Structure):
