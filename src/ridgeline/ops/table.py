@@ -137,8 +137,7 @@ RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]
 
 def embedded(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
     """See TokenwiseOps."""
-    vectors = F.embedding(ids, table)
-    return vectors if scale == 1.0 else vectors * scale
+    return F.embedding(ids, table) if scale == 1.0 else F.embedding(ids, table) * scale
 
 
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
@@ -164,6 +163,7 @@ class FloatOps:
     """Linears in floating point.
 
     pack(weight [out, in]) -> packed weight in the device's layout.
+    pack_pruned: likewise, smaller if many weights are 0. None: the device has no such layout.
     linear(x [T, in], packed, bias) -> [T, out]. x may be Normed. A kernel that fuses the norm keeps it in float32, whereas the
         separate norm rounds to x's dtype.
     linear_add(x, packed, bias, stream [T, out]) -> stream + linear(x). May overwrite the stream with the result.
@@ -174,6 +174,7 @@ class FloatOps:
     linear: Callable[[FloatInput, torch.Tensor, torch.Tensor | None], torch.Tensor]
     linear_add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
     linear_activate: Callable[[FloatInput, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
+    pack_pruned: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,22 +7,26 @@
 #include "integer_rounded.h"
 #include "product.h"
 #include "qkv.h"
+#include "sparse.h"
 
 #include <vector>
 
 namespace ridgeline {
 namespace {
 
-// integer.bits 0: floating-point weights.
+// integer.bits 0: floating-point weights. sparse: null, or weights in the layout of sparse.h.
 template <class T> struct Matrix {
     const T* packed;
     const T* bias;
+    const void* sparse;
     IntWeights integer;
 };
 
 template <class T> void multiply(const Problem<T>& p, const Matrix<T>& w, T* room, Team team) {
     if (w.integer.inputs != Inputs::FLOAT) return rounded_product(p, w.integer, room, team);
     if (w.integer.bits) return int_product(p, w.integer, room, team);
+    if constexpr (sizeof(T) == 2)
+        if (w.sparse) return sparse_product(p, w.sparse, room, team);
     product(p, room, team);
 }
 
