@@ -23,7 +23,7 @@ from common import provenance, write_rows
 from products import EPS, MODELS, Role, off, replayed
 
 from ridgeline.core.spec import NUMBER_FORMATS
-from ridgeline.ops.reference import in_8_bits, round_inliers, rounding_inputs
+from ridgeline.ops.reference import in_8_bits, mixed_inputs, round_inliers, rounding_inputs
 from ridgeline.ops.table import Activation, IntMatrix, Normed, Scaled
 from ridgeline.ops.triton import w8a8
 from ridgeline.ops.triton.fp8_shapes import Large, Vector
@@ -58,7 +58,8 @@ LARGER = (
 def formats() -> dict[str, WeightFormat]:
     cuda, int8 = torch.device("cuda"), TRITON.matmul.integer
     wide, mixed = NUMBER_FORMATS["w8a8"], NUMBER_FORMATS["llm-int8"]
-    unfused = replace(TRITON, matmul=replace(TRITON.matmul, round_inliers=round_inliers))
+    parts = mixed_inputs(int8, TRITON.matmul.unquantized, TRITON.tokenwise, round_inliers)
+    unfused = replace(TRITON, matmul=replace(TRITON.matmul, mixed=parts))
     return {
         "bf16": UnquantizedFormat(TRITON.matmul.unquantized, DTYPE, cuda),
         "fp8": Fp8Format(TRITON.matmul.fp8, DTYPE, cuda),

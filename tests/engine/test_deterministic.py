@@ -42,7 +42,7 @@ SAMPLING = [
     # Alone a draw from what the head gives, beside the others from their float32.
     SamplingParams(temperature=1.2, seed=4, top_k=40, top_p=0.95, min_p=0.01),
 ]
-QUANTIZED = ["fp8", "int4", "llm-int8"]
+QUANTIZED = ["fp8", "int4", "w8a8", "llm-int8"]
 BUILT = ["bfloat16", "float32", *QUANTIZED]
 ON_GPU = [
     pytest.mark.gpu,

@@ -190,9 +190,14 @@ def folder(shared: Path) -> Path:
     return _built(shared / "native")
 
 
-LEFT_OUT = {"this-cpu": "", "plain": "-mno-amx-bf16 -mno-avx512bf16", "avx2": "-mno-avx512f"}
-"""What the same sources are compiled without: nothing; AMX and bfloat16 instructions; all of AVX-512."""
-HAVING = {"plain": {"amx_bf16", "avx512_bf16"}, "avx2": {"avx512f"}}
+LEFT_OUT = {
+    "this-cpu": "",
+    "plain": "-mno-amx-bf16 -mno-avx512bf16",
+    "avx2": "-mno-avx512f",
+    "avx2-words": "-mno-avx512f -mno-avxvnni",
+}
+"""What the same sources are compiled without: nothing; AMX and bfloat16 instructions; all of AVX-512; products of bytes too."""
+HAVING = {"plain": {"amx_bf16", "avx512_bf16"}, "avx2": {"avx512f"}, "avx2-words": {"avx_vnni"}}
 """Flags of a CPU, one of which it must have for these to leave out anything."""
 
 
@@ -224,7 +229,7 @@ def _built(folder: Path) -> Path:
         return build_library(folder).parent
 
 
-@pytest.fixture(scope="module", params=list(LEFT_OUT))
+@pytest.fixture(scope="module", params=["this-cpu", "plain", "avx2"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     name = request.param
     where = request.getfixturevalue("folder") if name == "this-cpu" else request.getfixturevalue("plainer")(name)

@@ -6,10 +6,12 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ridgeline import LLM, SamplingParams
 from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.outliers import add_outliers
 from ridgeline.core.config import ModelConfig
@@ -93,7 +95,7 @@ def test_predicted_bytes(inputs: int) -> None:
     kept = FORM.kept_inputs(inputs)
     assert kept == {20: 20, 96: 32, 100: 32, 2080: 64}[inputs]
     assert sum(tensor.nbytes for tensor in weight.tensors()) == FORM.matrix_bytes(48, inputs, width=4)
-    assert FORM.matrix_bytes(48, inputs) == replace(FORM, kept=0).matrix_bytes(48, inputs) + kept * (48 * 2 + 8)
+    assert FORM.matrix_bytes(48, inputs) == replace(FORM, kept=0).matrix_bytes(48, inputs) + kept * (48 * 2 + 4)
 
 
 def test_shares_sum_to_the_whole() -> None:
@@ -142,3 +144,22 @@ def test_outlier_features_served(tmp_path: Path) -> None:
     plain = perplexity(tmp_path / "odd", "")
     assert abs(perplexity(tmp_path / "odd", "llm-int8") / plain - 1) < 0.005
     assert perplexity(tmp_path / "odd", "w8a8") > 10 * plain
+
+
+@pytest.mark.parametrize("quantization", ["w8a8", "llm-int8"])
+def test_integer_products_score_texts_as_well_as_pytorch(quantization: str) -> None:
+    """The compiled operations sum integers, PyTorch multiplies the rounded inputs in floating point. An input between two steps may
+    fall to either side, so single scores differ, but not their distance from the scores of the unquantized model."""
+    prompts = [json.loads(line)["text"][:600] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:8]]
+    compiled = scores(prompts, quantization)
+    eager, plain = scores(prompts, quantization, enforce_eager=True), scores(prompts, "")
+    assert 0.85 < float((compiled - plain).abs().mean() / (eager - plain).abs().mean()) < 1.15
+    assert float((compiled.mean() - plain.mean()).abs()) < 0.01
+
+
+def scores(prompts: list[str], quantization: str, **options: Any) -> torch.Tensor:
+    """Log-probabilities of all prompt tokens, scored together."""
+    llm = LLM(quantization=quantization, device="cpu", dtype="float32", max_model_len=256, threads=1, **options)
+    done = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    llm.close()
+    return torch.tensor([token.logprob for completion in done for token in completion.prompt_logprobs or []])

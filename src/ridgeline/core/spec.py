@@ -24,7 +24,7 @@ class NumberFormat:
     of `scale_bytes`; 0: all inputs; the last group may be shorter. zeros: each group also has a zero point of one byte. ordered:
     the matrix stores an int32 per input, the order of its inputs (act-order). inputs_8bit: products quantize their activations
     too. products: precision of matrix products on a device that has a unit for it; "": the model's dtype. kept: one input of so
-    many keeps its weights in the model's dtype, with an int64 index; their number is rounded up to a multiple of `row`. 0: none.
+    many keeps its weights in the model's dtype, with an int32 index; their number is rounded up to a multiple of `row`. 0: none.
     """
 
     bits: int
@@ -46,7 +46,7 @@ class NumberFormat:
         elements = -(-inputs // self.row) * self.row * self.bits // 8
         groups = -(-inputs // self.group) if self.group else 1
         scales = groups * (self.scale_bytes + (1 if self.zeros else 0))
-        kept = self.kept_inputs(inputs) * (outputs * width + 8)
+        kept = self.kept_inputs(inputs) * (outputs * width + 4)
         return outputs * (elements + scales) + (4 * inputs if self.ordered else 0) + kept
 
 

@@ -218,7 +218,7 @@ def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.de
         "page_tokens": plan.page_tokens,
         "blocks": plan.n_pages,
         "kv_bytes_per_token": spec.kv_bytes_per_token(),
-        "weight_bytes": plan.weight_bytes,
+        "weight_bytes": sum(tensor.nbytes for tensor in loaded.decoder.tensors()),
         "steps_in_flight": plan.steps_in_flight,
         "chosen": plan.chosen,
         "generation_defaults": {name: value for name, value in defaults.items() if value is not None},

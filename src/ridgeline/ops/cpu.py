@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from ridgeline.ops.reference import REFERENCE, TREE_BITS
+from ridgeline.ops.reference import INT_REFERENCE, REFERENCE, TREE_BITS, mixed_inputs, round_inliers
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     AttentionOps,
@@ -322,13 +322,16 @@ def linear_activate(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | No
     return activate(linear(x, packed, bias), kind)
 
 
+_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate)
+_UNQUANTIZED = FloatOps(pack, linear, linear_add, linear_activate)
 CPU = Ops(
     name="cpu",
-    tokenwise=TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate),
+    tokenwise=_TOKENWISE,
     attention=AttentionOps(qkv_write, attention),
     matmul=replace(
         REFERENCE.matmul,
-        unquantized=FloatOps(pack, linear, linear_add, linear_activate),
+        unquantized=_UNQUANTIZED,
+        mixed=mixed_inputs(INT_REFERENCE, _UNQUANTIZED, _TOKENWISE, round_inliers),
         without_kernel=frozenset({"fp8", "fp8_weight", "integer"}),
     ),
 )

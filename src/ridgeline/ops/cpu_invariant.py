@@ -14,6 +14,7 @@ import torch
 
 from ridgeline.ops import cpu
 from ridgeline.ops.noise import Purpose
+from ridgeline.ops.reference import INT_REFERENCE, mixed_inputs, round_inliers
 from ridgeline.ops.sample import Limits, draw_with
 from ridgeline.ops.sample import sample as sample_together
 from ridgeline.ops.step import KvView, StepInputs
@@ -143,10 +144,16 @@ def sample(
     )
 
 
+_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate)
+_UNQUANTIZED = FloatOps(cpu.pack, linear, linear_add, linear_activate)
 CPU_INVARIANT = Ops(
     name="cpu, batch-invariant",
-    tokenwise=TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate),
+    tokenwise=_TOKENWISE,
     attention=AttentionOps(qkv_write, attention),
-    matmul=replace(cpu.CPU.matmul, unquantized=FloatOps(cpu.pack, linear, linear_add, linear_activate)),
+    matmul=replace(
+        cpu.CPU.matmul,
+        unquantized=_UNQUANTIZED,
+        mixed=mixed_inputs(INT_REFERENCE, _UNQUANTIZED, _TOKENWISE, round_inliers),
+    ),
     sampler=SamplerOps(sample=sample, draw=draw_with(sample)),
 )

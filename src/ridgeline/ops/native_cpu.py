@@ -21,11 +21,11 @@ from ridgeline.ops.native.capture import CallListCapture
 from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.native_fp8 import fp8_ops
 from ridgeline.ops.native_integer import int_ops
-from ridgeline.ops.native_layers import NativeLayers, outputs_of
+from ridgeline.ops.native_layers import SPARSE, NativeLayers, outputs_of
 from ridgeline.ops.native_recurrent import NativeRecurrent
 from ridgeline.ops.native_rows import NativeRows
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.reference import int_unpack, round_inliers, rounding_inputs
+from ridgeline.ops.reference import int_unpack
 from ridgeline.ops.sample import Limits
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
@@ -54,16 +54,18 @@ from ridgeline.ops.table import (
 
 PAD_INPUTS = {torch.bfloat16: 32, torch.float32: 1}
 MAX_HEAD_DIM = 256
+MOST_NONZERO = 0.6
+"""Share of non-zero weights up to which pruned weights stay packed (benchmarks/pruned.py)."""
 
 
 class NativeOps:
     """The operation table over one opened library. Its only mutable state is the weight arena. fixed: a token's sums are
     added in one order, independent of the other tokens of the call (batch-invariant)."""
 
-    __slots__ = ("_arena", "_fixed", "_kernels", "_sample", "_view")
+    __slots__ = ("_arena", "_fixed", "_kernels", "_library", "_sample", "_view")
 
     def __init__(self, library: Library, arena: Arena, fixed: bool = False) -> None:
-        self._fixed, self._view = fixed, partial(_view, fixed=fixed)
+        self._fixed, self._view, self._library = fixed, partial(_view, fixed=fixed), library
         self._kernels, self._arena, self._sample = library.kernels, arena, library.sample
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool) -> torch.Tensor:
@@ -168,6 +170,23 @@ class NativeOps:
         kernels.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs)
         return packed[:outputs]
 
+    def pack_pruned(self, weight: torch.Tensor) -> torch.Tensor:
+        """As pack, or in the layout of native/sparse.h if enough bfloat16 weights are 0. That is a tensor of dtype SPARSE, whose
+        rows have no meaning of their own."""
+        if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16 or not self._library.expands:
+            return self.pack(weight)
+        if int(weight.count_nonzero()) > MOST_NONZERO * weight.numel():
+            return self.pack(weight)
+        return self.pack_sparse(weight)
+
+    def pack_sparse(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight bfloat16 [out, in] in the layout of native/sparse.h; see pack_pruned."""
+        (outputs, inputs), weight = weight.shape, weight.contiguous()
+        size = self._library.sparse_pack(weight.data_ptr(), 0, outputs, inputs)
+        packed = self._arena.take(outputs, -(-size // outputs), SPARSE)
+        self._library.sparse_pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs)
+        return packed
+
     def linear(self, x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See reference.linear."""
         return self._product(x, packed, bias)
@@ -206,7 +225,7 @@ class NativeOps:
         rows, inputs = source.shape
         outputs = packed.shape[0]
         out = source.new_empty((rows, outputs if kind is None else outputs // 2)) if stream is None else stream
-        kernels.linear(
+        (self._library.sparse_linear if packed.dtype is SPARSE else kernels.linear)(
             source.data_ptr(),
             packed.data_ptr(),
             0 if bias is None else bias.data_ptr(),
@@ -272,6 +291,7 @@ class NativeOps:
         if (
             kernels is None
             or parts.embedding.device.type != "cpu"
+            or parts.head.dtype is not dtype
             or not all(_known(layer, dtype) for layer in parts.layers)
         ):
             return otherwise
@@ -300,7 +320,11 @@ def _known(parts: LayerParts, dtype: torch.dtype) -> bool:
         return False
     tensors = [parts.attention_norm, parts.feed_forward_norm, shape.q_norm, shape.k_norm]
     tensors += [matrix.bias for matrix in matrices]
-    tensors += [matrix.packed for matrix in matrices if isinstance(matrix.packed, torch.Tensor)]
+    tensors += [
+        matrix.packed
+        for matrix in matrices
+        if isinstance(matrix.packed, torch.Tensor) and matrix.packed.dtype is not SPARSE
+    ]
     same = all(tensor.dtype is dtype and tensor.device.type == "cpu" for tensor in tensors if tensor is not None)
     return same and _known_size(shape.head_dim) and outputs_of(parts.gate_up) % (2 * LANES) == 0
 
@@ -371,18 +395,21 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
 def _table(library: Library, fixed: bool) -> Ops:
     arena = Arena(library)
     ops, rows = NativeOps(library, arena, fixed), NativeRows(library)
-    integer = int_ops(library, arena, ops.rms_norm, ops.activate)
+    tokenwise = TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.embed)
+    unquantized = FloatOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate, ops.pack_pruned)
+    integers = partial(int_ops, library, arena, tokenwise, unquantized)
+    integer = integers()
     return Ops(
         name="native, batch-invariant" if fixed else "native",
-        tokenwise=TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.embed),
+        tokenwise=tokenwise,
         attention=AttentionOps(ops.qkv_write, ops.attention),
         matmul=MatmulOps(
-            unquantized=FloatOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate),
+            unquantized=unquantized,
             fp8=fp8_ops(library, arena, ops.activate, fixed=fixed, weight_only=False),
             fp8_weight=fp8_ops(library, arena, ops.activate, fixed=fixed, weight_only=True),
             integer=integer,
-            w8a8=rounding_inputs(integer),
-            round_inliers=round_inliers,
+            w8a8=integers("rounded"),
+            mixed=integers("token-outliers" if fixed else "batch-outliers"),
         ),
         sampler=SamplerOps(
             sample=ops.sample,

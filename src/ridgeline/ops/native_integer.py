@@ -1,45 +1,46 @@
-"""Integer weight-only linears of the compiled library; see native/integer.h. They are batch-invariant."""
+"""Integer linears of the compiled library; see native/integer.h and native/integer_rounded.h. All are batch-invariant, except those
+whose outliers depend on the batch."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import GATES, IntWeights, Library
 from ridgeline.ops.reference import ROW_CODES, int_pack
-from ridgeline.ops.table import FloatInput, IntMatrix, IntOps, Normed, apply_norm
+from ridgeline.ops.table import FloatInput, FloatOps, IntMatrix, IntOps, Normed, TokenwiseOps, apply_norm
 
-RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+INPUTS = ("float", "rounded", "batch-outliers", "token-outliers")
+"""IntMatrix.inputs in the order of Inputs in integer.h."""
 
 
 class NativeInteger:
-    """The functions of IntOps over one opened library. norm, activate: unquantized operations."""
+    """The functions of IntOps over one opened library. tokenwise, unquantized: of the same table. inputs: see IntMatrix."""
 
-    __slots__ = ("_activate", "_arena", "_kernels", "_norm", "_pack")
+    __slots__ = ("_arena", "_inputs", "_kernels", "_pack", "_tokenwise", "_unquantized")
 
     def __init__(
-        self, library: Library, arena: Arena, norm: RmsNorm, activate: Callable[[torch.Tensor, str], torch.Tensor]
+        self, library: Library, arena: Arena, tokenwise: TokenwiseOps, unquantized: FloatOps, inputs: str
     ) -> None:
         self._kernels, self._pack, self._arena = library.kernels, library.int_pack, arena
-        self._norm, self._activate = norm, activate
+        self._tokenwise, self._unquantized, self._inputs = tokenwise, unquantized, inputs
 
     def pack(
         self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int
     ) -> IntMatrix:
         """See IntOps. Codes are in blocks of 16 outputs, with scales and zeros of the 16 outputs adjacent."""
         if codes.device.type != "cpu":  # the meta device: only sizes are needed
-            return int_pack(codes, scales, zeros, bits, group)
+            return replace(int_pack(codes, scales, zeros, bits, group), inputs=self._inputs)
         outputs, inputs = codes.shape
         rows, width = -(-outputs // LANES) * LANES, -(-inputs // ROW_CODES) * ROW_CODES * bits // 8
         packed, codes = self._arena.take(rows, width, torch.uint8), codes.contiguous()
         self._pack(codes.data_ptr(), packed.data_ptr(), outputs, inputs, bits)
         laid = self._blocks(scales.half())
-        return IntMatrix(
-            packed[:outputs], laid, None if zeros is None else self._blocks(zeros), bits, group, outputs, inputs
-        )
+        laid_zeros = None if zeros is None else self._blocks(zeros)
+        return IntMatrix(packed[:outputs], laid, laid_zeros, bits, group, outputs, inputs, None, self._inputs)
 
     def _blocks(self, values: torch.Tensor) -> torch.Tensor:
         """Reorder [out, groups] to memory [out / 16, groups, 16]; the shape stays."""
@@ -65,7 +66,7 @@ class NativeInteger:
     def linear_activate(self, x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
         """See reference.int_linear_activate. Fuses the activation if each half consists of whole blocks of outputs."""
         if matrix.out % (2 * LANES):
-            return self._activate(self._product(x, matrix, bias), kind)
+            return self._tokenwise.activate(self._product(x, matrix, bias), kind)
         return self._product(x, matrix, bias, None, kind)
 
     def _product(
@@ -81,7 +82,7 @@ class NativeInteger:
         source = x.x if isinstance(x, Normed) else x
         kernels = self._kernels.get(source.dtype)
         if kernels is None or (norm is not None and norm.weight.dtype is not source.dtype):
-            return self._in_float32(apply_norm(x, self._norm), matrix, bias, stream, kind)
+            return self._in_float32(apply_norm(x, self._tokenwise.rms_norm), matrix, bias, stream, kind)
         source = source if source.is_contiguous() else source.contiguous()
         rows, inputs = source.shape
         out = source.new_empty((rows, matrix.out if kind is None else matrix.out // 2)) if stream is None else stream
@@ -110,21 +111,31 @@ class NativeInteger:
         stream: torch.Tensor | None,
         kind: str | None,
     ) -> torch.Tensor:
-        """Compute in float32, for dtypes without kernels."""
-        stream_f32 = None if stream is None else stream.float()
-        out = self._product(x.float(), matrix, None if bias is None else bias.float(), stream_f32, kind)
-        return out.to(x.dtype)
+        """Compute in float32, for dtypes without kernels. Kept columns have that dtype and are multiplied apart."""
+        bias_f32, stream_f32 = (None if tensor is None else tensor.float() for tensor in (bias, stream))
+        if matrix.kept is None:
+            return self._product(x.float(), matrix, bias_f32, stream_f32, kind).to(x.dtype)
+        kept, columns, is_kept = matrix.kept
+        rest = x.float().masked_fill(is_kept, 0.0)
+        out = self._product(rest, replace(matrix, kept=None), bias_f32, stream_f32).to(x.dtype)
+        out = self._unquantized.linear_add(x.index_select(1, kept), columns, None, out)
+        return out if kind is None else self._tokenwise.activate(out, kind)
 
 
 def int_weights(matrix: IntMatrix) -> IntWeights:
     """The kernels' struct of a packed matrix."""
     zeros = None if matrix.zeros is None else matrix.zeros.data_ptr()
-    return IntWeights(matrix.codes.data_ptr(), matrix.scales.data_ptr(), zeros, matrix.bits, matrix.group)
+    weights = IntWeights(matrix.codes.data_ptr(), matrix.scales.data_ptr(), zeros, matrix.bits, matrix.group)
+    weights.inputs = INPUTS.index(matrix.inputs)
+    if matrix.kept is not None:
+        kept, columns, _ = matrix.kept
+        weights.kept, weights.kept_columns, weights.n_kept = kept.data_ptr(), columns.data_ptr(), len(kept)
+    return weights
 
 
 def int_ops(
-    library: Library, arena: Arena, norm: RmsNorm, activate: Callable[[torch.Tensor, str], torch.Tensor]
+    library: Library, arena: Arena, tokenwise: TokenwiseOps, unquantized: FloatOps, inputs: str = "float"
 ) -> IntOps:
-    """The table for integer linears."""
-    ops = NativeInteger(library, arena, norm, activate)
+    """The table for integer linears that read their inputs so."""
+    ops = NativeInteger(library, arena, tokenwise, unquantized, inputs)
     return IntOps(pack=ops.pack, linear=ops.linear, linear_add=ops.linear_add, linear_activate=ops.linear_activate)

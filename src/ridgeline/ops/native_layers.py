@@ -13,6 +13,8 @@ from ridgeline.ops.native_integer import int_weights
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import IntMatrix, LayerParts, Matrix, RunLayers
 
+SPARSE = torch.uint8
+"""Of packed weights in the layout of native/sparse.h."""
 ViewOf = Callable[[KvView, StepInputs], ctypes.c_void_p]
 
 
@@ -91,9 +93,11 @@ def outputs_of(matrix: Matrix) -> int:
 def _matrix(matrix: Matrix) -> MatrixOf:
     packed, bias = matrix.packed, _pointer(matrix.bias)
     if isinstance(packed, IntMatrix):
-        return MatrixOf(None, bias, int_weights(packed))
+        return MatrixOf(None, bias, None, int_weights(packed))
     assert isinstance(packed, torch.Tensor)
-    return MatrixOf(packed.data_ptr(), bias, IntWeights())
+    if packed.dtype is SPARSE:
+        return MatrixOf(None, bias, packed.data_ptr(), IntWeights())
+    return MatrixOf(packed.data_ptr(), bias, None, IntWeights())
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

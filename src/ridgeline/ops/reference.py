@@ -6,6 +6,8 @@ dtype. Speed is not a goal here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -351,16 +353,44 @@ def rounding_inputs(ops: IntOps) -> IntOps:
     )
 
 
+def mixed_inputs(
+    integer: IntOps,
+    unquantized: FloatOps,
+    tokenwise: TokenwiseOps,
+    inliers: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> IntOps:
+    """MatmulOps.mixed as two products, of rounded inputs and of kept inputs. inliers: as round_inliers."""
+
+    def linear(
+        x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert matrix.kept is not None
+        kept, columns, is_kept = matrix.kept
+        x = apply_norm(x, tokenwise.rms_norm)
+        rest = inliers(x, is_kept)
+        product = (
+            integer.linear(rest, matrix, bias) if stream is None else integer.linear_add(rest, matrix, bias, stream)
+        )
+        return unquantized.linear_add(x.index_select(1, kept), columns, None, product)
+
+    def linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+        return tokenwise.activate(linear(x, matrix, bias), kind)
+
+    return IntOps(integer.pack, linear, linear, linear_activate)
+
+
+TOKENWISE_REFERENCE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate)
+FLOAT_REFERENCE = FloatOps(pack, linear, linear_add, linear_activate)
 REFERENCE = Ops(
     name="reference",
-    tokenwise=TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate),
+    tokenwise=TOKENWISE_REFERENCE,
     attention=AttentionOps(qkv_write, attention),
     matmul=MatmulOps(
-        unquantized=FloatOps(pack, linear, linear_add, linear_activate),
+        unquantized=FLOAT_REFERENCE,
         fp8=FP8_REFERENCE,
         fp8_weight=FP8_WEIGHT_REFERENCE,
         integer=INT_REFERENCE,
         w8a8=rounding_inputs(INT_REFERENCE),
-        round_inliers=round_inliers,
+        mixed=mixed_inputs(INT_REFERENCE, FLOAT_REFERENCE, TOKENWISE_REFERENCE, round_inliers),
     ),
 )

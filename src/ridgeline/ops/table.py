@@ -88,6 +88,10 @@ class IntMatrix:
     codes: uint8 in the layout of IntOps.pack, out * ceil(d_in / 32) * 4 * bits bytes (memory after them may pad the outputs).
     scales: float16 [out, groups] in the device's memory order, of either sign. Published scales of both 16-bit dtypes fit float16.
     zeros: uint8 [out, groups] in the same order. None: 2^(bits - 1) everywhere.
+    kept: of LLM.int8(), inputs whose codes are those of 0: their numbers int32 [n], their columns [out, n] in floating point in the
+        layout of FloatOps.pack, and bool [in], whether an input is kept.
+    inputs: how the product that `pack` made this for reads x: "float", or in 8 bits with a step per token ("rounded"), except
+        outliers of any token of a call ("batch-outliers") or of each token ("token-outliers").
     """
 
     codes: torch.Tensor
@@ -97,6 +101,8 @@ class IntMatrix:
     group: int
     out: int
     d_in: int
+    kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    inputs: str = "float"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +137,12 @@ RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]
 
 def embedded(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
     """See TokenwiseOps."""
-    vectors = F.embedding(ids, table)
-    return vectors if scale == 1.0 else vectors * scale
+    return F.embedding(ids, table) if scale == 1.0 else F.embedding(ids, table) * scale
 
 
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """See TokenwiseOps."""
     return torch.tanh(logits.float() / cap) * cap
-
-
-def layer_by_layer(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
-    """Run the layers with one operation after the other. Default of Programs.layers."""
-    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,7 @@ class FloatOps:
     """Linears in floating point.
 
     pack(weight [out, in]) -> packed weight in the device's layout.
+    pack_pruned: likewise, smaller if many weights are 0. None: the device has no such layout.
     linear(x [T, in], packed, bias) -> [T, out]. x may be Normed. A kernel that fuses the norm keeps it in float32, whereas the
         separate norm rounds to x's dtype.
     linear_add(x, packed, bias, stream [T, out]) -> stream + linear(x). May overwrite the stream with the result.
@@ -173,6 +174,7 @@ class FloatOps:
     linear: Callable[[FloatInput, torch.Tensor, torch.Tensor | None], torch.Tensor]
     linear_add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
     linear_activate: Callable[[FloatInput, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
+    pack_pruned: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +219,8 @@ class MatmulOps:
     """Linears by the number format of their weights.
 
     plain: floating point. fp8: weights and inputs in e4m3. fp8_weight: weights only. integer: weights only. w8a8: 8-bit integer
-    weights with one scale per output; inputs rounded to 8 bits with a scale per token (reference.in_8_bits).
-    round_inliers(x [T, D], empty bool [D]) -> [T, D]: inputs of LLM.int8(): 0 where `empty`, outliers unchanged, others rounded to
-        8 bits (reference.round_inliers).
+    weights with one scale per output; inputs rounded to 8 bits with a scale per token (reference.in_8_bits). mixed: LLM.int8(): as
+    w8a8, but kept inputs (IntMatrix.kept, set after `pack`) and outliers stay in floating point (reference.mixed_inputs).
     without_kernel: fields that use the reference on this device.
     """
 
@@ -228,7 +229,7 @@ class MatmulOps:
     fp8_weight: Fp8Ops
     integer: IntOps
     w8a8: IntOps
-    round_inliers: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    mixed: IntOps
     without_kernel: frozenset[str] = frozenset()
 
     def has_kernel(self, quantization: str) -> bool:
@@ -286,11 +287,6 @@ RunChain = Callable[[ChainStart, Views], None]
 """Draft a chain with the draft model. The views are those of its layers."""
 
 
-def chain_by_tokens(parts: ChainParts, otherwise: RunChain) -> RunChain:
-    """Draft the chain token by token. Default of Programs.chain."""
-    return otherwise
-
-
 @dataclass(frozen=True, slots=True)
 class DraftCut:
     """Rule for the number of draft nodes to verify: those whose expected tokens exceed their cost."""
@@ -340,6 +336,11 @@ def recurrent_by_nodes(parts: RecurrentParts, otherwise: Callable[[], RunRecurre
     return otherwise()
 
 
+def unfused(parts: object, otherwise: Any) -> Any:
+    """Run the layers or the chain one operation after the other. Default of Programs.layers and Programs.chain."""
+    return otherwise
+
+
 @dataclass(frozen=True, slots=True)
 class Programs:
     """Kernels that run all layers, or a whole draft, in one call.
@@ -351,8 +352,8 @@ class Programs:
     prunes_drafts: the kernel of `recurrent` returns how many of its nodes are worth verifying.
     """
 
-    layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = layer_by_layer
-    chain: Callable[[ChainParts, RunChain], RunChain] = chain_by_tokens
+    layers: Callable[[Sequence[LayerParts], RunLayers], RunLayers] = unfused
+    chain: Callable[[ChainParts, RunChain], RunChain] = unfused
     recurrent: Callable[[RecurrentParts, Callable[[], RunRecurrent]], RunRecurrent] = recurrent_by_nodes
     prunes_drafts: bool = False
 

@@ -7,7 +7,8 @@ A checkpoint stores four tensors for a linear's weight [rows, columns]:
 - `row_offsets` int64 [rows]: the index in `compressed` at which each row starts.
 - `shape` int64 [2].
 
-The layout saves disk space only. Weights become dense when they are loaded.
+Weights become dense when they are loaded. A CPU with AVX-512 VBMI2 packs them again for its products (ops/native/sparse.h);
+elsewhere the layout saves disk space only.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,6 +100,7 @@ class IntWeight(Weight):
         "_form",
         "_group",
         "_inputs",
+        "_kept",
         "_matrix",
         "_missing",
         "_order",
@@ -120,6 +121,7 @@ class IntWeight(Weight):
         self._pending: dict[int, dict[str, torch.Tensor]] = {}
         self._codes: torch.Tensor | None = None
         self._matrix: IntMatrix | None = None
+        self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._order: torch.Tensor | None = None
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
@@ -200,7 +202,8 @@ class IntWeight(Weight):
     def _pack(self) -> None:
         assert self._codes is not None
         bits = self._form.numbers.bits
-        self._matrix = self._form.ops.pack(self._codes, self._scales, self._zeros, bits, self._group)
+        matrix = self._form.ops.pack(self._codes, self._scales, self._zeros, bits, self._group)
+        self._matrix = replace(matrix, kept=self._kept)
         self._codes = None
 
     def _in_group_order(self, x: Activation) -> FloatInput:
@@ -221,14 +224,20 @@ class IntWeight(Weight):
         assert self._matrix is not None
         return self._form.ops.linear_activate(self._in_group_order(x), self._matrix, self._bias, kind)
 
+    def keep(self, kept: torch.Tensor, columns: torch.Tensor, is_kept: torch.Tensor) -> None:
+        """Multiply these inputs with `columns` in floating point; see IntMatrix.kept. Call this before the last `load`."""
+        self._kept = (kept, columns, is_kept)
+
     def matrix(self) -> Matrix | None:
-        if self._matrix is None or self._order is not None or self._form.numbers.inputs_8bit:
+        if self._matrix is None or self._order is not None:
             return None
-        return Matrix(self._matrix, self._bias)
+        rounds_elsewhere = self._form.numbers.inputs_8bit and self._matrix.inputs == "float"
+        return None if rounds_elsewhere else Matrix(self._matrix, self._bias)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         assert self._matrix is not None
-        optional = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order)
+        kept, columns, _ = self._kept or (None, None, None)
+        optional = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order, kept, columns)
         return tuple(tensor for tensor in optional if tensor is not None)
 
 

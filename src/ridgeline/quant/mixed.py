@@ -4,7 +4,9 @@ The paper detects outlier inputs in the activations of each batch and multiplies
 beside the 8-bit ones. This module keeps weights once:
 
 - Kept inputs: the columns that lose most in 8 bits are chosen while loading. They and their inputs stay in the model's dtype.
-- Other inputs: the weights are in 8 bits. Each token keeps its own inputs of magnitude OUTLIER and above in floating point.
+- Other inputs: the weights are in 8 bits. Inputs of magnitude OUTLIER and above stay in floating point, and so do their products
+  with the dequantized weights. The compiled operations of a CPU take these inputs for all tokens of a call, as published. A GPU
+  and --deterministic take each token's own, so that its result does not depend on other tokens.
 
 Source: Dettmers et al. 2022.
 """
@@ -19,7 +21,7 @@ import torch
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, apply_norm
+from ridgeline.ops.table import Activation, Matrix, Ops
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, max_abs
 from ridgeline.quant.integer import IntFormat
 
@@ -57,17 +59,14 @@ class MixedWeight(Weight):
     chooses among the inputs that it holds.
     """
 
-    __slots__ = ("expects", "_cut", "_form", "_integers", "_is_kept", "_kept", "_kept_matrix", "_missing", "_pending")
+    __slots__ = ("expects", "_cut", "_form", "_integers", "_missing", "_pending")
 
     def __init__(self, form: MixedFormat, shape: LinearShape, share: Share) -> None:
-        integers = IntFormat(form.ops.matmul.integer, form.numbers, form.dtype, form.device)
+        integers = IntFormat(form.ops.matmul.mixed, form.numbers, form.dtype, form.device)
         self._form, self._integers, self._cut = form, integers.create(shape, share), Cut.of(shape, share)
         self.expects: Mapping[tuple[int, str], Expected] = self._integers.expects
         self._missing = {part for part, name in self.expects if name == "weight"}
         self._pending: dict[int, torch.Tensor] = {}
-        self._kept: torch.Tensor | None = None
-        self._kept_matrix: torch.Tensor | None = None
-        self._is_kept: torch.Tensor | None = None
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         if name != "weight":
@@ -93,38 +92,23 @@ class MixedWeight(Weight):
             weight[own_rows].index_select(1, kept + columns.start)
             for weight, own_rows in zip(parts, self._cut.rows, strict=True)
         ]
+        kept_columns = form.ops.matmul.unquantized.pack(torch.cat(rows).to(form.dtype))
+        is_kept = torch.zeros(inputs, dtype=torch.bool, device=form.device).index_fill_(0, kept, True)
+        self._integers.keep(kept.int(), kept_columns, is_kept)
         for part, weight in enumerate(parts):
             self._integers.load(part, "weight", weight.index_fill(1, kept + columns.start, 0.0))
-        self._kept, self._kept_matrix = kept, form.ops.matmul.unquantized.pack(torch.cat(rows).to(form.dtype))
-        self._is_kept = torch.zeros(inputs, dtype=torch.bool, device=form.device).index_fill_(0, kept, True)
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
-        assert not isinstance(x, Scaled)
-        dense = apply_norm(x, self._form.ops.tokenwise.rms_norm)
-        return self._add_kept(dense, self._integers.apply(self._without_kept(dense)))
+        return self._integers.apply(x, step)
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return self._add_kept(x, self._integers.add(self._without_kept(x), stream))
-
-    def _without_kept(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x with the kept inputs removed and the others rounded, as the integer product takes it."""
-        assert self._is_kept is not None
-        return self._form.ops.matmul.round_inliers(x, self._is_kept)
-
-    def _add_kept(self, x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """Return product + the kept inputs times their columns."""
-        assert self._kept is not None and self._kept_matrix is not None
-        return self._form.ops.matmul.unquantized.linear_add(
-            x.index_select(1, self._kept), self._kept_matrix, None, product
-        )
+        return self._integers.add(x, stream, step)
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
-        return self._form.ops.tokenwise.activate(self.apply(x), kind)
+        return self._integers.activate(x, kind, step)
 
     def matrix(self) -> Matrix | None:
-        return None
+        return self._integers.matrix()
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        assert self._kept is not None and self._kept_matrix is not None
-        return (*self._integers.tensors(), self._kept, self._kept_matrix)
+        return self._integers.tensors()

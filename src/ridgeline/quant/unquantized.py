@@ -59,7 +59,7 @@ class UnquantizedWeight(Weight):
             self._bias[cut.stacked_rows[part]].copy_(tensor[cut.rows[part]])
         self._missing.discard((part, name))
         if not self._missing:
-            self._matrix = self._ops.pack(self._matrix)
+            self._matrix = (self._ops.pack_pruned or self._ops.pack)(self._matrix)
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert not isinstance(x, Scaled)

@@ -133,7 +133,13 @@ def _int_matrix(
     tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], number_format: tuple[int, int]
 ) -> IntMatrix:
     return IntMatrix(
-        tensors[f"{name}.codes"], tensors[f"{name}.scales"].view(shape[0], -1), None, *number_format, *shape
+        tensors[f"{name}.codes"],
+        tensors[f"{name}.scales"].view(shape[0], -1),
+        None,
+        number_format[0],
+        number_format[1],
+        shape[0],
+        shape[1],
     )
 
 

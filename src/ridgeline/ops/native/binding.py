@@ -40,13 +40,18 @@ class View(ctypes.Structure):
 class IntWeights(ctypes.Structure):
     """Mirror of IntWeights in integer.h. bits 0: the matrix is in floating point."""
 
-    _fields_ = (*((name, c_void_p) for name in ("codes", "scales", "zeros")), ("bits", c_int64), ("group", c_int64))
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "zeros")),
+        *((name, c_int64) for name in ("bits", "group", "inputs")),
+        *((name, c_void_p) for name in ("kept", "kept_columns")),
+        ("n_kept", c_int64),
+    )
 
 
 class MatrixOf(ctypes.Structure):
     """Mirror of Matrix in layers.cpp."""
 
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("integer", IntWeights))
+    _fields_ = (*((name, c_void_p) for name in ("packed", "bias", "sparse")), ("integer", IntWeights))
 
 
 class Layer(ctypes.Structure):
@@ -163,6 +168,7 @@ class Library:
     sample(logits, temperature, key, position, top_k, top_p, min_p or three times 0, tokens, n, vocab, strides of the first seven,
     purpose, ids or 0): see sample.cpp.
     fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
+    sparse_pack(weight, packed or 0, n, k) -> bytes. sparse_linear: as linear, in bfloat16. expands: whether it pays (sparse.cpp).
     rows_gather, rows_advance, rows_verify, rows_keep, rows_last(arguments): see rows.cpp.
     huge_pages(address, bytes): requests pages of 2 MiB; it is optional.
     replay(words, calls): makes recorded calls, see replay.cpp. log: records calls of all functions that steps call.
@@ -173,6 +179,9 @@ class Library:
     sample: Any
     fp8_pack: Any
     int_pack: Any
+    sparse_pack: Any
+    sparse_linear: Any
+    expands: bool
     rows_gather: Any
     rows_advance: Any
     rows_verify: Any
@@ -247,6 +256,7 @@ def open_library(path: Path) -> Library:
         text_function.restype = ctypes.c_char_p
     library.rl_fp8_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 2)
     library.rl_int_pack.argtypes = (*[c_void_p] * 2, *[c_int64] * 3)
+    library.rl_sparse_pack.argtypes, library.rl_sparse_pack.restype = (*[c_void_p] * 2, *[c_int64] * 2), c_int64
     library.rl_replay.argtypes, library.rl_replay.restype = (c_void_p, c_int64), None
     rows = (f"rows_{name}" for name in ("gather", "advance", "verify", "keep", "last"))
     return Library(
@@ -255,6 +265,9 @@ def open_library(path: Path) -> Library:
         sample=foreign("sample", (*[c_void_p] * 8, *[c_int64] * 2, c_void_p, c_int, c_void_p), keeps_lock=False),
         fp8_pack=library.rl_fp8_pack,
         int_pack=library.rl_int_pack,
+        sparse_pack=library.rl_sparse_pack,
+        sparse_linear=foreign("sparse_linear", _ARGUMENTS["linear"], keeps_lock=False),
+        expands=bool(library.rl_expands()),
         replay=library.rl_replay,
         log=log,
         instructions=library.rl_instructions().decode(),

@@ -1,6 +1,6 @@
-// Exported products with integer weights, and packing; see integer.h.
+// Exported products with integer weights, and packing; see integer.h and integer_rounded.h.
 
-#include "integer.h"
+#include "integer_rounded.h"
 
 namespace ridgeline {
 namespace {
@@ -31,9 +31,14 @@ void pack(const std::uint8_t* codes, std::uint8_t* packed, index n, index k, ind
 }
 
 template <class T> void linear(const Problem<T>& p, const IntWeights& w) {
-    const Scratch room(digits_room(p.m, p.k));
+    const bool rounds = w.inputs != Inputs::FLOAT;
+    const Scratch room(rounds ? rounded_room(p.m, p.k, w.inputs) : digits_room(p.m, p.k));
 #pragma omp parallel num_threads(threads_for(p.n * p.k, 1 << 14))
-    int_product(p, w, room.memory, Team{omp_get_thread_num(), omp_get_num_threads()});
+    {
+        const TileConfig configured(rounds && by_byte_tiles(p.m));
+        const Team team{omp_get_thread_num(), omp_get_num_threads()};
+        rounds ? rounded_product(p, w, room.memory, team) : int_product(p, w, room.memory, team);
+    }
 }
 
 }  // namespace

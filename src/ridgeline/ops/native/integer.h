@@ -20,12 +20,24 @@ constexpr index TILE_ROWS = SUMS >= 16 ? 8 : 4;  // maximum rows of x that are m
 constexpr index AHEAD = 4096;     // prefetch distance in bytes
 constexpr index FAR = 1 << 16;    // bytes: largest distance of prefetches two iterations ahead
 
-// zeros null: 2^(bits - 1) everywhere. group >= k: one scale for all inputs; otherwise a multiple of 32.
+// How a product reads x. FLOAT: as above. ROUNDED: in 8 bits with a step per token. Others: likewise, but outliers and kept inputs
+// stay in floating point. BATCH_OUTLIERS: inputs that are outliers of any token of the call. TOKEN_OUTLIERS: each token's own.
+enum class Inputs : index { FLOAT, ROUNDED, BATCH_OUTLIERS, TOKEN_OUTLIERS };
+
+inline bool has_outliers(Inputs inputs) { return inputs >= Inputs::BATCH_OUTLIERS; }
+
+// binding.py mirrors the fields in this order. zeros null: 2^(bits - 1) everywhere. group >= k: one scale for all inputs; otherwise
+// a multiple of 32. Inputs other than FLOAT: 8 bits, one scale, no zeros. kept [n_kept]: inputs whose weights are not in codes but
+// in kept_columns, of x's type and in the layout of linear.cpp.
 struct IntWeights {
     const std::uint8_t* codes;
     const std::uint16_t* scales;
     const std::uint8_t* zeros;
     index bits, group;
+    Inputs inputs;
+    const std::int32_t* kept;
+    const void* kept_columns;
+    index n_kept;
 };
 
 // Quad `i` of the piece at `from`, one byte per code.
@@ -196,6 +208,33 @@ template <int BITS, int DIGITS> TileSums tile_sums_of(index rows) {
     return found[rows];
 }
 
+// Store the totals of rows from `first` on and two blocks; of neighbours, only `count` exist.
+template <class T>
+void put_totals(const Problem<T>& p, index first, index rows, const index (&blocks)[2], index count,
+                const f32x16 (&total)[2][TILE_ROWS]) {
+    for (index r = 0; r < rows && first + r < p.m; ++r) {
+        if (p.gated()) {
+            p.put_gated(first + r, blocks[0] * LANES, total[0][r], total[1][r]);
+        } else {
+            for (int b = 0; b < 2 && b < count; ++b) p.put(first + r, blocks[b] * LANES, total[b][r]);
+        }
+    }
+}
+
+// The blocks, or pairs of blocks, `own` times all tiles of rows. more(first row, blocks, totals): adds to the totals.
+template <class T, class More>
+void sum_blocks(const Problem<T>& p, const IntWeights& w, const Digits& d, TileSums sums_of, Range own, const More& more) {
+    const index turn = p.gated() ? 1 : 2, far = 2 * turn * d.pieces * w.bits * 64, ahead = d.rows == 1 && far <= FAR ? far : AHEAD;
+    f32x16 total[2][TILE_ROWS];
+    for (index block = own.begin; block < own.end; block += turn)
+        for (index tile = 0; tile < d.tiles; ++tile) {
+            const index blocks[2] = {block, p.gated() ? block + p.half() : std::min(block + 1, own.end - 1)};
+            sums_of(d, w, tile, blocks, ahead, total);
+            more(tile * d.rows, blocks, total);
+            put_totals(p, tile * d.rows, d.rows, blocks, own.end - block, total);
+        }
+}
+
 // One thread's part of a product; p.packed is not read. room: digits_room(m, k) bytes that the team shares.
 template <int DIGITS = 2, class T> void int_product(const Problem<T>& p, const IntWeights& w, void* room, Team team) {
     Digits d = digits_of(p.m, p.k, w.group, Quads<DIGITS>::WORDS);
@@ -207,21 +246,7 @@ template <int DIGITS = 2, class T> void int_product(const Problem<T>& p, const I
     const TileSums sums_of = w.bits == 8   ? tile_sums_of<8, DIGITS>(d.rows)
                              : w.bits == 4 ? tile_sums_of<4, DIGITS>(d.rows)
                                            : tile_sums_of<3, DIGITS>(d.rows);
-    const Range own = share(p.units(), team.who, team.of);
-    const index turn = p.gated() ? 1 : 2, far = 2 * turn * d.pieces * w.bits * 64, ahead = d.rows == 1 && far <= FAR ? far : AHEAD;
-    f32x16 total[2][TILE_ROWS];
-    for (index block = own.begin; block < own.end; block += turn)
-        for (index tile = 0; tile < d.tiles; ++tile) {
-            const index blocks[2] = {block, p.gated() ? block + p.half() : std::min(block + 1, own.end - 1)};
-            sums_of(d, w, tile, blocks, ahead, total);
-            for (index r = 0; r < d.rows && tile * d.rows + r < p.m; ++r) {
-                if (p.gated()) {
-                    p.put_gated(tile * d.rows + r, block * LANES, total[0][r], total[1][r]);
-                } else {
-                    for (int b = 0; b < 2 && block + b < own.end; ++b) p.put(tile * d.rows + r, blocks[b] * LANES, total[b][r]);
-                }
-            }
-        }
+    sum_blocks(p, w, d, sums_of, share(p.units(), team.who, team.of), [](auto&&...) {});
 }
 
 }  // namespace ridgeline

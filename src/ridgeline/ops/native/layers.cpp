@@ -4,25 +4,36 @@
 // in between. For one token that would take as long as the products.
 
 #include "attention.h"
-#include "integer.h"
+#include "integer_rounded.h"
 #include "product.h"
 #include "qkv.h"
+#include "sparse.h"
 
 #include <vector>
 
 namespace ridgeline {
 namespace {
 
-// integer.bits 0: floating-point weights.
+// integer.bits 0: floating-point weights. sparse: null, or weights in the layout of sparse.h.
 template <class T> struct Matrix {
     const T* packed;
     const T* bias;
+    const void* sparse;
     IntWeights integer;
 };
 
 template <class T> void multiply(const Problem<T>& p, const Matrix<T>& w, T* room, Team team) {
+    if (w.integer.inputs != Inputs::FLOAT) return rounded_product(p, w.integer, room, team);
     if (w.integer.bits) return int_product(p, w.integer, room, team);
+    if constexpr (sizeof(T) == 2)
+        if (w.sparse) return sparse_product(p, w.sparse, room, team);
     product(p, room, team);
+}
+
+// Bytes of `room` for a product of m rows of k inputs.
+template <class T> index room_for(const Matrix<T>& w, index m, index k) {
+    if (w.integer.inputs != Inputs::FLOAT) return rounded_room(m, k, w.integer.inputs);
+    return w.integer.bits ? digits_room(m, k) : room_of<T>(m, k);
 }
 
 // binding.py mirrors the fields in this order. Norms of q and k, and biases, may be null.
@@ -106,18 +117,19 @@ index lines(index bytes) { return (bytes + 63) / 64 * 64; }
 template <class T> void run(const Stack<T>& s) {
     std::vector<Schedule> kept;
     const std::vector<const Schedule*> planned = schedules(s, kept);
-    index widest = s.d_model, qkv = 0, attended = 0, inner = 0, partials = 0;
+    index input = 0, qkv = 0, attended = 0, inner = 0, partials = 0;
     for (index at = 0; at < s.n; ++at) {
         const Layer<T>& l = s.layers[at];
         const View& view = *s.views[at];
         attended = std::max(attended, l.heads * view.dim);
         qkv = std::max(qkv, (l.heads + 2 * view.kv_heads) * view.dim);
         inner = std::max(inner, l.d_ff);
+        input = std::max({input, room_for(l.qkv, s.tokens, s.d_model), room_for(l.out, s.tokens, l.heads * view.dim),
+                          room_for(l.gate_up, s.tokens, s.d_model), room_for(l.down, s.tokens, l.d_ff)});
         partials = std::max(partials, planned[at]->room());
     }
-    widest = std::max({widest, attended, inner});
-    const index each = s.tokens * index(sizeof(T)), sizes[] = {lines(std::max(room_of<T>(s.tokens, widest), digits_room(s.tokens, widest))), lines(qkv * each),
-                                                               lines(attended * each), lines(inner * each), lines(partials)};
+    const index each = s.tokens * index(sizeof(T)), sizes[] = {lines(input), lines(qkv * each), lines(attended * each),
+                                                               lines(inner * each), lines(partials)};
     const Scratch memory(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4]);
     char* at[5] = {(char*)memory.memory};
     for (int i = 1; i < 5; ++i) at[i] = at[i - 1] + sizes[i - 1];
@@ -126,7 +138,7 @@ template <class T> void run(const Stack<T>& s) {
     Meeting meeting;
 #pragma omp parallel num_threads(threads_for(s.d_model * inner, 1 << 14))
     {
-        const TileConfig configured(sizeof(T) == 2 && tiles_allowed);
+        const TileConfig configured(tiles_allowed);
         Work<T> work;
         const Team team = Team::here(meeting);
         for (index layer = 0; layer < s.n; ++layer) run_layer(s, layer, *planned[layer], room, tickets[layer], work, team);

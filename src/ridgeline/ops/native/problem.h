@@ -31,7 +31,7 @@ inline f32x16 act(Gate gate, f32x16 x) { return gate == Gate::GELU ? gelu(x) : x
 // bias, added: null, or summands [N] and [M, N] of the result (added may equal out). With a gate, the first N / 2 outputs are the
 // gate, N / 2 is a multiple of 16, out is [M, N / 2], and `added` is null. fixed: each output is summed along K in one order for
 // any M. scales, row_scales: null, or factors float32 [N] and [M] of the sums. from_block: number of the block of 16 outputs at
-// `packed`.
+// `packed`. up_after: blocks from a block of the gate to the block that it multiplies; 0: half of all.
 template <class T, class Out = T> struct Problem {
     const T* x;
     const T* packed;
@@ -45,11 +45,13 @@ template <class T, class Out = T> struct Problem {
     const float* scales = nullptr;
     const float* row_scales = nullptr;
     index from_block = 0;
+    index up_after = 0;
 
     index panel() const { return padded_k<T>(k) * LANES; }
     bool gated() const { return gate != Gate::NONE; }
     index half() const { return n / 2 / LANES; }
     const T* panel_of(index block) const { return packed + (block - from_block) * panel(); }
+    index to_up() const { return (up_after ? up_after : half()) * panel(); }
     index units() const { return gated() ? half() : blocks_of(n); }
 
     f32x16 biased(f32x16 sum, index row, index first, Part lanes) const {

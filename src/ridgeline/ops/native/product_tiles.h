@@ -19,7 +19,7 @@ struct Panels {
 template <class Out> index pairs_of(const Problem<bf16, Out>& p) { return p.gated() ? p.half() : (blocks_of(p.n) + 1) / 2; }
 
 template <class Out> Panels panels_of(const Problem<bf16, Out>& p, index pair) {
-    if (p.gated()) return {p.panel_of(pair), p.half() * p.panel()};
+    if (p.gated()) return {p.panel_of(pair), p.to_up()};
     return {p.panel_of(2 * pair), 2 * pair + 1 < blocks_of(p.n) ? p.panel() : 0};
 }
 

@@ -36,7 +36,7 @@ void stream(const Problem<T, Out>& p, const T* x, index row, index rows, index b
     constexpr int TOGETHER = ROWS * BLOCKS * SPLIT <= SUMS ? BLOCKS : 1;
     const index wide = padded_k<T>(p.k);
     const T* w[BLOCKS];
-    for (int b = 0; b < BLOCKS; ++b) w[b] = p.panel_of(block + b % OWN + b / OWN * p.half());
+    for (int b = 0; b < BLOCKS; ++b) w[b] = p.panel_of(block + b % OWN) + b / OWN * p.to_up();
     const T* from[ROWS];
     for (int r = 0; r < ROWS; ++r) from[r] = x + (row + std::min<index>(r, rows - 1)) * wide;
     const T* mixed = x + row * each;

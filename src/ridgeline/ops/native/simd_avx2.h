@@ -306,6 +306,28 @@ template <int DIGITS> struct Quads {
     i32x16 total() const { return both; }
 };
 
+#ifdef __AVXVNNI__
+// One digit of 8 bits, whose four numbers one instruction multiplies.
+template <> struct Quads<1> {
+    static constexpr int WORDS = 1;
+    static constexpr float MOST = 127;
+    i32x16 both;
+
+    static void cut(i32x16 number, std::int32_t (&words)[WORDS][4]) {
+        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(number.low, number.high), 0xd8);
+        const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
+        _mm_storeu_si128((__m128i*)words[0], bytes);
+    }
+    void start(i32x16 from) { both = from; }
+    void take(i32x16 codes, const std::int32_t* words, index) {
+        const __m256i numbers = _mm256_set1_epi32(words[0]);
+        both = {_mm256_dpbusd_avx_epi32(both.low, codes.low, numbers), _mm256_dpbusd_avx_epi32(both.high, codes.high, numbers)};
+    }
+    void join(const Quads& more) { both = add(both, more.both); }
+    i32x16 total() const { return both; }
+};
+#endif
+
 // e4m3 s eeee mmm is bfloat16 s (eeee + 120) mmm 0000. Its upper half depends on s eee alone; the lower half is the remainder of
 // the code. Subnormal numbers come from separate tables.
 struct Widener {

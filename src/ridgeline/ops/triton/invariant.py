@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.ops.reference import mixed_inputs
 from ridgeline.ops.table import (
     Activation,
     AttentionOps,
@@ -42,6 +43,7 @@ from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.shapes import MatrixTile
 from ridgeline.ops.triton.table import TRITON
+from ridgeline.ops.triton.w8a8 import round_inliers
 
 BLOCK = 128
 """Inputs of which runs are multiples: a block of the kernel for few tokens, and a multiple of the other kernel's block."""
@@ -283,6 +285,7 @@ def fp8_linear_activate(
 
 FP8_INVARIANT = Fp8Ops(fp8.pack, fp8_linear, fp8_linear_add, fp8_linear_activate)
 _UNQUANTIZED = FloatOps(pack, linear, linear_add, linear_activate)
+_INTEGER = widened(_UNQUANTIZED)
 
 
 INVARIANT = replace(
@@ -290,6 +293,12 @@ INVARIANT = replace(
     name="triton, batch-invariant",
     # The heads of a program determine how they are normalised: one KV head for any number of tokens.
     attention=AttentionOps(partial(qkv_write, kv_heads=1), InvariantAttention()),
-    matmul=replace(TRITON.matmul, unquantized=_UNQUANTIZED, fp8=FP8_INVARIANT, integer=widened(_UNQUANTIZED)),
+    matmul=replace(
+        TRITON.matmul,
+        unquantized=_UNQUANTIZED,
+        fp8=FP8_INVARIANT,
+        integer=_INTEGER,
+        mixed=mixed_inputs(_INTEGER, _UNQUANTIZED, TRITON.tokenwise, round_inliers),
+    ),
     programs=Programs(),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeline.ops.reference import FP8_WEIGHT_REFERENCE
+from ridgeline.ops.reference import FP8_WEIGHT_REFERENCE, mixed_inputs
 from ridgeline.ops.table import (
     AttentionOps,
     LayerParts,
@@ -33,9 +33,10 @@ def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
     return run if module is None or not module.knows(parts) else module.OneToken(parts, run)
 
 
+TOKENWISE = TokenwiseOps(rms_norm, norm_add, activate, cap=capped)
 TRITON = Ops(
     name="triton",
-    tokenwise=TokenwiseOps(rms_norm, norm_add, activate, cap=capped),
+    tokenwise=TOKENWISE,
     attention=AttentionOps(qkv_write, attention),
     matmul=MatmulOps(
         unquantized=UNQUANTIZED,
@@ -43,7 +44,7 @@ TRITON = Ops(
         fp8_weight=FP8_WEIGHT_REFERENCE,
         integer=INT_TRITON,
         w8a8=W8A8_TRITON,
-        round_inliers=round_inliers,
+        mixed=mixed_inputs(INT_TRITON, UNQUANTIZED, TOKENWISE, round_inliers),
         without_kernel=frozenset({"fp8_weight"}),
     ),
     sampler=SamplerOps(
