@@ -6,38 +6,67 @@ Calibrated on the package's own sample, judged on texts that neither training no
 same past, with all logits and activations in float32 (compress.evaluate). The "outliers" rows are of a model that computes
 the same with a few inputs 128 times larger (compress.outliers). Speeds are tokens per second of one greedy request behind its
 first token, of an engine in this process: the original's and the result's turn by turn, the best of each.
+
+No number format serves LOW_BITS. Their weights are on the grid, but stored in the model's dtype; size_mb is that of packed codes.
+They have no speed, but also answer the shipped questions.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import cpu_name, provenance, timed, write_rows
 
+from ridgeline.cli.hosted import Hosted, private
 from ridgeline.compress.checkpoint import LINEAR_NAMES, Checkpoint
 from ridgeline.compress.evaluate import Evaluator
+from ridgeline.compress.grid import TERNARY, Grid
 from ridgeline.compress.inputs import Product, llm_int8
 from ridgeline.compress.job import Job
 from ridgeline.compress.layerwise import WithProduct
 from ridgeline.compress.outliers import add_outliers
-from ridgeline.compress.recipes import read_recipe
+from ridgeline.compress.recipes import Recipe, read_recipe
+from ridgeline.compress.storage import Floats
 from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows
 from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.resolve import resolve
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import resolve_model
 from ridgeline.quality.drift import Drift
+from ridgeline.quality.served import Endpoint
+from ridgeline.quality.tasks import ask, count, read_tasks, shipped_tasks
 from ridgeline.quality.texts import read_texts
 from ridgeline.text.tokenizer import Tokenizer
 
 TEXTS = Path(__file__).resolve().parent.parent / "tests" / "data" / "heldout.jsonl"
 AT_RUN_TIME: dict[str, Product] = {"llm-int8": llm_int8}
 """What needs no checkpoint of its own: the original's numbers are rounded as they are used."""
+LOW_BITS: dict[str, Recipe] = {
+    name: Recipe(name, method, Floats(), grid)
+    for name, method, grid in (
+        ("rtn-int2-g32", "rtn", Grid(2, 32)),
+        ("rtn-int2-g32-zp", "rtn", Grid(2, 32, False)),
+        ("rtn-int2-g128-zp", "rtn", Grid(2, 128, False)),
+        ("gptq-int2-g32-zp", "gptq", Grid(2, 32, False)),
+        ("gptq-int2-g64-zp", "gptq", Grid(2, 64, False)),
+        ("gptq-int2-g128-zp", "gptq", Grid(2, 128, False)),
+        ("rtn-ternary-g32", "rtn", Grid(2, 32, levels=TERNARY)),
+        ("rtn-ternary-g128", "rtn", Grid(2, 128, levels=TERNARY)),
+        ("gptq-ternary-g32", "gptq", Grid(2, 32, levels=TERNARY)),
+        ("gptq-ternary-g128", "gptq", Grid(2, 128, levels=TERNARY)),
+    )
+}
+"""Grids below 3 bits."""
+TERNARY_BITS = 1.6
+"""Five ternary weights fit a byte."""
 REQUEST = (64, 128)
 """Tokens of the timed request and of its answer."""
 TURNS = 3
@@ -46,8 +75,20 @@ RECIPES = (
     *("rtn-int4-g128", "gptq-int4-g128", "rtn-int4-g128-zp", "awq-int4-g128", *WITH_OUTLIERS),
     *("magnitude-50", "wanda-50", "sparsegpt-50", "gptq-int4-g128-zp", "rtn-int8-channel", "rtn-int3-g128"),
     *("gptq-int3-g128", "sparsegpt-2:4", "wanda-2:4", "rtn-int4-g32", "neurons-25", "heads-25", "layers-1"),
-    *("rtn-int4-channel", "gptq-int4-channel"),
+    *("rtn-int4-channel", "gptq-int4-channel", *LOW_BITS),
 )
+
+
+def recipe_of(name: str) -> Recipe:
+    return LOW_BITS.get(name) or read_recipe(name)
+
+
+@cache
+def answered(folder: Path) -> list[bool]:
+    """Which of the shipped questions a server of a model answers correctly."""
+    flags = {"model": str(folder), "device": "cpu", "threads": "1", "kv_cache_memory": "64M", "max_num_seqs": "16"}
+    with Hosted(private(resolve(flags, environ=os.environ)), lambda stage, done, total: None) as url:
+        return ask(Endpoint(url), read_tasks(shipped_tasks()), lambda stage, done, total: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +104,21 @@ class Run:
         """Drift from the original, and megabytes of weights."""
         if recipe in AT_RUN_TIME:
             return self.judge.measure(WithProduct(self.source, AT_RUN_TIME[recipe])), self._int8_bytes() / 1e6
-        Job(self.source, read_recipe(recipe), self.texts, folder).run(lambda stage, done, total: None)
+        Job(self.source, recipe_of(recipe), self.texts, folder).run(lambda stage, done, total: None)
         made = Checkpoint(folder)
-        return self.judge.measure(made), made.bytes / 1e6
+        return self.judge.measure(made), (
+            self._packed_bytes(recipe_of(recipe).grid) if recipe in LOW_BITS else made.bytes
+        ) / 1e6
+
+    def answers(self, folder: Path) -> dict[str, Any]:
+        """Right answers of the shipped questions, and of the original."""
+        questions, right = read_tasks(shipped_tasks()), (answered(self.source.folder), answered(folder))
+        tally = count(questions, right[1], right[0])
+        figures: dict[str, Any] = {"questions": tally.questions}
+        for key, estimate in tally.figures.items():
+            interval = [round(estimate.low or 0, 4), round(estimate.high or 0, 4)]
+            figures |= {key: round(estimate.value, 4), f"{key}_interval": interval}
+        return figures
 
     def speeds(self, recipe: str, folder: Path) -> tuple[float, float]:
         """Tokens per second of the result and of the original."""
@@ -84,20 +137,32 @@ class Run:
 
     def _int8_bytes(self) -> int:
         """Linears of the layers in 8 bits with a float32 scale per output, the rest as it is."""
-        saved = 0
+        return self._bytes_with(lambda outputs, inputs: outputs * (inputs + 4))
+
+    def _packed_bytes(self, grid: Grid) -> int:
+        """Linears of the layers in packed codes with a float16 scale per group, and codes of zero points, the rest as it is."""
+        bits = TERNARY_BITS if grid.levels == TERNARY else grid.bits
+        per_group = 16 + (0 if grid.symmetric else bits)
+        return self._bytes_with(
+            lambda outputs, inputs: round(outputs * (inputs * bits + grid.groups(inputs) * per_group) / 8)
+        )
+
+    def _bytes_with(self, bytes_of: Callable[[int, int], int]) -> int:
+        """Bytes of the model if a linear of (outputs, inputs) takes so many."""
+        total = self.source.bytes
         for index in range(len(self.source.spec.layers)):
             stored = self.source.stored_layer(index)
             for name in LINEAR_NAMES:
                 weight = stored[f"{name}.weight"]
-                saved += weight.nbytes - weight.numel() - 4 * weight.shape[0]
-        return self.source.bytes - saved
+                total += bytes_of(*weight.shape) - weight.nbytes
+        return total
 
 
 def row(
     run: Run, recipe: str, drift: Drift, megabytes: float, speeds: tuple[float, float] | None = None
 ) -> dict[str, Any]:
     """speeds: tokens per second of the model and of the original, where they were measured."""
-    parsed = None if recipe in AT_RUN_TIME else read_recipe(recipe)
+    parsed = None if recipe in AT_RUN_TIME else recipe_of(recipe)
     figures = {name: round(figure.value, 6) for name, figure in drift.figures.items()}
     intervals = {
         f"{name}_interval": [round(figure.low, 6), round(figure.high, 6)]
@@ -164,7 +229,11 @@ def main() -> None:
                 if options.only and recipe not in options.only:
                     continue
                 place = Path(folder) / f"{run.name}-{recipe.replace(':', '-')}"
-                measured = row(run, recipe, *run.measure(recipe, place), run.speeds(recipe, place)) | about
+                judged = run.measure(recipe, place)
+                speeds = None if recipe in LOW_BITS else run.speeds(recipe, place)
+                measured = (
+                    row(run, recipe, *judged, speeds) | (run.answers(place) if recipe in LOW_BITS else {}) | about
+                )
                 print(
                     f"{run.name:24} {recipe:18} {measured['size_mb']:7.2f} MB  perplexity {measured['perplexity']:8.4f} "
                     f"({measured['perplexity_change']:+8.2%})  KL {measured['kl']:.5f}  top-1 {measured['top1']:.4f}",

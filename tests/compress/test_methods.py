@@ -7,7 +7,7 @@ import torch
 
 from ridgeline.compress import awq, smooth
 from ridgeline.compress.gptq import BLOCK, Order, gptq, inverse_factor
-from ridgeline.compress.grid import Codes, Grid, check_matrix, fit_groups, nearest_codes, round_to_nearest
+from ridgeline.compress.grid import TERNARY, Codes, Grid, check_matrix, fit_groups, nearest_codes, round_to_nearest
 from ridgeline.compress.prune import Pattern, by_magnitude, sparsegpt, wanda
 from ridgeline.compress.statistics import Statistics, output_error
 from ridgeline.compress.structured import refit, removal_costs
@@ -74,6 +74,26 @@ def test_rounding_is_the_nearest_point_of_the_grid(
     if symmetric and bits == 4:
         largest = weight.abs() == weight.abs().amax(1, keepdim=True)
         assert (codes.codes[largest] == 0).all()
+
+
+def test_ternary_weights_have_three_values_and_err_less_than_with_the_extreme_as_scale(
+    weight: torch.Tensor, seen: Statistics
+) -> None:
+    """The scale is the mean of the magnitudes above 0.7 of their mean (Ternary Weight Networks); GPTQ errs less than rounding."""
+    grid = Grid(2, 0, levels=TERNARY)
+    made = round_to_nearest(weight, grid)
+    assert set(made.codes.unique().tolist()) == {0, 1, 2}
+    row = weight[0].abs()
+    scale = row[row > 0.7 * row.mean()].mean()
+    torch.testing.assert_close(made.scales[0, 0], scale.half().float())
+    torch.testing.assert_close(made.dequantize()[0], (weight[0] / made.scales[0]).round().clamp(-1, 1) * made.scales[0])
+    extremes = weight.abs().amax(1, keepdim=True)
+    coarse = (weight / extremes).round() * extremes
+    assert float((made.dequantize() - weight).norm()) < float((coarse - weight).norm())
+    better = gptq(weight, seen.moment, grid)
+    assert set(better.codes.unique().tolist()) == {0, 1, 2}
+    errors = (float(output_error(codes.dequantize() - weight, seen.moment).sum()) for codes in (better, made))
+    assert next(errors) < next(errors)
 
 
 def test_a_group_of_zeros_stays_zero() -> None:

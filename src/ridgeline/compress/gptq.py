@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from ridgeline.compress.grid import Codes, Grid, fit, fit_groups, group_index, nearest_codes
+from ridgeline.compress.grid import Codes, Grid, fit_groups, fit_members, group_index, nearest_codes
 from ridgeline.core.errors import UnsupportedModel
 
 DAMPENING = 0.01
@@ -116,7 +116,7 @@ class _Quantizer:
         group = self._group[index]
         if not self._static and index % self._width == 0:
             members = matrix[:, index : index + self._width].float()
-            self.scales[:, group], self.zeros[:, group] = fit(members.amin(1), members.amax(1), self._grid)
+            self.scales[:, group], self.zeros[:, group] = fit_members(members, self._grid)
         scale, zero = self.scales[:, group], self.zeros[:, group]
         codes = nearest_codes(block[:, 0], scale.double(), zero.double(), self._grid)
         self.codes[:, index] = codes.float()

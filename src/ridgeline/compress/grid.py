@@ -9,6 +9,9 @@ import torch
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.quant.format import max_abs
 
+TERNARY = 3
+TERNARY_THRESHOLD = 0.7
+"""Share of a group's mean magnitude below which a ternary weight is 0 (Li and Liu 2016, Ternary Weight Networks, section 2.1)."""
 _SMALLEST_SCALE = 2.0**-14
 """The smallest normal float16. A group of zeros gets this scale, which avoids a division by zero."""
 
@@ -25,16 +28,18 @@ class Grid:
     """Without zero points: the middle code represents 0."""
     scale_dtype: torch.dtype = torch.float16
     """Type in which scales are stored. Codes are computed with the stored scales."""
+    levels: int = 0
+    """Number of codes. 0: 2^bits. TERNARY: -1, 0 and 1 times the scale."""
 
     @property
     def max_code(self) -> int:
         """The largest code."""
-        return (1 << self.bits) - 1
+        return (self.levels or 1 << self.bits) - 1
 
     @property
     def middle_code(self) -> int:
         """The code that represents 0 in a symmetric grid."""
-        return 1 << (self.bits - 1)
+        return (self.levels or 1 << self.bits) // 2
 
     def width(self, d_in: int) -> int:
         """Return the inputs per group in a row of d_in inputs."""
@@ -104,12 +109,24 @@ def split_groups(weight: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     return list(weight.split(grid.width(weight.shape[1]), dim=1))
 
 
+def fit_members(members: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and zero point of one group of each output, float32 [out] each; members: [out, inputs of the group].
+
+    A grid covers the extremes of the group. The scale of a ternary grid is the mean magnitude of the weights that are not 0.
+    """
+    if grid.levels != TERNARY:
+        return fit(members.amin(1), members.amax(1), grid)
+    magnitudes = members.abs()
+    kept = magnitudes > TERNARY_THRESHOLD * magnitudes.mean(1, keepdim=True)
+    scales = (magnitudes * kept).sum(1) / kept.sum(1).clamp(min=1)
+    scales = scales.clamp(min=_SMALLEST_SCALE).to(grid.scale_dtype).float()
+    return scales, torch.full_like(scales, float(grid.middle_code))
+
+
 def fit_groups(weight: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zero points of every group from its extremes, float32 [out, groups] each."""
-    groups = split_groups(weight, grid)
-    low = torch.stack([group.amin(1) for group in groups], 1)
-    high = torch.stack([group.amax(1) for group in groups], 1)
-    return fit(low, high, grid)
+    """Return scales and zero points of every group, float32 [out, groups] each."""
+    scales, zeros = zip(*(fit_members(group, grid) for group in split_groups(weight, grid)), strict=True)
+    return torch.stack(scales, 1), torch.stack(zeros, 1)
 
 
 def encode(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, grid: Grid) -> Codes:
