@@ -150,7 +150,7 @@ template <class T> void multiply(const Call8<T>& c, const bf16* x, Form form, bf
             continue;
         }
 #endif
-        by_vectors(part, x, {first, end});
+        in_any_number<false>(part, x, {first, end});
     }
 }
 
