@@ -204,7 +204,7 @@ HAVING = {"plain": {"amx_bf16", "avx512_bf16"}, "avx2": {"avx512f"}, "avx2-words
 @pytest.fixture(scope="session")
 def plainer(shared: Path, pytestconfig: pytest.Config) -> Callable[[str], Path]:
     """Where a library lies that leaves instructions out, made once for these sources and kept where pytest keeps what it finds
-    again (half a minute of two cores): plainer(name in HAVING)."""
+    again (a quarter of a minute of two cores): plainer(name in HAVING)."""
     kept: Any = getattr(pytestconfig, "cache", None)
 
     @cache

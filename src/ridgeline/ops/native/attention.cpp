@@ -21,6 +21,9 @@ template <class T> void attention(const Call<T>& c) {
 
 }  // namespace
 
+template void attend(const Call<bf16>&, const Schedule&, Partial*, Tickets&, Work<bf16>&, Team);
+template void attend(const Call<float>&, const Schedule&, Partial*, Tickets&, Work<float>&, Team);
+
 RIDGELINE_API void rl_attention_bf16(const View* view, const bf16* q, bf16* out, const bf16* cache, index heads,
                                      index q_stride, float* lse) {
     attention(Call<bf16>{*view, q, out, cache, heads, q_stride, lse});

@@ -263,4 +263,8 @@ void attend(const Call<T>& c, const Schedule& s, Partial* partials, Tickets& tic
     }
 }
 
+// Compiled once, in attention.cpp.
+extern template void attend(const Call<bf16>&, const Schedule&, Partial*, Tickets&, Work<bf16>&, Team);
+extern template void attend(const Call<float>&, const Schedule&, Partial*, Tickets&, Work<float>&, Team);
+
 }  // namespace ridgeline

@@ -43,6 +43,9 @@ template <class T> void linear(const Problem<T>& p, const IntWeights& w) {
 
 }  // namespace
 
+template void int_product(const Problem<bf16>&, const IntWeights&, void*, Team);
+template void int_product(const Problem<float>&, const IntWeights&, void*, Team);
+
 RIDGELINE_API void rl_int_pack(const std::uint8_t* codes, std::uint8_t* packed, index n, index k, index bits) {
     pack(codes, packed, n, k, bits);
 }

@@ -249,4 +249,8 @@ template <int DIGITS = 2, class T> void int_product(const Problem<T>& p, const I
     sum_blocks(p, w, d, sums_of, share(p.units(), team.who, team.of), [](auto&&...) {});
 }
 
+// Compiled once, in integer.cpp.
+extern template void int_product(const Problem<bf16>&, const IntWeights&, void*, Team);
+extern template void int_product(const Problem<float>&, const IntWeights&, void*, Team);
+
 }  // namespace ridgeline

@@ -30,6 +30,9 @@ template <class T> void linear(const Problem<T>& p) {
 
 }  // namespace
 
+template void product(const Problem<bf16>&, bf16*, Team);
+template void product(const Problem<float>&, float*, Team);
+
 #define RIDGELINE_LINEAR(T, SUFFIX)                                                                                      \
     RIDGELINE_API void rl_pack_##SUFFIX(const T* weight, T* packed, index n, index k) { pack(weight, packed, n, k); }     \
     RIDGELINE_API void rl_linear_##SUFFIX(const T* x, const T* packed, const T* bias, const T* added, T* out, index m,    \

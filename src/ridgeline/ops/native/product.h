@@ -40,4 +40,8 @@ template <class T> void product(const Problem<T>& p, T* room, Team team) {
     by_vectors(p, x, share(p.units(), team.who, team.of));
 }
 
+// Compiled once, in linear.cpp.
+extern template void product(const Problem<bf16>&, bf16*, Team);
+extern template void product(const Problem<float>&, float*, Team);
+
 }  // namespace ridgeline

@@ -168,10 +168,14 @@ template <class T, bool GATED, class Out> void in_order(const Problem<T, Out>& p
     for (; block < own.end; ++block) rows_in_order<T, GATED ? 2 : 1, GATED>(p, x, block);
 }
 
+// The blocks, or pairs of blocks, `own`, of a product with more than FEW_ROWS rows or a fixed order.
+template <bool GATED, class T, class Out> void in_any_number(const Problem<T, Out>& p, const T* x, Range own) {
+    p.fixed ? in_order<T, GATED>(p, x, own) : many_rows<T, GATED>(p, x, own);
+}
+
 // The blocks, or pairs of blocks, `own`.
 template <class T, class Out> void by_vectors(const Problem<T, Out>& p, const T* x, Range own) {
-    if (p.fixed) return p.gated() ? in_order<T, true>(p, x, own) : in_order<T, false>(p, x, own);
-    if (p.m > FEW_ROWS) return p.gated() ? many_rows<T, true>(p, x, own) : many_rows<T, false>(p, x, own);
+    if (p.fixed || p.m > FEW_ROWS) return p.gated() ? in_any_number<true>(p, x, own) : in_any_number<false>(p, x, own);
     p.gated() ? few_rows<true>(p, x, own) : few_rows<false>(p, x, own);
 }
 
