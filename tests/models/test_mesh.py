@@ -60,7 +60,8 @@ def test_two_ranks_are_one_device(case: str, folder: Path, ranks: list[dict[str,
     model = load(folder, case)
     want = logits(model)
     first, second = (rank[case] for rank in ranks)
-    torch.testing.assert_close(first, want, rtol=1e-5, atol=1e-5)
+    # Rounding is relative to the summands, not to their sum: an absolute bound alone would depend on the processor's kernels.
+    torch.testing.assert_close(first, want, rtol=1e-5, atol=1e-5 * max(1.0, float(want.abs().max())))
     assert torch.equal(first, second)
     drawn = slice(-2 * DECODED, None)
     assert torch.equal(first[drawn].argmax(-1), want[drawn].argmax(-1))
