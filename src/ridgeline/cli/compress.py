@@ -32,7 +32,7 @@ from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.drafter_job import KINDS
 from ridgeline.compress.evaluate import Evaluator
 from ridgeline.compress.job import Job
-from ridgeline.compress.recipes import EXAMPLES, Recipe, read_recipe
+from ridgeline.compress.recipes import DRAFTERS, EXAMPLES, Recipe, read_recipe
 from ridgeline.compress.student import check_student
 from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows, split
 from ridgeline.compress.tuned import (
@@ -314,8 +314,9 @@ def _measure_served(
 
 
 def _recipes(*, requested: bool) -> int:
-    width = max(map(len, EXAMPLES))
-    lines = [f"  {name:{width}}  {text}" for name, text in EXAMPLES.items()]
+    listed = EXAMPLES | DRAFTERS
+    width = max(map(len, listed))
+    lines = [f"  {name:{width}}  {text}" for name, text in listed.items()]
     lines = [
         "recipes:",
         *lines,

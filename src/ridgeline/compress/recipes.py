@@ -38,11 +38,14 @@ EXAMPLES = {
     "heads-25": "a quarter of the attention heads removed",
     "layers-2": "two layers removed",
     "distill": "a model of another shape (--student-config, --student) trained on the original's outputs for --tune FILE",
+}
+"""Recipes listed by the help. Other bits, groups, shares and patterns follow the same naming scheme."""
+DRAFTERS = {
     "medusa": "Medusa heads for --speculate medusa:FOLDER, trained on --tune FILE",
     "recurrent": "a recurrent draft for --speculate recurrent:FOLDER, trained on --tune FILE",
     "draft": "a draft model (--student-config, --student) for --speculate draft:FOLDER, trained on --tune FILE",
 }
-"""Recipes listed by the help. Other bits, groups, shares and patterns follow the same naming scheme."""
+"""Recipes that train a drafter (compress.drafter_job) instead of a compressed model."""
 
 _QUANTIZED = re.compile(r"(rtn|gptq|awq)-int([348])-(?:g(\d+)|channel)(-zp|-sym)?(-actorder|-ordered)?")
 _SPARSE = re.compile(r"(magnitude|wanda|sparsegpt)-(?:(\d+):(\d+)|(\d+))")
@@ -91,7 +94,7 @@ def read_recipe(name: str) -> Recipe:
     if name in ("rtn-w8a8", "smoothquant-w8a8"):
         method = name.partition("-")[0]
         return Recipe(name, method, Integers(INT8), Grid(8))  # type: ignore[arg-type]
-    similar = difflib.get_close_matches(name, EXAMPLES, n=1)
+    similar = difflib.get_close_matches(name, [*EXAMPLES, *DRAFTERS], n=1)
     hint = f"did you mean {similar[0]}?" if similar else f"examples are {', '.join(EXAMPLES)}."
     raise ConfigError(f"Unknown recipe {name!r}: {hint}", param="recipe")
 
