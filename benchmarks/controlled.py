@@ -193,7 +193,7 @@ def start(model: Path, draft: Path | None, config: EngineConfig, script: Script)
     ) -> tuple[Speculation, DeviceDrafter]:
         inner: DeviceDrafter = NoDrafter()
         if draft is not None:
-            inner, _ = build._open_device(asked, target, dummy)
+            inner, _ = build.DEVICE_DRAFTERS[asked.device](asked, target, asked.folder or Path(), dummy)
         return NO_SPECULATION, Controlled(inner, share, script)
 
     build.wanted_by = lambda *_: wanted

@@ -35,7 +35,7 @@ from ridgeline.core.workload import RequestSpec, Workload
 from ridgeline.planner.diagnose import diagnose, observe
 from ridgeline.planner.remedies import OBJECTIVES, Remedy, objective_of, predict
 from ridgeline.planner.simulate import Figures
-from ridgeline.planner.situation import Situation, read_requests
+from ridgeline.planner.situation import Situation, figures_of, newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,10 @@ class Plant:
     concurrency: int | None = None
     model: str = "large"
     draft: bool = False
-    slow_reader: bool = False
+    slow_bytes_s: float = 0.0
+    """Bytes per second that a slow client reads; 0: clients read as fast as they can."""
+    choices: int = 1
+    """Choices of each request of a slow client. Sockets hold some megabytes: only more than that makes the server wait."""
 
     @property
     def name(self) -> str:
@@ -68,12 +71,31 @@ class Scale:
     chunk: int
     cache_bytes: int
     slow_bytes_s: float
+    choices: int
 
 
 GPU = Scale(
-    short=128, prompt=4096, long=16_000, output=128, rate=25.0, chunk=16_384, cache_bytes=1 << 30, slow_bytes_s=1e6
+    short=128,
+    prompt=4096,
+    long=16_000,
+    output=128,
+    rate=25.0,
+    chunk=16_384,
+    cache_bytes=1 << 30,
+    slow_bytes_s=1e6,
+    choices=16,
 )
-CPU = Scale(short=32, prompt=512, long=3_000, output=48, rate=30.0, chunk=3_072, cache_bytes=15 << 20, slow_bytes_s=5e4)
+CPU = Scale(
+    short=32,
+    prompt=512,
+    long=3_000,
+    output=48,
+    rate=30.0,
+    chunk=3_072,
+    cache_bytes=15 << 20,
+    slow_bytes_s=5e4,
+    choices=4,
+)
 
 
 def every(
@@ -104,7 +126,10 @@ def plants(scale: Scale, gpu: bool) -> list[Plant]:
             workload(every(40, rate / 2, prompt, 16, shared=prompt - 64)),
         ),
         Plant("prompts delay decoding", "prompt chunk", ("--max-num-batched-tokens", str(scale.chunk)), mixed),
-        Plant("client", "client", (), workload(every(4, 4.0, short, 8 * output)), slow_reader=True),
+        Plant(
+            "client", "client", (), workload(every(4, 4.0, short, 8 * output)), slow_bytes_s=scale.slow_bytes_s,
+            choices=scale.choices,
+        ),
     ]  # fmt: skip
     if not gpu:
         return made
@@ -166,7 +191,7 @@ def examine(record: Record) -> Verdict:
 
 def measure(plant: Plant, models: Models) -> dict[str, Any]:
     """Run a plant, apply its first remedy, run again."""
-    if plant.slow_reader:
+    if plant.slow_bytes_s:
         return slow_reader(plant, models.of(plant))
     run = replay(models.of(plant), plant.workload, plant.concurrency)
     record = record_of(run)
@@ -216,21 +241,19 @@ def slow_reader(plant: Plant, flags: Sequence[str]) -> dict[str, Any]:
 
 
 async def _slow_reader(plant: Plant, flags: Sequence[str]) -> dict[str, Any]:
-    # Sockets hold some megabytes: only more than that makes the server wait.
-    choices, bytes_s = (16, GPU.slow_bytes_s) if plant.workload.requests[0].output > 500 else (4, CPU.slow_bytes_s)
     async with serving(flags) as url:
         await send(url, plant.workload.first(1), 0.0, 1)
         first = time.time()
-        await send(url, plant.workload, bytes_s, choices)
+        await send(url, plant.workload, plant.slow_bytes_s, plant.choices)
         record = await asyncio.to_thread(read_server, url, "")
         slow = [request for request in record.rows if request["arrived_at"] >= first]
         second = time.time()
-        await send(url, plant.workload, 0.0, choices)
+        await send(url, plant.workload, 0.0, plant.choices)
         rows = (await asyncio.to_thread(read_server, url, "")).rows
         fast = [request for request in rows if request["arrived_at"] >= second]
     verdict = examine(Record(record.snapshot, slow))
     remedy = verdict.remedies[0] if verdict.remedies else None
-    return row(plant, verdict, remedy, read_requests(slow)[1], read_requests(fast)[1])
+    return row(plant, verdict, remedy, figures_of(newest(slow)), figures_of(newest(fast)))
 
 
 async def send(url: str, load: Workload, bytes_s: float, choices: int) -> None:

@@ -234,6 +234,7 @@ def test_training_makes_medusa_heads_better(folder: Path, corpus: Path, tmp_path
             "--teacher-url does not apply to the recipe draft: use --recipe distill",
         ),
         ("distill", {}, ("--teacher-logprobs", "3"), "--teacher-logprobs applies to a server: give --teacher-url URL"),
+        ("draft", {}, ("--judged-tokens", "64"), "--judged-tokens does not apply to the recipe draft, which measures"),
         ("distill", {}, ("--student", "."), "--student and --student-config exclude each other"),
         (
             "distill",

@@ -11,9 +11,8 @@ from ridgeline.planner.diagnose import Observation, diagnose, observe
 # An 8B in bf16 on an H200, 64 requests of 2,000 tokens: 16.1 GB of weights (15.0 a step), 16.8 GB of KV.
 DECODING = Observation(
     running=64.0, waiting=0.0, max_running=512.0, kv_used=0.2, kv_tokens=128_000.0, busy=0.98, bubble=0.01,
-    prompt_share=0.1, hit_rate=0.1, mfu=0.1, mbu=0.85, step_s=8.9e-3, step_bytes=31.8e9, weight_bytes=15.0e9,
-    kv_bytes_per_token=131_072.0, bandwidth=4.26e12, e2e_s=3.0, queue_s=0.0, prefill_s=0.1, tpot_s=9e-3, outside_s=0.01,
-    device="NVIDIA H200",
+    prompt_share=0.1, mfu=0.1, mbu=0.85, step_s=8.9e-3, step_bytes=31.8e9, weight_bytes=15.0e9,
+    kv_bytes_per_token=131_072.0, bandwidth=4.26e12, e2e_s=3.0, queue_s=0.0, prefill_s=0.1, outside_s=0.01,
 )  # fmt: skip
 
 
@@ -50,6 +49,8 @@ def test_a_snapshot_with_unknown_figures_is_read() -> None:
         "now": {}, "figures": {}, "facts": {}, "ceilings": {"measured_bytes": 0.0, "bytes": 0.0}, "latencies": {},
     }  # fmt: skip
     assert diagnose(observe(snapshot)).bottleneck == "none"
+    failed = {"arrived_at": 1.0, "ttft_s": None, "prompt_tokens": 8, "cached_tokens": 0}
+    assert diagnose(observe(snapshot, [failed])).bottleneck == "none", "no request got a token"
 
 
 def test_the_distance_of_the_system_stands_before_that_of_busy_time() -> None:

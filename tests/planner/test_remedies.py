@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ridgeline.core.calibration import cost_values, read_cost
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
@@ -21,7 +22,7 @@ from ridgeline.hardware.serving import PRODUCT_TIMES
 from ridgeline.hardware.table import find
 from ridgeline.planner.remedies import OBJECTIVES, Outlook, predict
 from ridgeline.planner.simulate import Server, simulate
-from ridgeline.planner.situation import Situation, measured_cost, read_requests, read_situation
+from ridgeline.planner.situation import Situation, figures_of, measured_cost, newest, read_situation, workload_of
 from ridgeline.planner.techniques import TECHNIQUES, Effort
 
 LAYER = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
@@ -150,19 +151,29 @@ def row(at: float, prompt: list[int], output: int, choices: int = 1) -> dict[str
 def test_recorded_requests_become_a_workload_that_shares_what_they_shared() -> None:
     common = list(range(200))
     rows = [row(12.0, [*common, 7, 8], 20), row(10.0, [*common, 9], 30, choices=2), row(11.0, list(range(500, 900)), 4)]
-    workload, figures = read_requests([*rows, {**rows[0], "ttft_s": None}])
+    ended = newest([*rows, {**rows[0], "ttft_s": None}])
+    workload, figures = workload_of(ended), figures_of(ended)
     assert [spec.at_s for spec in workload.requests] == [0.0, 0.0, 1.0, 2.0]
     assert [spec.output for spec in workload.requests] == [15, 15, 4, 20]
     first, second, other, last = (spec.blocks for spec in workload.requests)
     assert first == second == last and len(last) == 3 and not set(other) & set(last)
     assert figures.e2e_s == 1.0 and figures.tokens_s == pytest.approx(54 / 3)
+    del rows[0]["prefix_hashes"]  # of an older server
+    assert workload_of(newest(rows)).requests[-1].blocks == ()
 
 
 def test_what_cannot_be_predicted_says_why() -> None:
-    with pytest.raises(ConfigError, match="No request has ended lately"):
-        read_requests([])
+    facts = {"model_options": {}, "options": {}, "device": "cpu", "page_tokens": 16, "max_num_seqs": 4, "max_len": 512}
     with pytest.raises(ConfigError, match="does not report its cost, max_num_batched_tokens"):
-        read_situation({"facts": {"model_options": {}, "options": {}}, "figures": {}}, [], SPEC)
+        read_situation({"facts": facts, "figures": {}}, [], SPEC)
+    facts |= {"cost": cost_values(SERVER.cost), "max_num_batched_tokens": 64}
+    failed = {**row(0.0, [1], 0), "ttft_s": None}
+    with pytest.raises(ConfigError, match="No request has ended lately"):
+        read_situation({"facts": facts, "figures": {}}, [failed], SPEC)
+
+
+def test_a_cost_model_is_read_as_it_was_written() -> None:
+    assert read_cost(SPEC, json.loads(json.dumps(cost_values(SERVER.cost)))) == SERVER.cost
 
 
 def test_samples_and_prompts_are_remedies_of_the_clients() -> None:
@@ -185,6 +196,10 @@ def test_measured_times_of_products_are_those_of_the_result_files() -> None:
     for name in ("fp8", "int8", "w8a8", "llm-int8"):
         expected = layers[f"w8a8-layer-{name}-m8192-us"] / layers["w8a8-layer-bf16-m8192-us"]
         assert times[name][1] == pytest.approx(expected, abs=0.006), name
+    speeds, shape = results("cpu_formats.json", "ratio"), "smollm135m"
+    for name in ("int8", "fp8", "w8a8", "llm-int8", "int4"):
+        expected = [1 / speeds[f"{shape}-{name}-{run}"] for run in ("b1", "prefill512")]
+        assert PRODUCT_TIMES["cpu"][name] == pytest.approx(expected, abs=0.006), name
     plain, halved = (steps[f"8b-{name}-single128-tpot-ms"] for name in ("bf16", "fp8"))
     head = plain * SPEC.vocab_size * SPEC.d_model * 2 / SPEC.step_weight_bytes
     assert times["fp8"][0] == pytest.approx((halved - head) / (plain - head), abs=0.006)

@@ -43,7 +43,8 @@ class ServerState:
         """The server's records of the run's requests, up to the 1,000 newest."""
         reply = await fetch(self._client, "/requests?limit=1000")
         rows = msgspec.json.decode(reply.text, type=dict)["data"] if reply.status == 200 else []
-        return [{name: row[name] for name in RECORD} for row in rows if row["request_id"].startswith(self._label)]
+        ended = (row for row in rows if str(row.get("request_id", "")).startswith(self._label))
+        return [{name: row[name] for name in RECORD if name in row} for row in ended]  # older versions record less
 
     async def _ask(self) -> dict[str, Any] | None:
         reply = await fetch(self._client, "/dashboard/data")

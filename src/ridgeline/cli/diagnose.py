@@ -15,7 +15,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,41 +80,43 @@ class Record:
     client: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the command prints.
+
+    unpredicted: why there are no predictions, or "": then situation and outlook are given. applied: the remedy that was measured.
+    measurements: figures of the recorded load without and with it.
+    """
+
+    diagnosis: Diagnosis
+    situation: Situation | None = None
+    outlook: Outlook | None = None
+    unpredicted: str = ""
+    applied: Remedy | None = None
+    measurements: tuple[Figures, ...] = ()
+
+
 def run(args: Arguments) -> int:
     options = args.options
     source = getattr(options, "url", DEFAULT_URL)
     record = _read_run(Path(source)) if Path(source).exists() else read_server(source, getattr(options, "key", ""))
-    diagnosis = diagnose(observe(record.snapshot, record.rows, record.client))
+    result = _examine(record, getattr(options, "model_folder", ""), getattr(options, "improve", ""))
+    if hasattr(options, "apply"):
+        result = _apply(result, options.apply)
     if getattr(options, "json", False):
-        content = asdict(diagnosis)
+        print(json.dumps(_json_value(_content(result)), indent=1))
     else:
-        content = None
-        _show(diagnosis, Console())
+        _show(result, Console())
+    return 0
+
+
+def _examine(record: Record, folder: str, objective: str) -> Result:
+    diagnosis = diagnose(observe(record.snapshot, record.rows, record.client))
     try:
-        situation = situation_of(record, getattr(options, "model_folder", ""))
-        outlook = predict(situation, getattr(options, "improve", "") or objective_of(diagnosis.bottleneck))
-    except ConfigError as error:
-        if hasattr(options, "apply"):
-            raise
-        return _unpredicted(error.message, content)
-    remedy = _numbered(outlook, options.apply) if hasattr(options, "apply") else None
-    if content is None:
-        _show_outlook(outlook, situation, Console())
-    figures = None if remedy is None else _apply(remedy, situation)
-    if content is not None:
-        print(json.dumps(_json_value(content | _content(outlook, situation, remedy, figures)), indent=1))
-    elif remedy is not None and figures is not None:
-        _compare(remedy, outlook, figures, Console())
-    return 0
-
-
-def _unpredicted(reason: str, content: dict[str, Any] | None) -> int:
-    """The bottleneck is known, but nothing can be predicted."""
-    if content is None:
-        Console().print(f"\nNo predictions: {reason}", highlight=False, markup=False)
-    else:
-        print(json.dumps(_json_value(content | {"no_predictions": reason}), indent=1))
-    return 0
+        situation = situation_of(record, folder)
+        return Result(diagnosis, situation, predict(situation, objective or objective_of(diagnosis.bottleneck)))
+    except ConfigError as error:  # the bottleneck is known all the same
+        return Result(diagnosis, unpredicted=error.message)
 
 
 # --- reading -------------------------------------------------------------------------------------------------------------
@@ -200,25 +202,33 @@ def _numbered(outlook: Outlook, number: int) -> Remedy:
     return remedy
 
 
-def _apply(remedy: Remedy, now: Situation) -> tuple[Figures, Figures]:
-    """Figures of the recorded load on copies of the server, without and with the remedy."""
-    pair = []
+def _apply(result: Result, number: int) -> Result:
+    """Measure remedy `number`: replay the recorded load on copies of the server, without and with it."""
+    now, outlook = result.situation, result.outlook
+    if now is None or outlook is None:
+        raise ConfigError(f"--apply {number}: there are no remedies. {result.unpredicted}", param="apply")
+    remedy, measurements = _numbered(outlook, number), []
     for situation in (now, remedy.change.after):
         words = situation.flags()
-        print(
-            f"Replaying {len(now.workload.requests)} requests on: ridgeline serve {shlex.join(words)}", file=sys.stderr
-        )
-        pair.append(measured(replay(words, situation.workload, situation.concurrency)))
-    return pair[0], pair[1]
+        requests = len(now.workload.requests)
+        print(f"Replaying {requests} requests on: ridgeline serve {shlex.join(words)}", file=sys.stderr)
+        measurements.append(measured(replay(words, situation.workload, situation.concurrency)))
+    return replace(result, applied=remedy, measurements=tuple(measurements))
 
 
 # --- showing -------------------------------------------------------------------------------------------------------------
 
 
-def _show(diagnosis: Diagnosis, console: Console) -> None:
-    console.print(f"[bold]Bottleneck: {diagnosis.bottleneck}[/bold]")
-    for line in (*diagnosis.evidence, *diagnosis.distance):
+def _show(result: Result, console: Console) -> None:
+    console.print(f"[bold]Bottleneck: {result.diagnosis.bottleneck}[/bold]")
+    for line in (*result.diagnosis.evidence, *result.diagnosis.distance):
         console.print(f"  {line}", highlight=False)
+    if result.situation is None or result.outlook is None:
+        console.print(f"\nNo predictions: {result.unpredicted}", highlight=False, markup=False)
+        return
+    _show_outlook(result.outlook, result.situation, console)
+    if result.applied is not None:
+        _compare(result.applied, result.outlook, result.measurements, console)
 
 
 def _show_outlook(outlook: Outlook, situation: Situation, console: Console) -> None:
@@ -252,15 +262,24 @@ def _describe(number: int, remedy: Remedy, outlook: Outlook, situation: Situatio
             "tokens/s": _change(now.tokens_s, after.tokens_s),
         }
         predicted, details = f"{-remedy.gain:5.0%}", ", ".join(f"{name} {change}" for name, change in changes.items())
-    how = technique.command or " ".join(flags(remedy.change.after.changes(situation))) or "the default options"
+    how = technique.command or _how(remedy.change.after.changes(situation), situation.options())
     costs = f"effort: {technique.effort}; risk to quality: {remedy.change.risk.name.lower()}; price: {technique.price}"
     lines = f"[bold]{number:3} {predicted}  {escape(remedy.name)}[/bold]", details, escape(how), costs
     return "\n           ".join(lines)
 
 
-def _compare(remedy: Remedy, outlook: Outlook, figures: tuple[Figures, Figures], console: Console) -> None:
+def _how(changes: Mapping[str, object], options: Mapping[str, object]) -> str:
+    """Flags that apply changes, and flags to leave out."""
+    words = [*flags(changes)]
+    words += [
+        f"without {flag}" for flag in flags({name: options[name] for name, new in changes.items() if new is None})
+    ]
+    return " ".join(words)
+
+
+def _compare(remedy: Remedy, outlook: Outlook, measurements: tuple[Figures, ...], console: Console) -> None:
     """Print predicted beside measured."""
-    before, after = figures
+    before, after = measurements
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
     head = ("simulated now", "measured now", "predicted", "measured", "predicted change", "measured change")
     for name in (f"after {remedy.name}", *head):
@@ -284,36 +303,39 @@ def _change(before: float, after: float) -> str:
     return f"{after / before - 1:+.0%}" if before and math.isfinite(after / before) else "?"
 
 
-def _content(
-    outlook: Outlook, situation: Situation, applied: Remedy | None, figures: tuple[Figures, Figures] | None
-) -> dict[str, Any]:
-    """The outlook as plain data."""
-    content: dict[str, Any] = {
+def _content(result: Result) -> dict[str, Any]:
+    """The result as plain data."""
+    content: dict[str, Any] = asdict(result.diagnosis)
+    situation, outlook = result.situation, result.outlook
+    if situation is None or outlook is None:
+        return content | {"no_predictions": result.unpredicted}
+    content |= {
         "objective": outlook.objective,
         "requests": len(situation.workload.requests),
         "recorded": asdict(outlook.recorded),
         "simulated": asdict(outlook.simulated),
-        "remedies": [
-            {
-                "number": number,
-                "name": remedy.name,
-                "gain": remedy.gain,
-                "predicted": None if remedy.figures is None else asdict(remedy.figures),
-                "unknown": remedy.change.unknown,
-                "effort": str(remedy.technique.effort),
-                "risk": remedy.change.risk.name.lower(),
-                "price": remedy.technique.price,
-                "options": remedy.change.after.changes(situation),
-            }
-            for number, remedy in enumerate(outlook.offered, 1)
-        ],
+        "remedies": [_remedy(number, remedy, situation) for number, remedy in enumerate(outlook.offered, 1)],
         "no_gain": outlook.useless,
         "not_built": NOT_BUILT,
     }
-    if applied is not None and figures is not None:
-        before, after = (asdict(measurement) for measurement in figures)
-        content["applied"] = {"name": applied.name, "measured_before": before, "measured_after": after}
+    if result.applied is not None:
+        before, after = (asdict(figures) for figures in result.measurements)
+        content["applied"] = {"name": result.applied.name, "measured_before": before, "measured_after": after}
     return content
+
+
+def _remedy(number: int, remedy: Remedy, situation: Situation) -> dict[str, Any]:
+    return {
+        "number": number,
+        "name": remedy.name,
+        "gain": remedy.gain,
+        "predicted": None if remedy.figures is None else asdict(remedy.figures),
+        "unknown": remedy.change.unknown,
+        "effort": str(remedy.technique.effort),
+        "risk": remedy.change.risk.name.lower(),
+        "price": remedy.technique.price,
+        "options": remedy.change.after.changes(situation),
+    }
 
 
 def _json_value(value: Any) -> Any:

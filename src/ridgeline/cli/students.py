@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.cli.flags import Parser, whole_number
+from ridgeline.compress.drafter_job import KINDS
 from ridgeline.compress.served_teacher import ServedTeacher
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import MAX_LOGPROBS
@@ -17,6 +18,9 @@ STUDENT = ("student", "student_config")
 TEACHER = ("teacher_url", "teacher_model", "teacher_key_env", "teacher_logprobs")
 RECIPES = {"distill": (*STUDENT, *TEACHER), "draft": STUDENT, "medusa": (), "recurrent": ()}
 """Recipe -> the options of this module that apply to it."""
+
+MEASURED = ("tasks", "speed_tokens", "judged_tokens")
+"""Options that measure a compressed model, which a drafter is not. 0 measures nothing."""
 
 
 def add_options(parser: Parser) -> None:
@@ -56,6 +60,12 @@ def check_options(recipe: str, options: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} does not apply to the recipe {recipe}: use {able}.", param=name
             )
+    if ignored := next((name for name in MEASURED if options.get(name) and recipe in KINDS), None):
+        raise ConfigError(
+            f"--{ignored.replace('_', '-')} does not apply to the recipe {recipe}, which measures the drafter's accuracy: leave it "
+            "out.",
+            param=ignored,
+        )
     if recipe in RECIPES and "tune" not in options:
         raise ConfigError(f"The recipe {recipe} trains on texts: give --tune FILE.", param="tune")
     if all(name in options for name in STUDENT):

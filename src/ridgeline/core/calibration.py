@@ -60,9 +60,7 @@ class Calibration:
             "device": self.device,
             "date": self.date,
             "model": identity(self.cost.spec),
-            "flops_per_s": self.cost.flops_per_s,
-            "bytes_per_s": self.cost.bytes_per_s,
-            "factors": factors(self.cost),
+            **cost_values(self.cost),
             "intervals": {name: [_finite(low), _finite(high)] for name, (low, high) in self.intervals.items()},
             "steps": self.steps,
             "fitted_error": asdict(self.fitted),
@@ -71,15 +69,16 @@ class Calibration:
         return json.dumps(content, indent=2) + "\n"
 
 
-def factors(cost: CostModel) -> dict[str, Any]:
-    """The factors of a cost model as JSON values."""
-    return {name: _finite(value) for name in FACTORS if (value := getattr(cost, name)) is not None}
+def cost_values(cost: CostModel) -> dict[str, Any]:
+    """The rates and factors of a cost model as JSON values. Factors that equal another one (None) are left out."""
+    factors = {name: _finite(value) for name in FACTORS if (value := getattr(cost, name)) is not None}
+    return {"flops_per_s": cost.flops_per_s, "bytes_per_s": cost.bytes_per_s, "factors": factors}
 
 
-def read_factors(spec: ModelSpec, flops_per_s: float, bytes_per_s: float, values: Mapping[str, Any]) -> CostModel:
-    """The cost model with these rates and factors. Missing factors have their defaults."""
-    known: dict[str, Any] = {name: float(values[name]) for name in FACTORS if name in values}
-    return CostModel(spec, flops_per_s, bytes_per_s, **known)
+def read_cost(spec: ModelSpec, values: Mapping[str, Any], calibrated: bool = False) -> CostModel:
+    """The cost model of `cost_values`. Raises KeyError, TypeError or ValueError for other values."""
+    factors: dict[str, Any] = {name: float(value) for name, value in values["factors"].items()}
+    return CostModel(spec, values["flops_per_s"], values["bytes_per_s"], calibrated=calibrated, **factors)
 
 
 def _finite(value: float) -> float | str:
@@ -107,8 +106,7 @@ def load_calibration(path: Path, spec: ModelSpec, device: str = "") -> Calibrati
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        factors = {name: float(content["factors"][name]) for name in FACTORS}
-        cost = CostModel(spec, content["flops_per_s"], content["bytes_per_s"], calibrated=True, **factors)
+        cost = read_cost(spec, content, calibrated=True)
         fitted, unseen = (Errors(**content[name]) for name in ("fitted_error", "leave_one_out_error"))
         intervals = {name: (float(low), float(high)) for name, (low, high) in content.get("intervals", {}).items()}
         calibration = Calibration(cost, content["device"], content["date"], content["steps"], fitted, unseen, intervals)

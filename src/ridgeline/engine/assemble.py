@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from ridgeline.core.calibration import factors
+from ridgeline.core.calibration import cost_values
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Deployment, size
 from ridgeline.core.sizing import Memory, MemoryPlan
@@ -120,7 +119,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         seed=model.seed,
         facts=_facts(folder, loaded, plan, device)
         | {"speculate": [*wanted.host, *filter(None, [wanted.device])]}
-        | _configured(model, config, cost)
+        | {"model_options": asdict(model), "options": asdict(config), "cost": cost_values(cost)}
         | {"ops": ops.name, "startup_s": stages.seconds, "ceilings": ceilings},
         grammars=grammars,
         account=DeviceAccount(cost, power, drafter.work),
@@ -128,12 +127,6 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     )
     log.debug("ready: %s", setup.facts)
     return Engine(Loop(scheduler, runner, steps_in_flight=plan.steps_in_flight), setup)
-
-
-def _configured(model: ModelConfig, config: EngineConfig, cost: CostModel) -> dict[str, Any]:
-    """What a diagnosis needs to predict other options."""
-    rates = {"flops_per_s": cost.flops_per_s, "bytes_per_s": cost.bytes_per_s}
-    return {"model_options": asdict(model), "options": asdict(config), "cost": rates | factors(cost)}
 
 
 def _fingerprint(folder: Path, model: ModelConfig, spec: ModelSpec, layout: KvLayout, wanted: Wanted) -> str:

@@ -35,7 +35,9 @@ class StepInFlight:
     def drop_drafts(self, most: int) -> None:
         """Plan a step with prompt chunks without its drafts, if it then has at most `most` query tokens."""
         chunks = sum(share.n_query - len(share.draft.tokens) - share.samples for share in self.shares.values())
-        for place, share in self.shares.items() if 0 < chunks <= most - len(self.requests) else ():
+        if not 0 < chunks <= most - len(self.requests):
+            return
+        for place, share in self.shares.items():
             request, nodes = self.requests[place], len(share.draft.tokens)
             request.planned, request.expected = request.planned - nodes, request.expected - nodes
             self.shares[place] = share._replace(n_query=share.n_query - nodes, draft=EMPTY_DRAFT)

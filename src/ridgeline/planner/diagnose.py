@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ridgeline.core.workload import endless_cache
-from ridgeline.planner.situation import blocked_share, cached_share, read_requests
+from ridgeline.planner.situation import blocked_share, cached_share, newest, workload_of
 
 Bottleneck = Literal[
     "none", "queue", "small batch", "KV capacity", "host", "client", "drafts", "prefix misses", "prompts delay decoding",
@@ -20,6 +20,8 @@ IDLE_BELOW = 0.5
 """Share of busy time below which the device is not the bottleneck."""
 FULL_ABOVE = 0.85
 """Share of used KV blocks above which waiting requests are assumed to wait for blocks."""
+USED_ABOVE = 0.3
+"""The same where requests wait although rows are free. Admission needs blocks for a whole prompt, so it may leave many free."""
 HOST_ABOVE = 0.15
 """Share of time that the device waits for the host, above which the host is the bottleneck."""
 LAUNCHED_BELOW = 0.5
@@ -28,8 +30,6 @@ CLIENT_ABOVE = 0.3
 """Share of a median request spent outside of the engine, above which the client is the bottleneck."""
 MIN_OUTSIDE_S = 0.05
 """Seconds outside of the engine below which the client is never the bottleneck."""
-USED_ABOVE = 0.3
-"""The same where requests wait although rows are free. Admission needs blocks for a whole prompt, so it may leave many free."""
 REACHED = 0.85
 """Share of max_num_seqs that runs on average when the limit is reached; requests leave before others enter."""
 QUEUE_ABOVE = 0.2
@@ -57,7 +57,6 @@ class Observation:
     busy: float = 0.0
     bubble: float = 0.0
     prompt_share: float = 0.0
-    hit_rate: float = UNKNOWN
     mfu: float = UNKNOWN
     mbu: float = UNKNOWN
     step_s: float = UNKNOWN
@@ -69,7 +68,6 @@ class Observation:
     e2e_s: float = UNKNOWN
     queue_s: float = UNKNOWN
     prefill_s: float = UNKNOWN
-    tpot_s: float = UNKNOWN
     outside_s: float = UNKNOWN
     late_compile_s: float = 0.0
     """Time since start-up for compiling kernels and capturing graphs while requests waited."""
@@ -85,8 +83,6 @@ class Observation:
     """Device time that drafts saved, as a share of the device time. Below 0: they cost more than they saved."""
     prompt_step_s: float = UNKNOWN
     """Time of a step with prompt tokens."""
-    device: str = ""
-    quantization: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -116,6 +112,7 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
 
     rows: ended requests (GET /requests). client: see Observation.
     """
+    ended = newest(rows)
     now, figures, facts = snapshot["now"], snapshot["figures"], snapshot["facts"]
     ceilings, latencies = snapshot["ceilings"], snapshot["latencies"]
     blocks = facts.get("blocks", 0) * facts.get("page_tokens", 0)
@@ -133,7 +130,6 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
         busy=figures.get("device_busy", 0.0),
         bubble=figures.get("bubble", 0.0),
         prompt_share=figures.get("prompt_share", 0.0),
-        hit_rate=figures.get("prefix_hit_rate", UNKNOWN),
         mfu=figures.get("mfu_measured", figures.get("mfu", UNKNOWN)),
         mbu=figures.get("mbu_measured", figures.get("mbu", UNKNOWN)),
         step_s=figures.get("decode_step_seconds", UNKNOWN),
@@ -144,18 +140,15 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
         e2e_s=median("e2e"),
         queue_s=median("queue"),
         prefill_s=median("prefill"),
-        tpot_s=median("tpot"),
         outside_s=median("outside"),
         late_compile_s=snapshot.get("late", {}).get("seconds", 0.0),
         client=client,
-        shared=endless_cache(read_requests(rows)[0].requests)["endless_cache_tokens"] if rows else UNKNOWN,
-        cached=cached_share(rows),
-        blocked=blocked_share(rows),
+        shared=endless_cache(workload_of(ended).requests)["endless_cache_tokens"],
+        cached=cached_share(ended),
+        blocked=blocked_share(ended),
         saved=figures.get("draft_saved_share", 0.0),
         prompt_step_s=figures.get("prompt_step_seconds", UNKNOWN),
-        device=facts.get("device", ""),
-        quantization=facts.get("quantization", ""),
-        options={**facts.get("options", {}), "steps_in_flight": facts.get("steps_in_flight")},
+        options=facts.get("options", {}),
     )
 
 

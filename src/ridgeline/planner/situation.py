@@ -6,9 +6,10 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from typing import Any
 
-from ridgeline.core.calibration import read_factors
+from ridgeline.core.calibration import read_cost
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
@@ -112,14 +113,17 @@ def read_situation(
         )
     model, engine = ModelConfig(**facts["model_options"]), EngineConfig(**facts["options"])
     kind = "cpu" if facts["device"] == "cpu" else "cuda"
-    rates = facts["cost"]["flops_per_s"], facts["cost"]["bytes_per_s"]
     layout = kv_layout(spec, facts["page_tokens"])
     limits = Limits(facts["max_num_seqs"], facts["max_num_batched_tokens"], facts["max_len"])
-    workload, recorded = read_requests(rows)
+    ended = newest(rows)
+    if not ended:
+        raise ConfigError(
+            "No request has ended lately, so there is no load to predict for: run `ridgeline diagnose` while the usual load is on "
+            "the server, or give a run of `ridgeline bench run`.",
+            param="url",
+        )
     saved = figures.get("draft_saved_share", 0.0)
-    cost = measured_cost(
-        read_factors(spec, *rates, facts["cost"]), figures, eager=engine.enforce_eager and kind == "cuda"
-    )
+    cost = measured_cost(read_cost(spec, facts["cost"]), figures, eager=engine.enforce_eager and kind == "cuda")
     return Situation(
         model=model,
         engine=engine,
@@ -135,8 +139,8 @@ def read_situation(
             host_s=figures.get("host_seconds_per_step", 0.0),
             outside_s=snapshot["latencies"].get("outside", {}).get("p50", 0.0),
         ),
-        workload=workload,
-        recorded=recorded,
+        workload=workload_of(ended),
+        recorded=figures_of(ended),
         kind=kind,
         row=find(facts["device"]) if kind == "cuda" else None,
         concurrency=concurrency,
@@ -158,34 +162,26 @@ def measured_cost(cost: CostModel, figures: Mapping[str, float], eager: bool = F
     return replace(scaled, compute_share=share, attention_share=(cost.attention_share or cost.compute_share) / rest)
 
 
-def read_requests(rows: Sequence[Mapping[str, Any]]) -> tuple[Workload, Figures]:
-    """The newest recorded requests as a workload, and their figures. Raises ConfigError if there is none.
+def newest(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The newest MAX_REQUESTS requests that got a token, in order of arrival. rows: of GET /requests, in any order."""
+    return sorted((row for row in rows if row["ttft_s"] is not None), key=itemgetter("arrived_at"))[-MAX_REQUESTS:]
 
-    Each choice of a request becomes a request with the same prompt.
-    """
-    ended = sorted((row for row in rows if row["ttft_s"] is not None), key=lambda row: row["arrived_at"])[
-        -MAX_REQUESTS:
-    ]
-    if not ended:
-        raise ConfigError(
-            "No request has ended lately, so there is no load to predict for: run `ridgeline diagnose` while the usual load is on "
-            "the server, or give a run of `ridgeline bench run`.",
-            param="url",
-        )
-    begin = ended[0]["arrived_at"]
-    requests = tuple(spec for row in ended for spec in _requests(row, begin))
-    seconds = max(row["arrived_at"] + row["e2e_s"] for row in ended) - begin
-    outcomes = [
-        Outcome(
-            row["ttft_s"],
-            math.nan if row["tpot_s"] is None else row["tpot_s"],
-            row["e2e_s"],
-            math.nan,
-            row["output_tokens"],
-        )
-        for row in ended
-    ]
-    return Workload("recorded requests", requests, timed=True), Figures.of(outcomes, seconds)
+
+def workload_of(ended: Sequence[Mapping[str, Any]]) -> Workload:
+    """Recorded requests as a workload. Each choice of a request becomes a request with the same prompt."""
+    requests = (spec for row in ended for spec in _requests(row, ended[0]["arrived_at"]))
+    return Workload("recorded requests", tuple(requests), timed=True)
+
+
+def figures_of(ended: Sequence[Mapping[str, Any]]) -> Figures:
+    """Figures that the clients of recorded requests saw."""
+    seconds = max(row["arrived_at"] + row["e2e_s"] for row in ended) - ended[0]["arrived_at"]
+    return Figures.of([_outcome(row) for row in ended], seconds)
+
+
+def _outcome(row: Mapping[str, Any]) -> Outcome:
+    tpot = math.nan if row["tpot_s"] is None else row["tpot_s"]
+    return Outcome(row["ttft_s"], tpot, row["e2e_s"], math.nan, row["output_tokens"])
 
 
 def _requests(row: Mapping[str, Any], begin: float) -> Iterator[RequestSpec]:
@@ -195,7 +191,7 @@ def _requests(row: Mapping[str, Any], begin: float) -> Iterator[RequestSpec]:
             at_s=row["arrived_at"] - begin,
             input=max(1, row["prompt_tokens"]),
             output=max(1, row["output_tokens"] // choices),
-            blocks=tuple(row["prefix_hashes"]),
+            blocks=tuple(row.get("prefix_hashes", ())),
             block=HASHED_TOKENS,
         )
 

@@ -131,6 +131,10 @@ def _drafts(now: Situation) -> Iterator[Change]:
             yield Change(name, after, unknown="how often drafts are accepted on this text is not recorded")
 
 
+GRAPH_OVERHEAD_S = 0.0005
+"""Fixed time of a step that runs as a graph, as in the uncalibrated cost model."""
+
+
 # --- how steps are run ---------------------------------------------------------------------------------------------------
 
 
@@ -140,15 +144,13 @@ def _overlap(now: Situation) -> Iterator[Change]:
 
 
 def _graphs(now: Situation) -> Iterator[Change]:
-    """Without eager mode a step has the overhead of the uncalibrated cost model."""
     if now.engine.enforce_eager:
-        graphs, cost = {"enforce_eager": False}, now.server.cost
-        if now.kind == "cuda":
-            fast = replace(cost, overhead_s=min(cost.overhead_s, type(cost)(cost.spec, 1.0, 1.0).overhead_s))
-            yield _with(now, "on", graphs, cost=fast)
-        else:
-            unknown = "the speed of the compiled operations on this processor is not recorded"
-            yield replace(_with(now, "on", graphs), unknown=unknown)
+        cost, unknown = (
+            now.server.cost,
+            "" if now.kind == "cuda" else "the speed of compiled operations here is not recorded",
+        )
+        fast = replace(cost, overhead_s=min(cost.overhead_s, GRAPH_OVERHEAD_S))
+        yield replace(_with(now, "on", {"enforce_eager": False}, cost=fast), unknown=unknown)
 
 
 def _nondeterministic(now: Situation) -> Iterator[Change]:
@@ -171,11 +173,8 @@ def _hardware(now: Situation) -> Iterator[Change]:
         return
     served = [row for row in ACCELERATORS if row.kind == current.kind and row.serves and row.flops and row.bandwidth]
     dtype = now.spec.matrix_dtype
-    best = {
-        max(served, key=key).name: max(served, key=key)
-        for key in (lambda row: row.bandwidth, lambda row: row.peak(dtype))
-    }
-    for row in best.values():
+    fastest = max(served, key=lambda row: row.bandwidth), max(served, key=lambda row: row.peak(dtype))
+    for row in {row.name: row for row in fastest}.values():
         if row.bandwidth > current.bandwidth or row.peak(dtype) > current.peak(dtype):
             yield _on(now, current, row)
 
@@ -227,7 +226,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("requests at once", _rows, "more: each stream is slower; fewer: requests wait"),
     Technique("prompt chunk", _chunks, "smaller: later first tokens; larger: less steady streams"),
     Technique(
-        "speculation", _drafts, "none where it pays; at most 1.25 % of the time and a start per request elsewhere"
+        "speculation", _drafts, "none where it pays, some percent of the time elsewhere"
     ),
     Technique("plan while the device runs", _overlap, "one step is wasted when a request ends"),
     Technique("CUDA graphs or compiled operations", _graphs, "some seconds of start-up"),

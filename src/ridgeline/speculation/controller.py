@@ -146,9 +146,8 @@ class Controller:
         batch.count, batch.off = batch.count + steps, batch.off + steps
         # The first step of a process may take seconds.
         batch.undrafted_s = min(batch.undrafted_s or seconds, _OUTLIER * seconds)
-        if (
-            seconds > _SLOW * batch.undrafted_s
-        ):  # the machine was busy, as in slow steps with drafts: forgive their debts
+        # The machine was busy, as it may have been in slow steps with drafts: forgive their debts.
+        if seconds > _SLOW * batch.undrafted_s:
             batch.slow, host, device = 0.0, batch.host, batch.device
             host.balance, device.balance = max(0.0, host.balance), max(0.0, device.balance)
         batch.undrafted_s += max(_WEIGHT, steps / batch.count) * (

@@ -104,7 +104,7 @@ void in_groups(const Problem<bf16, Out>& p, const Lines& lines, const bf16* x, F
             continue;
         }
 #endif
-        by_vectors(part, x, blocks);
+        p.gated() ? in_any_number<true>(part, x, blocks) : in_any_number<false>(part, x, blocks);
     }
 }
 
