@@ -225,9 +225,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("batching policy", _continuous, "none"),
     Technique("requests at once", _rows, "more: each stream is slower; fewer: requests wait"),
     Technique("prompt chunk", _chunks, "smaller: later first tokens; larger: less steady streams"),
-    Technique(
-        "speculation", _drafts, "none where it pays, some percent of the time elsewhere"
-    ),
+    Technique("speculation", _drafts, "none where it pays, some percent of the time elsewhere"),
     Technique("plan while the device runs", _overlap, "one step is wasted when a request ends"),
     Technique("CUDA graphs or compiled operations", _graphs, "some seconds of start-up"),
     Technique("deterministic mode", _nondeterministic, "the tokens of a request depend on the batch"),
