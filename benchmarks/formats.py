@@ -190,7 +190,7 @@ def show(row: Mapping[str, Any]) -> None:
     )
 
 
-def options() -> argparse.Namespace:
+def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="result file (JSON list); without it rows are printed only")
     parser.add_argument("--model", default="", help="model folder; empty is the shipped model")
@@ -210,11 +210,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--commit", default="")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> int:
-    args = options()
+def main(words: Sequence[str] | None = None) -> int:
+    args = options(words)
     args.work.mkdir(parents=True, exist_ok=True)
     table = Table(args)
     table.build()

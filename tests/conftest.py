@@ -47,6 +47,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """The registries of products decide as on an H200. Call it with False for a machine without the CUDA compiler."""
+    from ridgeline.ops.triton import kernels
+
+    for name in ("_on_gpu", "is_hopper"):
+        monkeypatch.setattr(kernels, name, lambda device: True)
+    monkeypatch.setattr(kernels, "gluon", lambda device, name: object())
+
+    def compiler(available: bool) -> None:
+        monkeypatch.setattr(kernels.cuda, "available", lambda: available)
+
+    compiler(True)
+    return compiler
+
+
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Any]:
     """Triton's interpreter, which is a module, mended in three places. Version 3.6 makes loop bounds of arrays of one element,

@@ -28,7 +28,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,7 +212,7 @@ def finish(stage: str, commands: Iterator[Command], work: Path, environ: dict[st
     print(f"{stage}: {done.read_text()} s", flush=True)
 
 
-def options() -> argparse.Namespace:
+def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "stages", nargs="+", choices=(*STAGES, "all"), metavar="STAGE", help="stages in their order, or all"
@@ -226,14 +226,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--machine", default="unnamed", help="for the result files")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
     parser.add_argument("--tiny", action="store_true", help="dry run")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     if given.tiny:
         given.target_seconds, given.draft_seconds, given.drafters_seconds = 4, 2, 20
     return given
 
 
-def main() -> int:
-    args = options()
+def main(words: Sequence[str] | None = None) -> int:
+    args = options(words)
     for folder in ("done", "logs", "results"):
         (args.work / folder).mkdir(parents=True, exist_ok=True)
     path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]

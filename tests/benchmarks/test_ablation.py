@@ -62,15 +62,6 @@ def test_rows_exist_and_names_are_unique() -> None:
                 assert name in shapes.MODELS and shapes.case_of(asked.row).tokens
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registries decide as on an H200."""
-    for name in ("_on_gpu", "is_hopper"):
-        monkeypatch.setattr(kernels, name, lambda device: True)
-    monkeypatch.setattr(kernels, "gluon", lambda device, name: object())
-    monkeypatch.setattr(kernels.cuda, "available", lambda: True)
-
-
 def shape(tokens: int, n: int, k: int, dtype: torch.dtype = BF16, **more: Any) -> ProductShape:
     return ProductShape(tokens, n, k, dtype, BF16, torch.device("cuda"), aligned=True, **more)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import ridgeline.metrics.agent_runs as agent_runs
 from ridgeline.core.slo import Slo
 from ridgeline.metrics import Ceilings, Live, Metrics, RequestRecord
 from ridgeline.metrics.agent_runs import KEPT_CALLS, KEPT_RUNS, MAX_OPEN_RUNS, MEASURES, SILENCE_S, AgentRuns, run_row
@@ -77,17 +76,20 @@ def test_a_run_ends_after_a_silence_and_not_while_a_call_is_answered() -> None:
     assert (runs.find("quiet").calls, runs.find("quiet").ended) == (1, False), "another run with the same id"
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_runs, "MAX_OPEN_RUNS", 8)
-    monkeypatch.setattr(agent_runs, "KEPT_RUNS", 4)
+def test_memory_is_bounded() -> None:
     runs = AgentRuns(300.0)
-    for number in range(20):
-        ended(runs, 10.0, *(call(f"r{number}", 1000.0 + turn) for turn in range(KEPT_CALLS + 5)))
-    assert runs.count_open() == 8 and len(runs.find("r19").requests) == KEPT_CALLS
-    kept = [number for number in range(20) if runs.find(f"r{number}") is not None]
-    assert kept == list(range(8, 20)), "eight are open and four ended ones are kept"
+    kept = MAX_OPEN_RUNS + KEPT_RUNS
+    for number in range(kept + 3):
+        ended(runs, 10.0, call(f"r{number}", 1000.0))
+    ended(runs, 10.0, *(call("last", 1000.0 + turn) for turn in range(KEPT_CALLS + 5)))
+    assert runs.count_open() == MAX_OPEN_RUNS and len(runs.find("last").requests) == KEPT_CALLS
+    found = [runs.find(f"r{number}") is not None for number in range(kept + 3)]
+    assert found == [False] * 4 + [True] * (kept - 1), "of the ended ones the last are kept"
     runs.tick(10.0 + SILENCE_S)
-    assert runs.count_open() == 0 and [runs.find(f"r{number}") is None for number in (15, 16)] == [True, False]
+    assert (
+        runs.count_open() == 0
+        and sum(runs.find(f"r{number}") is not None for number in range(kept + 3)) == KEPT_RUNS - 1
+    )
 
 
 def test_live_adds_cost_and_ends_runs_with_its_seconds() -> None:

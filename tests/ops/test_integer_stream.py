@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,11 +73,8 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, ga
     assert tile.step % 128 == 0 and (group >= k or tile.step // min(tile.step, group & -group) <= 4)
 
 
-def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_what(hopper: Callable[[bool], None]) -> None:
     """More than 64 tokens are the ring's, and more than 32 but for gate and up; where streams do not run, one token is a vector."""
-    for name in ("_on_gpu", "is_hopper"):
-        monkeypatch.setattr(kernels, name, lambda device: True)
-    monkeypatch.setattr(kernels, "gluon", lambda device, name: object())
 
     def chosen(*tokens: int, bits: int = 4, **more: Any) -> list[str]:
         device, dtype = torch.device("cuda"), torch.bfloat16
@@ -89,11 +87,10 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
             if (kernel_for := kernels.INTEGER.kernel_for(shape))
         ]
 
-    monkeypatch.setattr(kernels.cuda, "available", lambda: True)
     assert chosen(1, 2, 32, 33, 65) == ["stream", "stream", "stream", "ring", "ring"]
     assert chosen(1, 33, bits=8) == ["stream", "ring"] and chosen(64, kind="silu") == ["stream"]
     assert chosen(1, norm=True) == [] and chosen(1, 4, 5, aligned=False) == ["vector", "vector"]
-    monkeypatch.setattr(kernels.cuda, "available", lambda: False)
+    hopper(False)
     assert chosen(1, 8) == ["vector", "ring"] and chosen(1, 2, norm=True) == ["vector"]
 
 

@@ -104,9 +104,7 @@ def test_a_failed_stage_ends_the_run_and_runs_again(
         return [[sys.executable, "-c", "raise SystemExit('no such corpus')"], ["never"]]
 
     monkeypatch.setitem(worked_path.STAGES, "data", fails)
-    words = f"worked_path.py data target --corpus c --data d --work {tmp_path}".split()
-    monkeypatch.setattr(sys, "argv", words)
-    assert worked_path.main() == 1
+    assert worked_path.main(f"data target --corpus c --data d --work {tmp_path}".split()) == 1
     assert "no such corpus" in capsys.readouterr().err
     assert not list((tmp_path / "done").iterdir())
 
