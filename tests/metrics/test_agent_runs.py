@@ -83,8 +83,8 @@ def test_memory_is_bounded() -> None:
         ended(runs, 10.0, call(f"r{number}", 1000.0))
     ended(runs, 10.0, *(call("last", 1000.0 + turn) for turn in range(KEPT_CALLS + 5)))
     assert runs.count_open() == MAX_OPEN_RUNS and len(runs.find("last").requests) == KEPT_CALLS
-    found = [runs.find(f"r{number}") is not None for number in range(kept + 3)]
-    assert found == [False] * 4 + [True] * (kept - 1), "of the ended ones the last are kept"
+    kept_ids = [runs.find(f"r{number}") is not None for number in range(kept + 3)]
+    assert kept_ids == [False] * 4 + [True] * (kept - 1), "of the ended ones the last are kept"
     runs.tick(10.0 + SILENCE_S)
     assert (
         runs.count_open() == 0

@@ -4,9 +4,9 @@ other, and on a Hopper GPU results, and weights to the bit."""
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from collections.abc import Callable
 from typing import Any
 
 import pytest
