@@ -37,7 +37,8 @@ class Behaviour:
     beat_s: seconds between two beats of an engine that has nothing to do. timeouts: of the service with it.
 
     die_after: tokens after which the engine goes, with a word (`last_word`) or without. cached: prompt tokens that count
-    as hits, at most. fail_after: tokens after which a request ends with an error, fails_as: or is refused.
+    as hits, at most. joules: energy of an output token. fail_after: tokens after which a request ends with an error, fails_as: or
+    is refused.
     """
 
     script: Script
@@ -57,6 +58,7 @@ class Behaviour:
     fail_after: int | None = None
     fails_as: str = "error"
     skip_frame: bool = False
+    joules: float = 0.0
     defaults: dict[str, float] = field(default_factory=dict)
 
 
@@ -206,9 +208,11 @@ class FakeEngine:
         return delta
 
     def _stats(self, tokens: int) -> StepStats:
-        return StepStats(
+        stats = StepStats(
             self._step, len(self._rows), len(self._waiting), 0, tokens, 0, 0, 0, 0, 0, 0, 0, 10, 0.0, 0.0, 0.0, 0.0
         )
+        stats.joules = self.behaviour.joules * tokens
+        return stats
 
 
 def replace_delta(delta: Delta, **changes: object) -> Delta:

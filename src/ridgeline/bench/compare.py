@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ridgeline.bench.economics import ENTRIES, UNKNOWN, economics
 from ridgeline.bench.record import Row, Run
 from ridgeline.bench.sample import Array, Figure, Statistic, difference, mean, percentile
 
@@ -44,12 +45,29 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """The second run is "better", "worse" or "other" (neither direction is better). "same": the interval contains 0."""
-        if math.isnan(self.change.low) or self.change.low <= 0 <= self.change.high:
+        """The second run is "better", "worse" or "other" (neither direction is better). "same": the interval contains 0.
+
+        "unknown": a run lacks the figure. "no interval": too few requests, or a figure of the entire run (money, energy).
+        """
+        if math.isnan(self.change.value):
+            return "unknown"
+        if math.isnan(self.change.low):
+            return "no interval"
+        if self.change.low <= 0 <= self.change.high:
             return "same"
         if self.measure.higher_is_better is None:
             return "other"
         return "better" if (self.change.value > 0) == self.measure.higher_is_better else "worse"
+
+    @property
+    def texts(self) -> tuple[str, str, str, str]:
+        """Measure with its unit, first, second and change as tables show them."""
+        name = f"{self.measure.name} {self.measure.unit}".strip()
+        change = self.change
+        interval = "" if math.isnan(change.low) else f" ({change.low:+.4g} to {change.high:+.4g})"
+        shown = "-" if math.isnan(change.value) else f"{change.value:+.4g}{interval}"
+        values = (UNKNOWN if math.isnan(value) else f"{value:.5g}" for value in (self.first, self.second))
+        return name, *values, shown  # type: ignore[return-value]
 
 
 def _per_character(row: Row) -> float | None:
@@ -109,7 +127,7 @@ def compare(first: Run, second: Run) -> list[Difference]:
         change = difference(first_sample, second_sample, measure.statistic, paired=is_paired)
         differences.append(Difference(measure, _value(first_sample, measure), _value(second_sample, measure), change))
     goodput = _goodput_difference(first, second, is_paired)
-    return [*differences, *([goodput] if goodput is not None else [])]
+    return [*differences, *([goodput] if goodput is not None else []), *_economic_differences(first, second)]
 
 
 def _values(run: Run, measure: Measure) -> Mapping[int, float]:
@@ -120,6 +138,20 @@ def _values(run: Run, measure: Measure) -> Mapping[int, float]:
 
 def _value(values: Array, measure: Measure) -> float:
     return float(measure.statistic(values)) if len(values) else math.nan
+
+
+def _economic_differences(first: Run, second: Run) -> list[Difference]:
+    """Compare money and energy, where at least one run knows them. A run has one bill and one reading, hence no interval."""
+    both = economics(first), economics(second)
+    differences = []
+    for entry in ENTRIES:
+        values = [entry.value(figures) for figures in both]
+        if values == [None, None]:
+            continue
+        before, after = (math.nan if value is None else value for value in values)
+        measure = Measure(entry.label, entry.unit, lambda row: None, mean, higher_is_better=entry.higher_is_better)
+        differences.append(Difference(measure, before, after, Figure(after - before, math.nan, math.nan)))
+    return differences
 
 
 def _goodput_difference(first: Run, second: Run, is_paired: bool) -> Difference | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ridgeline.bench.economics import economics_json
 from ridgeline.bench.record import Row, Run
 from ridgeline.bench.sample import SHARES, Array, Figure, figure, mean, percentile, token_percentiles
 
@@ -286,6 +287,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "latency_s": {name: asdict(latency_spread) for name, latency_spread in spreads.items()},
         "client": {"send_lag_p99_s": send_lag, "loop_lag_p99_s": loop_lag, "cpu_share": cpu_share(run)},
         "server_work": facts.get("counted"),
+        "economics": economics_json(run),
         "tokens_counted_by": _counting_methods(completed),
         "errors": errors(run),
         "missed": missed(run),

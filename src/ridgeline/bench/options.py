@@ -30,6 +30,8 @@ BOUNDS = {
     "timeout_s": (0.01, 1e6),
     "time_scale": (0.0, 1e9),
     "duration": (0.01, 1e7),
+    "usd_hour": (1e-6, 1e6),
+    "watts": (1e-3, 1e9),
 }
 
 
@@ -101,8 +103,21 @@ class ResultConfig:
         "", "latency limits: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms,attain>=0.95", "--goodput"
     )
     out: str = option("", "folder for run.json, requests.jsonl and report.html (default: bench-DATE-TIME)", "-o")
+    usd_hour: float | None = option(
+        None,
+        "price of the server's device per hour in dollars, for cost per request (default: what the server reports)",
+    )
+    watts: float | None = option(
+        None, "mean power of the server's device, for joules per request (default: the server's energy counter)"
+    )
     label: str = option("", "name of this run in tables and plots")
     json: bool = option(False, "print run.json instead of a table")
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """Price and power that the user gave, as facts of a run."""
+        given = {"usd_hour": self.usd_hour, "watts": self.watts}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

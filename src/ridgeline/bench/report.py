@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ridgeline.bench import economics
 from ridgeline.bench.compare import Difference
 from ridgeline.bench.efficiency import Point
 from ridgeline.bench.figures import LATENCIES, digits, invalid_reason, latency, spread, throughput
@@ -117,6 +118,7 @@ def tiles(run: Run) -> str:
         (_ms(spread(run, "ttft").percentiles[99].value), "TTFT p99"),
         (_ms(spread(run, "tpot").percentiles[50].value), "TPOT median"),
         (f"{rates['failed']:.0f}", "errors"),
+        *((column[0], name) for name, column in economics.columns([run]).items()),
     ]
     if run.slo:
         shown.insert(
@@ -271,16 +273,17 @@ def _overview(runs: Sequence[Run]) -> str:
         "TPOT p50",
         "errors",
     )
+    money = economics.columns(runs)
     rows = []
-    for run in runs:
+    for number, run in enumerate(runs):
         rates, ttft, tpot = throughput(run), spread(run, "ttft"), spread(run, "tpot")
         rows.append((
             run.name, f"{len(run.rows)}", f"{run.attainment:.1%}" if run.slo else "-", f"{rates['requests_per_s']:.3g}",
             f"{rates['goodput_requests_per_s']:.3g}" if run.slo else "-", digits(rates["input_tokens_per_s"]),
             digits(rates["output_tokens_per_s"]), _ms(ttft.percentiles[50].value), _ms(ttft.percentiles[99].value),
-            _ms(tpot.percentiles[50].value), f"{rates['failed']:.0f}",
+            _ms(tpot.percentiles[50].value), f"{rates['failed']:.0f}", *(column[number] for column in money.values()),
         ))  # fmt: skip
-    return table(head, rows)
+    return table((*head, *money), rows)
 
 
 def _latencies(run: Run) -> str:
@@ -305,11 +308,7 @@ def _interval(estimate: Figure) -> str:
 
 
 def _differences(differences: Sequence[Difference]) -> str:
-    rows = []
-    for difference in differences:
-        change = f"{difference.change.value:+.4g} ({difference.change.low:+.4g} to {difference.change.high:+.4g})"
-        name = f"{difference.measure.name} {difference.measure.unit}".strip()
-        rows.append((name, f"{difference.first:.4g}", f"{difference.second:.4g}", change, difference.verdict))
+    rows = [(*difference.texts, difference.verdict) for difference in differences]
     return table(("measure", "first", "second", "second - first, 95 %", "verdict on second"), rows)
 
 
@@ -337,6 +336,7 @@ def _facts(run: Run) -> str:
             f"prompts {counted['prompt_joules']:.4g}, outputs {counted['output_joules']:.4g}, the remainder idle power"
         )
         rows.append(("energy of the device, J", f"{counted['joules']:.4g} ({parts})"))
+    rows += economics.lines(run)
     rows += [("requests/minute", f"{rates['requests_per_minute']:.4g}"), ("seconds", f"{run.seconds:.2f}")]
     return table(("setting", "value"), rows)
 

@@ -154,6 +154,7 @@ class Session:
             "concurrency": concurrency,
             "time_scale": load.time_scale,
             "label": label or self._config.result.label,
+            **self._config.result.prices,
             "started_at": time.time(),
             "version": ridgeline.__version__,
         }

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ridgeline.bench import economics
 from ridgeline.bench.compare import Difference
 from ridgeline.bench.efficiency import Point
 from ridgeline.bench.figures import (
@@ -49,6 +50,8 @@ def run_table(run: Run) -> RenderableType:
         facts.add_row("missed", missed_limits or "nothing")
         for message in run.broken:
             facts.add_row("not met", message)
+    for label, text in economics.lines(run):
+        facts.add_row(label, Text(text))
     facts.add_row(
         "completed",
         f"{rates['requests_per_s']:.4g}/s, {rates['requests_per_minute']:.4g}/min, at most {rates['most_at_once']} at once",
@@ -97,10 +100,21 @@ def line(run: Run) -> str:
 
 def runs_table(runs: Sequence[Run]) -> RenderableType:
     """Show several runs, one row each."""
+    money = economics.columns(runs)
     table = _table(
-        "run", "req/s", "out tok/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "e2e p50", "good", "goodput/s"
+        "run",
+        "req/s",
+        "out tok/s",
+        "TTFT p50",
+        "TTFT p99",
+        "TPOT p50",
+        "TPOT p99",
+        "e2e p50",
+        "good",
+        "goodput/s",
+        *money,
     )
-    for run in runs:
+    for number, run in enumerate(runs):
         rates = throughput(run)
         ttft, tpot, e2e = (spread(run, name).percentiles for name in ("ttft", "tpot", "e2e"))
         good = (f"{run.attainment:.1%}", f"{rates['goodput_requests_per_s']:.3g}") if run.slo else ("-", "-")
@@ -110,6 +124,7 @@ def runs_table(runs: Sequence[Run]) -> RenderableType:
             f"{digits(rates['output_tokens_per_s'])}",
             *(_ms(value.value) for value in (ttft[50], ttft[99], tpot[50], tpot[99], e2e[50])),
             *good,
+            *(column[number] for column in money.values()),
         )
     return table
 
@@ -117,12 +132,9 @@ def runs_table(runs: Sequence[Run]) -> RenderableType:
 def differences_table(differences: Sequence[Difference], names: tuple[str, str], *, pairs: bool) -> RenderableType:
     """Show all measures of two runs."""
     rows = _table("", *names, "difference (95 %)", "verdict on second")
-    styles = {"better": "green", "worse": "red", "same": "dim", "other": ""}
+    styles = {"better": "green", "worse": "red", "other": ""}
     for difference in differences:
-        change = f"{difference.change.value:+.4g} ({difference.change.low:+.4g} to {difference.change.high:+.4g})"
-        name = f"{difference.measure.name} {difference.measure.unit}".strip()
-        verdict = Text(difference.verdict, style=styles[difference.verdict])
-        rows.add_row(name, f"{difference.first:.5g}", f"{difference.second:.5g}", change, verdict)
+        rows.add_row(*difference.texts, Text(difference.verdict, style=styles.get(difference.verdict, "dim")))
     how = (
         "Both runs sent the same requests: compared pair by pair."
         if pairs

@@ -171,7 +171,9 @@ async def run_compare(
             async with Session(settings, name, progress) as session:
                 run = await session.measure(label=name)
             progress.print_run(run)
-        runs.append(replace(run, facts={**run.facts, "label": run.facts.get("label") or name}))
+        # Prices of this command also apply to saved runs.
+        facts = {**run.facts, **settings.result.prices, "label": run.facts.get("label") or name}
+        runs.append(replace(run, facts=facts))
     changes = compare(*runs)
     outcome = Outcome(f"{runs[0].name} and {runs[1].name}", runs, differences=changes)
     return outcome, show.differences_table(changes, (runs[0].name, runs[1].name), pairs=paired(*runs))
@@ -202,7 +204,7 @@ async def run_policies(
 
 async def run_trace(settings: BenchConfig, progress: RunProgress, options: Mapping[str, Any]) -> int:
     """Print statistics of a trace."""
-    if unused := [name for name in ("slo", "out", "label") if name in options]:
+    if unused := [name for name in ("slo", "out", "label", "usd_hour", "watts") if name in options]:
         raise ConfigError(
             f"--{unused[0]} applies to runs, and `bench trace` sends no requests: leave it out.", param=unused[0]
         )
