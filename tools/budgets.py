@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6050
+HEART_STATEMENTS = 6065
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -63,6 +63,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "attention over parts of the keys; no step calls it yet",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",
+    "ops/stored.py": "formulas of the reference for KV formats with scales",
     "ops/cpu": "operations of a CPU",
     "ops/native": "compiled operations of a CPU",
     "ops/triton/": "operations of a GPU",

@@ -108,7 +108,6 @@ def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
         "1",
         "--trust_remote_code",
         "-tp=1",
-        "--kv-cache-dtype=auto",
         "--swap-space",
         "4",
     ]
@@ -116,7 +115,7 @@ def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
     given = read_flags(parser_for("serve", "", CONFIGS), words)
     assert given.flags == {"model": "some/model", "max_model_len": "5"}
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 7 and all(line.startswith("ridgeline: -") for line in said)
+    assert len(said) == 6 and all(line.startswith("ridgeline: -") for line in said)
     assert "ridgeline: --trust-remote-code is not needed: code in a model folder is never executed" in said[1]
     for name, option in FOREIGN.items():
         asks = [name] if option.values == () else [name, "8" if option.values is None else option.values[0]]

@@ -134,8 +134,8 @@ def test_a_device_without_a_host_link_gives_no_rate(capsys: pytest.CaptureFixtur
     [
         (("kv", "--layers", "40", "--heads", "40", "--head-dim", "128", "--batch", "32"), {"total_bytes": 53.687e9}),
         (
-            ("kv", LLAMA, "--tokens", "1000", "--cache-dtype", "float8_e4m3"),
-            {"token_bytes": 65_536, "sequence_bytes": 65.536e6},
+            ("kv", LLAMA, "--tokens", "1000", "--cache-dtype", "fp8"),
+            {"token_bytes": 66_560, "sequence_bytes": 66.56e6},
         ),
         (
             ("cost", "--usd-hour", "2", "--tokens-s", "100", "--prefills-min", "100", "--output-tokens", "200"),

@@ -105,11 +105,11 @@ def test_a_quantized_checkpoint_is_served_as_it_is() -> None:
 
 def test_formats_of_the_cache_are_tried_as_a_device_names_them() -> None:
     case = deployment(LLAMA_8B, "l4")
-    eight_bits = replace(case, space=replace(case.space, kv_formats=("float8_e4m3",)))
+    eight_bits = replace(case, space=replace(case.space, kv_formats=("fp8",)))
     before, after = alternatives(case)[0], alternatives(eight_bits)[0]
-    assert after.change["kv_cache_dtype"] == "float8_e4m3" and after.spec.kv is KV_FORMATS["float8_e4m3"]
+    assert after.change["kv_cache_dtype"] == "fp8" and after.spec.kv is KV_FORMATS["fp8"]
     assert after.plan.max_len > 1.5 * before.plan.max_len
-    assert "KV cache in float8_e4m3" in str(after) and "--kv-cache-dtype float8_e4m3" in command(case, after.change)
+    assert "KV cache in fp8" in str(after) and "--kv-cache-dtype fp8" in command(case, after.change)
 
 
 def test_each_candidate_fits_by_the_plan_that_refused() -> None:

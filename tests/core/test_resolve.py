@@ -23,6 +23,7 @@ SAID = {
     "dtype": "float16",
     "quantization": "fp8",
     "max_model_len": "8K",
+    "kv_cache_dtype": "int8",
     "seed": "7",
     "device": "cpu",
     "max_num_seqs": "12",

@@ -72,6 +72,6 @@ def test_the_fingerprint_names_content_and_kv_format(tmp_path: Path, monkeypatch
         fingerprint("model", load_format="dummy"),
         fingerprint("model", load_format="dummy", seed=5),
     ]
-    monkeypatch.setitem(KV_FORMATS, "float32", replace(KV_FORMATS["float32"], group=32))
+    monkeypatch.setitem(KV_FORMATS, "float32", replace(KV_FORMATS["float32"], bits=16, dtype="float16"))
     others.append(fingerprint("model"))
     assert len({first, *others}) == 6

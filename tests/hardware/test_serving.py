@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS
+from ridgeline.core.spec import NUMBER_FORMATS, QUANTIZED_KV
 from ridgeline.hardware.probe import Device
-from ridgeline.hardware.serving import KV_FORMATS_SERVED, WITHOUT_KERNEL, search_space, weight_formats
+from ridgeline.hardware.serving import WITHOUT_KERNEL, search_space, weight_formats
 from ridgeline.hardware.table import lookup
 from ridgeline.ops import native_cpu
 from ridgeline.ops.table import Ops
@@ -28,7 +28,7 @@ def operations(kind: str) -> Ops:
 def test_the_tables_are_those_of_the_operations(kind: str) -> None:
     ops = operations(kind)
     assert {name for name in NUMBER_FORMATS if not ops.matmul.has_kernel(name)} == WITHOUT_KERNEL[kind]
-    assert {*KV_FORMATS_SERVED[kind]} == ops.attention.kv_formats <= {*KV_FORMATS}
+    assert {*KV_FORMATS_SERVED[kind]} <= ops.attention.kv_formats == {*QUANTIZED_KV}
 
 
 def test_fp8_needs_a_unit_for_it() -> None:

@@ -37,7 +37,6 @@ FOREIGN: Mapping[str, ForeignOption] = {
     ),
     "--enable-chunked-prefill": ForeignOption("long prompts always run in chunks"),
     "--no-enable-chunked-prefill": ForeignOption("long prompts always run in chunks", accepted=False),
-    "--kv-cache-dtype": ForeignOption("the KV cache has the dtype of the model", ("auto",)),
     "--scheduling-policy": ForeignOption("requests run in the order of priority and arrival", ("priority", "fcfs")),
     "--swap-space": ForeignOption("preempted requests are recomputed, never swapped", None),
     "--enable-auto-tool-choice": ForeignOption(_TEMPLATE),

@@ -29,6 +29,11 @@ class ModelConfig:
         "zero points: int4-g64, int4-channel-zp)",
         "-q",
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "number format of the KV cache: auto (the model's dtype), fp8, int8 or int4",
+        "--cache-type-k",
+    )
     max_model_len: int | None = option(
         None, "maximum tokens of prompt plus answer (default: the model's)", "--context-length", "-c"
     )

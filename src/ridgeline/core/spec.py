@@ -86,7 +86,8 @@ class KvFormat:
 
     dtype: torch's name of the stored type; a type with more bits than an element packs several elements. bits: per element.
     scale_dtype: torch's name of the type of scales; None for a format without scales. group: neighbouring elements of one key or
-    value (of one head and token) that share a scale; 0: all of them. value = stored * scale.
+    value (of one head and token) that share a scale; 0: all of them. value = stored * scale. largest: largest stored magnitude of
+    a format with scales.
     """
 
     name: str
@@ -94,6 +95,7 @@ class KvFormat:
     bits: int
     scale_dtype: str | None = None
     group: int = 0
+    largest: float = 0.0
 
     def scales(self, dim: int) -> int:
         """Number of scales of one key or value of `dim` elements."""
@@ -107,11 +109,13 @@ class KvFormat:
 
 
 KV_FORMATS = {
-    name: KvFormat(name, "float8_e4m3fn" if name == "float8_e4m3" else name, 8 * width)
-    for name, width in DTYPE_BYTES.items()
+    **{name: KvFormat(name, name, 8 * DTYPE_BYTES[name]) for name in ("float32", "bfloat16", "float16")},
+    "int8": KvFormat("int8", "int8", 8, "float16", largest=127.0),
+    "fp8": KvFormat("fp8", "float8_e4m3fn", 8, "float16", largest=448.0),
+    "int4": KvFormat("int4", "uint8", 4, "float16", 32, largest=7.0),
 }
-"""Formats by name. The calculators know all of them; a device serves the model's dtype and those in AttentionOps.kv_formats."""
-
+"""Formats by name. A device serves the model's dtype and those in AttentionOps.kv_formats."""
+QUANTIZED_KV = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.scale_dtype)
 
 _CHECKPOINT_FORMATS = ("gptq", "awq", "compressed-tensors")
 """Names that other engines use for quantized checkpoints. They mean: the format that the checkpoint stores."""

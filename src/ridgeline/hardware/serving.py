@@ -14,7 +14,8 @@ from ridgeline.hardware.table import ACCELERATORS, Accelerator
 WITHOUT_KERNEL: Mapping[str, frozenset[str]] = {"cuda": frozenset({"fp8-weight"}), "cpu": frozenset()}
 """Number formats of weights by device type that only the slow PyTorch reference multiplies (MatmulOps.without_kernel)."""
 KV_FORMATS_SERVED: Mapping[str, tuple[str, ...]] = {"cuda": (), "cpu": ()}
-"""Formats of the KV cache by device type, beside the model's dtype (AttentionOps.kv_formats)."""
+"""Formats of the KV cache by device type that `core.fit` and `diagnose` propose. None yet: the cost model expects that fewer bytes
+take less time, and attention in a format takes longer (benchmarks/results/kv.json)."""
 PREFERRED: Mapping[str, tuple[str, ...]] = {
     "cuda": ("fp8", "int8", "llm-int8", "w8a8", "int4", "int3"),
     "cpu": ("int8", "fp8", "fp8-weight", "llm-int8", "w8a8", "int4", "int3"),

@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec, resolve_format
+from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec, resolve_format
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import Build
@@ -59,7 +59,24 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
             param="max_model_len",
         )
     layers = drop_idle_windows(spec.layers, longest)
-    return replace(spec, dtype=dtype, max_len=longest, layers=layers, quantization=quantization)
+    served = replace(spec, dtype=dtype, max_len=longest, layers=layers, quantization=quantization)
+    return replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
+
+
+def _kv_format(spec: ModelSpec, name: str) -> str:
+    """The KV format that an option names. Raises ConfigError for an unknown one, and where heads are no multiple of a group."""
+    name = {"auto": spec.dtype, "fp8_e4m3": "fp8"}.get(name, name)
+    if name not in (spec.dtype, *QUANTIZED_KV):
+        known = ", ".join(("auto", *QUANTIZED_KV))
+        raise ConfigError(f"--kv-cache-dtype {name!r} is unknown: use one of {known}.", param="kv_cache_dtype")
+    group = 0 if name == spec.dtype else KV_FORMATS[name].group
+    if group and (odd := {layer.head_dim for layer in spec.layers if layer.head_dim % group}):
+        raise ConfigError(
+            f"--kv-cache-dtype {name} needs heads of a multiple of {group} elements, and the model has heads of {min(odd)}: "
+            "use int8.",
+            param="kv_cache_dtype",
+        )
+    return "" if name == spec.dtype else name
 
 
 def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: StoredAs) -> WeightFormat:

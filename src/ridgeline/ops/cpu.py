@@ -83,6 +83,8 @@ def qkv_write(
     qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See AttentionOps. Values pass through the rotation with factors 1 and 0, so that one call serves q, k and v."""
+    if view.scales is not None:
+        return REFERENCE.attention.qkv_write(qkv, shape, view, step)
     sizes = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
     heads = qkv.view(qkv.shape[0], sum(sizes), shape.head_dim)
     if shape.q_norm is not None or shape.k_norm is not None:
@@ -271,6 +273,8 @@ def attention(
     lse_needed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See AttentionOps."""
+    if view.scales is not None:
+        return REFERENCE.attention.attend(q, k, v, view, step, lse_needed)
     explicit = lse_needed or view.softcap is not None
     parts = _parts(view, step, q.shape[1] // view.kv.shape[2], q.dtype, explicit)
     if len(parts) == 1 and isinstance(parts[0], _Part) and len(parts[0].tokens) == len(q):
@@ -327,7 +331,7 @@ _UNQUANTIZED = FloatOps(pack, linear, linear_add, linear_activate)
 CPU = Ops(
     name="cpu",
     tokenwise=_TOKENWISE,
-    attention=AttentionOps(qkv_write, attention),
+    attention=AttentionOps(qkv_write, attention, REFERENCE.attention.kv_formats),
     matmul=replace(
         REFERENCE.matmul,
         unquantized=_UNQUANTIZED,

@@ -65,7 +65,7 @@ class NativeChain:
         number = torch.arange(count + 1, dtype=torch.int32)
         step = StepInputs(rows, number, length, position, number[:-1], 1, start.longest)
         step_views: Sequence[KvView] = views(slots)
-        assert all(view.kv.dtype is self._dtype for view in step_views)
+        assert all(view.scales is not None or view.kv.dtype is self._dtype for view in step_views)
         view_pointers = self._pointers(*(self._view_of(view, step).value for view in step_views))
         caches = self._pointers(*(view.kv.data_ptr() for view in step_views))
         self._run(

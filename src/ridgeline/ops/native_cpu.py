@@ -16,7 +16,16 @@ import torch
 
 from ridgeline.ops import cpu, cpu_invariant
 from ridgeline.ops.native.arena import LANES, Arena
-from ridgeline.ops.native.binding import GATES, Kernels, Library, View, library_path, open_library, unsupported
+from ridgeline.ops.native.binding import (
+    GATES,
+    KV_FORMATS,
+    Kernels,
+    Library,
+    View,
+    library_path,
+    open_library,
+    unsupported,
+)
 from ridgeline.ops.native.capture import CallListCapture
 from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.native_fp8 import fp8_ops
@@ -137,7 +146,7 @@ class NativeOps:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See AttentionOps."""
         kernels = self._of(q, view)
-        if kernels is None or view.kv.shape[4] > MAX_HEAD_DIM or view.kv.shape[4] % 2:
+        if kernels is None or not _known_size(q.shape[2]):
             return (cpu_invariant if self._fixed else cpu).attention(q, k, v, view, step, lse_needed)
         tokens, heads, dim = q.shape
         stride, *inner = q.stride()
@@ -310,7 +319,7 @@ class NativeOps:
         return NativeRecurrent(replace(parts, matrices=packed), kernels, self._view)
 
     def _of(self, x: torch.Tensor, view: KvView) -> Kernels | None:
-        return self._kernels.get(x.dtype) if view.kv.dtype is x.dtype else None
+        return self._kernels.get(x.dtype) if view.kv.dtype is x.dtype or view.scales is not None else None
 
 
 def _known(parts: LayerParts, dtype: torch.dtype) -> bool:
@@ -337,7 +346,7 @@ def _view(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
     """Pointer to the kernels' struct of `view` and `step`, without the cache. Layers with equal views share it."""
     kv = view.kv
     identity = (view.table.data_ptr(), view.slots.data_ptr(), view.window, view.softcap, view.scale)
-    key = ("native", identity, kv.shape, kv.stride())
+    key = ("native", identity, kv.shape, kv.stride(), view.format and view.format.name)
     if (pointer := step.derived.get(key)) is None:
         step.derived[key] = pointer = _gather(view, step, fixed)
     return pointer  # type: ignore[no-any-return]
@@ -351,6 +360,7 @@ def _gather(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
     tree = None if step.ancestors is None else step.ancestors.contiguous()
     key_positions = None if step.key_positions is None else step.key_positions.contiguous()
     page, kind, head, place, _ = view.kv.stride()
+    number_format = 0 if view.format is None or view.scales is None else KV_FORMATS[view.format.name]
     struct = View(
         pages.data_ptr(),
         slots.data_ptr(),
@@ -367,11 +377,13 @@ def _gather(view: KvView, step: StepInputs, fixed: bool) -> ctypes.c_void_p:
         place,
         view.page_tokens,
         view.kv.shape[2],
-        view.kv.shape[4],
+        view.kv.shape[4] * (2 if view.bits == 4 else 1),
         -1 if view.window is None else view.window,
         view.softcap or 0.0,
         view.scale,
         fixed,
+        number_format,
+        0 if view.scales is None else view.scales.data_ptr() - view.kv.data_ptr(),
     )
     pointer = ctypes.c_void_p(ctypes.addressof(struct))
     pointer.kept = struct, pages, slots, *step_tensors, tree, key_positions  # type: ignore[attr-defined]
@@ -402,7 +414,7 @@ def _table(library: Library, fixed: bool) -> Ops:
     return Ops(
         name="native, batch-invariant" if fixed else "native",
         tokenwise=tokenwise,
-        attention=AttentionOps(ops.qkv_write, ops.attention),
+        attention=AttentionOps(ops.qkv_write, ops.attention, frozenset(KV_FORMATS)),
         matmul=MatmulOps(
             unquantized=unquantized,
             fp8=fp8_ops(library, arena, ops.activate, fixed=fixed, weight_only=False),

@@ -32,7 +32,7 @@ class NativeLayers:
         self._pointers = c_void_p * len(parts)
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        if not views or views[0].kv.dtype is not stream.dtype:
+        if not views or (views[0].scales is None and views[0].kv.dtype is not stream.dtype):
             return self._otherwise(stream, views, step)
         stream = stream if stream.is_contiguous() else stream.contiguous()
         known: dict[tuple[int, int, int | None, float | None], int | None] = {}

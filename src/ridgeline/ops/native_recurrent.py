@@ -86,7 +86,7 @@ class NativeRecurrent:
         positions)."""
         none = torch.zeros((groups, 1), dtype=torch.int64)
         [view] = views(none)
-        assert view.kv.dtype is self._dtype
+        assert view.scales is not None or view.kv.dtype is self._dtype
         step = StepInputs(none[0], none[0], none[0], none[0], none[0], 1, 0)
         self._views, self._attended = views, (self._view_of(view, step).value, view.kv.data_ptr(), step)
 

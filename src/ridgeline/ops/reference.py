@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from ridgeline.core.spec import QUANTIZED_KV
+from ridgeline.ops import stored
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     Activation,
@@ -61,9 +63,8 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tensor) -> to
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, view: KvView) -> None:
     """Store k, v [T, Hkv, d] at view.slots."""
-    page, place = view.slots // view.page_tokens, view.slots % view.page_tokens
-    view.kv[page, 0, :, place] = k.to(view.kv.dtype)
-    view.kv[page, 1, :, place] = v.to(view.kv.dtype)
+    stored.put(k, 0, view)
+    stored.put(v, 1, view)
 
 
 def qkv_write(
@@ -140,7 +141,7 @@ def attention(
         if query.stop == query.start or start < 0:
             continue
         pages = view.table[row, : -(-length // view.page_tokens)].long()
-        keys, values = view.kv[pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        keys, values = stored.pages_of(view, pages).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
         mask = row_mask(query, start, row, view.window, step)
         part, part_lse = _row_attention(q[query], keys, values, mask, view)
         out[query], lse[query] = part.to(q.dtype), part_lse
@@ -384,7 +385,7 @@ FLOAT_REFERENCE = FloatOps(pack, linear, linear_add, linear_activate)
 REFERENCE = Ops(
     name="reference",
     tokenwise=TOKENWISE_REFERENCE,
-    attention=AttentionOps(qkv_write, attention),
+    attention=AttentionOps(qkv_write, attention, frozenset(QUANTIZED_KV)),
     matmul=MatmulOps(
         unquantized=FLOAT_REFERENCE,
         fp8=FP8_REFERENCE,

@@ -44,6 +44,11 @@ class KvView:
     def page_tokens(self) -> int:
         return self.kv.shape[3]
 
+    @property
+    def bits(self) -> int:
+        """Bits of an element in a format with scales; 0: keys and values are in the model's dtype."""
+        return 0 if self.scales is None or self.format is None else self.format.bits
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:

@@ -67,7 +67,8 @@ template <class T> void put(const Call<T>& c, const Row& row, const Item& item, 
 
 // Compute an item, whose first chunk was prefetched. next: the item after it, null for none.
 template <class T> void compute(const Call<T>& c, const Item& item, const Item* next, Work<T>& w, Partial* partials) {
-    const View& v = c.view;
+    const bool coded = c.view.format != Format::MODEL;
+    const View v = coded ? as_decoded(c.view) : c.view;
     const Row row(v, item.row);
     const bool by_tiles = fits_tiles<T>(v);
     const index tiles = (item.count + LANES - 1) / LANES;
@@ -91,12 +92,13 @@ template <class T> void compute(const Call<T>& c, const Item& item, const Item* 
         n = w.coming;
         w.coming = 0;
         std::swap(w.keys, w.ahead);
+        if (coded) decode_chunk(c, row, item.kv_head, begin, n, w);
         if (begin + n < item.end) {
             foresee(c, row, item.kv_head, begin + n, item.end, w);
         } else if (next) {
             foresee(c, Row(v, next->row), next->kv_head, next->begin, next->end, w);
         }
-        if (by_tiles || sizeof(T) == 4) ask_all(v, w);
+        if (!coded && (by_tiles || sizeof(T) == 4)) ask_all(v, w);
         if constexpr (sizeof(T) == 2)
             if (by_tiles) {
                 chunk_by_tiles(v, row, lanes, item.count, begin, n, w);

@@ -19,6 +19,8 @@ QUIET = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 NEEDED = frozenset({"avx2", "f16c", "fma"})
 """CPU flags of the minimum instruction set. The compiler uses the best set that the CPU has (native/simd.h)."""
 GATES = {"silu": 1, "gelu_tanh": 2}
+KV_FORMATS = {"fp8": 1, "int8": 2, "int4": 3}
+"""Format in view.h by name. 0: the cache is in the model's dtype."""
 TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -33,7 +35,7 @@ class View(ctypes.Structure):
         *((name, c_int64) for name in ("kv_heads", "dim", "window")),
         ("softcap", c_float),
         ("scale", c_float),
-        ("fixed", c_int64),
+        *((name, c_int64) for name in ("fixed", "format", "to_scales")),
     )
 
 

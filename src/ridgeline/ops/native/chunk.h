@@ -5,6 +5,7 @@
 // maximum over the chunks (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2.
 #pragma once
 
+#include "stored.h"
 #include "visible.h"
 
 #include <cmath>
@@ -44,6 +45,7 @@ template <class T> struct Work {
     const T** keys = lists[0];   // of the current chunk
     const T** ahead = lists[1];  // of the next chunk
     index coming = 0;            // number of keys in `ahead`
+    alignas(64) T decoded[(CHUNK + LANES) * 2 * MAX_DIM];  // keys and values of the current chunk, where the cache stores codes
     // Per query: largest score so far, sum of weights relative to it, factor for older sums.
     alignas(64) float top[MAX_TILES][LANES], total[MAX_TILES][LANES], fade[MAX_TILES][LANES];
 };
@@ -83,6 +85,10 @@ inline index chunk_of(const View& v, index begin, index end) {
 template <class T> void foresee(const Call<T>& c, const Row& row, index kv_head, index begin, index end, Work<T>& w) {
     const View& v = c.view;
     const index n = w.coming = chunk_of(v, begin, end);
+    if (v.format != Format::MODEL) {
+        for (index i = 0; i < n; ++i) w.ahead[i] = w.decoded + i * 2 * v.dim;
+        return;
+    }
     const std::int32_t* table = v.table + row.device_row * v.table_stride;
     const T* head = c.cache + kv_head * v.head_stride;
     index page = begin / v.page_tokens, place = begin % v.page_tokens;
@@ -92,6 +98,26 @@ template <class T> void foresee(const Call<T>& c, const Row& row, index kv_head,
         ++page;
         place = 0;
     }
+}
+
+// Decode the keys and values of a chunk to where `foresee` says that they lie.
+template <class T> void decode_chunk(const Call<T>& c, const Row& row, index kv_head, index begin, index n, Work<T>& w) {
+    const View& v = c.view;
+    const std::int32_t* table = v.table + row.device_row * v.table_stride;
+    for (index i = 0; i < n; ++i) {
+        const index slot = begin + i, page = table[slot / v.page_tokens], place = slot % v.page_tokens;
+        T* to = w.decoded + i * 2 * v.dim;
+        decode(v, Vector(v, c.cache, page, place, 0, kv_head), to);
+        decode(v, Vector(v, c.cache, page, place, 1, kv_head), to + v.dim);
+    }
+}
+
+// The view of keys and values after decode_chunk.
+inline View as_decoded(const View& v) {
+    View decoded = v;
+    decoded.kind_stride = v.dim;
+    decoded.place_stride = 2 * v.dim;
+    return decoded;
 }
 
 // Prefetch some of the next keys, or their values, at a fixed distance from each key. Pages are scattered, so the hardware

@@ -5,6 +5,7 @@
 // Packed layout: that of bfloat16, with 64 bytes for two of its lines, in the byte order that Widener needs.
 
 #include "converted.h"
+#include "e4m3.h"
 
 namespace ridgeline {
 namespace {
@@ -28,15 +29,6 @@ void pack(const std::uint8_t* values, std::uint8_t* packed, index n, index k) {
                     row < n && at < k ? values[row * k + at] : 0;
             }
     }
-}
-
-// Round y to e4m3: three mantissa bits; below 2^-6 multiples of 2^-9 (the unit in the last place of float32 near 2^14).
-f32x16 round_to_e4m3(f32x16 y) {
-    const i32x16 bits = bits_of(y), odd = shift_right(bits, 20) & splat(1);
-    const i32x16 up = add(bits, add(odd, splat(0x7ffff)));
-    const f32x16 normal = floats_of(up & splat(std::int32_t(0xfff00000)));
-    const f32x16 far = splat(24576.0f), small = (y + far) - far;
-    return select(is_nan(y), y, select(less(abs(y), splat(0x1p-6f)), small, normal));
 }
 
 // Quantize a row of x to e4m3, after its norm if there is one, to `out`, padded with zeros. Returns its scale. See Fp8Ops.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "norm.h"
-#include "view.h"
+#include "stored.h"
 
 namespace ridgeline {
 
@@ -19,11 +19,13 @@ template <class T> struct Qkv {
     float eps, offset;
 
     index all() const { return heads + 2 * view.kv_heads; }
-    // Address of a head of keys or values in the cache.
-    T* cached(index token, index head) const {
+    // Write a head of keys or values to the cache.
+    void keep(index token, index head, const T* from) const {
         const index page = view.slots[token] / view.page_tokens, place = view.slots[token] % view.page_tokens;
         const index kind = head >= heads + view.kv_heads, kv_head = head - heads - kind * view.kv_heads;
-        return cache + page * view.page_stride + place * view.place_stride + kind * view.kind_stride + kv_head * view.head_stride;
+        if (view.format != Format::MODEL) return encode(view, Vector(view, cache, page, place, kind, kv_head), from);
+        T* to = cache + page * view.page_stride + place * view.place_stride + kind * view.kind_stride + kv_head * view.head_stride;
+        std::memcpy(to, from, view.dim * sizeof(T));
     }
 };
 
@@ -54,7 +56,7 @@ template <class T> void write_head(const Qkv<T>& s, index token, index head) {
     } else {
         turn(from, to, cos_sin, dim, s.half);
     }
-    if (head >= s.heads) std::memcpy(s.cached(token, head), to, dim * sizeof(T));
+    if (head >= s.heads) s.keep(token, head, to);
 }
 
 // One thread's part.

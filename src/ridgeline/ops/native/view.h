@@ -5,8 +5,11 @@
 
 namespace ridgeline {
 
+// How the cache stores numbers (stored.h). MODEL: in the model's type.
+enum class Format : index { MODEL, FP8, INT8, INT4 };
+
 // binding.py mirrors the fields in this order. Strides count elements. window < 0: none. softcap 0: none. fixed: a query's sums are
-// added in one order, independent of other queries.
+// added in one order, independent of other queries. to_scales: bytes from a layer's first element in a page to its first scale.
 struct View {
     const std::int32_t* table;
     const std::int64_t* slots;
@@ -21,6 +24,8 @@ struct View {
     index kv_heads, dim, window;
     float softcap, scale;
     index fixed;
+    Format format;
+    index to_scales;
 };
 
 }  // namespace ridgeline

@@ -173,8 +173,8 @@ CHUNK: Attention = Registry(
 
 def shape_of(q: torch.Tensor, view: KvView, step: StepInputs, lse_needed: bool = False) -> AttentionShape:
     """What the choice depends on."""
-    kv, device, heads = view.kv, q.device, q.shape[1]
-    _, _, kv_heads, page_tokens, head_dim = kv.shape
+    kv, device = view.kv, q.device
+    (_, heads, head_dim), (kv_heads, page_tokens) = q.shape, kv.shape[2:4]
     max_query = step.max_query
     chunked = max_query * (heads // kv_heads) > tuning.LARGER_SPLIT_QUERIES[-1]
     return AttentionShape(

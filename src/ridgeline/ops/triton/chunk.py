@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.triton.launch import await_inputs
-from ridgeline.ops.triton.walk import _finish, _seen, _step, _tile_offsets
+from ridgeline.ops.triton.vectors import as_computed, load_keys_values, pages_of_tile
+from ridgeline.ops.triton.walk import _finish, _seen, _step
 
 UNIT_FIELDS = 5
 """Fields of a work unit: device row (-1: no work), first packed query, first query token of its row, number of query tokens
@@ -84,6 +85,7 @@ def chunk_plan_kernel(
 def chunk_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     table_ptr,
     position_ptr,
     ancestors_ptr,
@@ -96,6 +98,7 @@ def chunk_kernel(
     page_stride,
     kind_stride,
     head_stride,
+    scale_page_stride,
     table_stride,
     key_positions_stride,
     scale,
@@ -106,6 +109,8 @@ def chunk_kernel(
     head_dim: tl.constexpr,
     page_tokens: tl.constexpr,
     window: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
     TREE: tl.constexpr,
     COMPACTED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -143,12 +148,16 @@ def chunk_kernel(
         mask=tile,
         other=0.0,
     )
+    q = as_computed(q, BITS)
     query_position = tl.load(position_ptr + token, mask=real, other=0)
     query_ancestors = token
     if TREE:
         query_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
     pages_ptr = table_ptr + row * table_stride
     head_ptr = kv_ptr + head.to(tl.int64) * head_stride
+    scale_head_stride: tl.constexpr = page_tokens * SCALES
+    scale_kind_stride: tl.constexpr = kv_heads * scale_head_stride
+    head_scales_ptr = scales_ptr + head.to(tl.int64) * scale_head_stride
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
     out = tl.zeros((QUERIES, WIDTH), tl.float32)
@@ -167,38 +176,23 @@ def chunk_kernel(
         common = low
     for first in range(low, common, KEYS):
         slot = first + tl.arange(0, KEYS)
-        offset = _tile_offsets(pages_ptr, slot, first, page_stride, end, page_tokens, head_dim, KEYS)
-        pointer = head_ptr + offset[:, None] + at[None, :]
-        if head_dim != WIDTH:
-            keys = tl.load(pointer, mask=(at < head_dim)[None, :], other=0.0)
-            values = tl.load(pointer + kind_stride, mask=(at < head_dim)[None, :], other=0.0)
-        else:
-            keys = tl.load(pointer)
-            values = tl.load(pointer + kind_stride)
+        page = pages_of_tile(pages_ptr, slot, first, end, page_tokens, KEYS)
+        keys, values = load_keys_values(
+            head_ptr, head_scales_ptr, page, slot % page_tokens, slot < end, page_stride, kind_stride, scale_page_stride,
+            scale_kind_stride, head_dim, BITS, SCALES, KEYS, WIDTH, q.dtype, False,
+        )  # fmt: skip
         best, weight, out = _step(q, keys, values, None, best, weight, out, scale, cap, False, CAPPED, PRECISION)
     for first in range(common, end, KEYS):
         slot = first + tl.arange(0, KEYS)
-        offset = _tile_offsets(pages_ptr, slot, first, page_stride, end, page_tokens, head_dim, KEYS)
-        inside = (slot < end)[:, None]
-        if head_dim != WIDTH:
-            inside = inside & (at < head_dim)[None, :]
-        pointer = head_ptr + offset[:, None] + at[None, :]
-        keys = tl.load(pointer, mask=inside, other=0.0)
-        values = tl.load(pointer + kind_stride, mask=inside, other=0.0)
+        page = pages_of_tile(pages_ptr, slot, first, end, page_tokens, KEYS)
+        keys, values = load_keys_values(
+            head_ptr, head_scales_ptr, page, slot % page_tokens, slot < end, page_stride, kind_stride, scale_page_stride,
+            scale_kind_stride, head_dim, BITS, SCALES, KEYS, WIDTH, q.dtype, True,
+        )  # fmt: skip
         seen = _seen(
-            slot,
-            place,
-            start,
-            end,
-            query_position,
-            query_ancestors,
-            key_positions_ptr + row * key_positions_stride,
-            position_ptr + first_query,
-            n,
-            window,
-            TREE,
-            COMPACTED,
-        )
+            slot, place, start, end, query_position, query_ancestors, key_positions_ptr + row * key_positions_stride,
+            position_ptr + first_query, n, window, TREE, COMPACTED,
+        )  # fmt: skip
         best, weight, out = _step(q, keys, values, seen, best, weight, out, scale, cap, True, CAPPED, PRECISION)
     out, lse = _finish(best, weight, out)
     target = (token[:, None] * (kv_heads * group) + query_head[:, None]) * head_dim + at[None, :]

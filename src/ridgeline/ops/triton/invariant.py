@@ -292,7 +292,7 @@ INVARIANT = replace(
     TRITON,
     name="triton, batch-invariant",
     # The heads of a program determine how they are normalised: one KV head for any number of tokens.
-    attention=AttentionOps(partial(qkv_write, kv_heads=1), InvariantAttention()),
+    attention=AttentionOps(partial(qkv_write, kv_heads=1), InvariantAttention(), TRITON.attention.kv_formats),
     matmul=replace(
         TRITON.matmul,
         unquantized=_UNQUANTIZED,

@@ -23,7 +23,8 @@ import triton.language as tl
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.tuning import PLAN_ROWS, Tile
-from ridgeline.ops.triton.walk import LN2, LOG2E, STEP_SIZES, _seen, _tile_offsets
+from ridgeline.ops.triton.vectors import as_computed, load_keys_values, pages_of_tile
+from ridgeline.ops.triton.walk import LN2, LOG2E, STEP_SIZES, _seen
 from ridgeline.ops.triton.walk_arguments import empty_results, padded_width, walk_arguments
 
 PARTS_AT_ONCE = 8
@@ -134,6 +135,7 @@ def plan_kernel(
 def invariant_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     table_ptr,
     rows_ptr,
     q_start_ptr,
@@ -152,6 +154,7 @@ def invariant_kernel(
     page_stride,
     kind_stride,
     head_stride,
+    scale_page_stride,
     table_stride,
     key_positions_stride,
     scale,
@@ -164,6 +167,8 @@ def invariant_kernel(
     head_dim: tl.constexpr,
     page_tokens: tl.constexpr,
     window: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
     TREE: tl.constexpr,
     COMPACTED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -201,12 +206,16 @@ def invariant_kernel(
         mask=tile,
         other=0.0,
     )
+    q = as_computed(q, BITS)
     own_position = tl.load(position_ptr + token, mask=real, other=0)
     own_ancestors = token
     if TREE:
         own_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
     pages_ptr = table_ptr + row * table_stride
     head_ptr = kv_ptr + head.to(tl.int64) * head_stride
+    scale_head_stride: tl.constexpr = page_tokens * SCALES
+    scale_kind_stride: tl.constexpr = kv_heads * scale_head_stride
+    head_scales_ptr = scales_ptr + head.to(tl.int64) * scale_head_stride
     end = start + tl.minimum((first_packed + QUERIES - 1) // group, n - 1) + 1
     first_slot = start + first_packed // group
     low = 0
@@ -226,27 +235,15 @@ def invariant_kernel(
         run_best, run_weight, run_out = best, weight, out
         for first in range(begin, stop, KEYS):
             slot = first + tl.arange(0, KEYS)
-            offset = _tile_offsets(pages_ptr, slot, first, page_stride, stop, page_tokens, head_dim, KEYS)
-            inside = (slot < stop)[:, None]
-            if head_dim != WIDTH:
-                inside = inside & (at < head_dim)[None, :]
-            pointer = head_ptr + offset[:, None] + at[None, :]
-            keys = tl.load(pointer, mask=inside, other=0.0)
-            values = tl.load(pointer + kind_stride, mask=inside, other=0.0)
+            page = pages_of_tile(pages_ptr, slot, first, stop, page_tokens, KEYS)
+            keys, values = load_keys_values(
+                head_ptr, head_scales_ptr, page, slot % page_tokens, slot < stop, page_stride, kind_stride, scale_page_stride,
+                scale_kind_stride, head_dim, BITS, SCALES, KEYS, WIDTH, q.dtype, True,
+            )  # fmt: skip
             seen = _seen(
-                slot,
-                place,
-                start,
-                stop,
-                own_position,
-                own_ancestors,
-                key_positions_ptr + row * key_positions_stride,
-                position_ptr + first_query,
-                n,
-                window,
-                TREE,
-                COMPACTED,
-            )
+                slot, place, start, stop, own_position, own_ancestors, key_positions_ptr + row * key_positions_stride,
+                position_ptr + first_query, n, window, TREE, COMPACTED,
+            )  # fmt: skip
             scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
             if CAPPED:
                 # tanh(x) = 2 sigmoid(2 x) - 1

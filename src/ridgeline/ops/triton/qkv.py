@@ -94,6 +94,58 @@ def _store(
         tl.store(lines + behind[None, :], unrotated.to(element), mask=real[:, None] & (behind < head_dim)[None, :])
 
 
+@triton.jit
+def _encode(
+    source,
+    codes_ptr,
+    scales_ptr,
+    head,
+    real,
+    head_stride,
+    scale_head_stride,
+    head_dim: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Store vectors of heads [HEADS], contiguous at `source`, in a format with scales; see ops.stored. A line of the tile is a
+    group. GROUPS, SIZE: groups of a vector and elements of a group, padded to powers of 2."""
+    line = tl.arange(0, HEADS * GROUPS)
+    number = line % GROUPS
+    owner = tl.reshape(tl.broadcast_to(head[:, None], (HEADS, GROUPS)), (HEADS * GROUPS,))
+    known = tl.reshape(tl.broadcast_to(real[:, None], (HEADS, GROUPS)), (HEADS * GROUPS,)) & (
+        number < head_dim // GROUP
+    )
+    at = tl.arange(0, SIZE)
+    vectors = source + owner * head_dim + number * GROUP
+    tile = known[:, None] & (at < GROUP)[None, :]
+    elements = tl.load(vectors[:, None] + at[None, :], mask=tile, other=0.0).to(tl.float32)
+    scales = tl.maximum(tl.max(tl.abs(elements), 1) / LARGEST, 6.103515625e-05).to(tl.float16)
+    tl.store(scales_ptr + owner * scale_head_stride + number, scales, mask=known)
+    codes = codes_ptr + owner * head_stride + number * (GROUP * BITS // 8)
+    step = scales.to(tl.float32)[:, None]
+    if BITS == 4:
+        byte = tl.arange(0, SIZE // 2)
+        even = tl.load(vectors[:, None] + 2 * byte[None, :], mask=known[:, None], other=0.0).to(tl.float32)
+        odd = tl.load(vectors[:, None] + 2 * byte[None, :] + 1, mask=known[:, None], other=0.0).to(tl.float32)
+        low = (_round(tl.div_rn(even, step)) + 8.0).to(tl.uint8)
+        high = (_round(tl.div_rn(odd, step)) + 8.0).to(tl.uint8)
+        tl.store(codes[:, None] + byte[None, :], low | (high << 4), mask=known[:, None])
+    elif codes_ptr.dtype.element_ty == tl.int8:
+        tl.store(codes[:, None] + at[None, :], _round(tl.div_rn(elements, step)).to(tl.int8), mask=tile)
+    else:
+        tl.store(codes[:, None] + at[None, :], tl.div_rn(elements, step).to(codes_ptr.dtype.element_ty), mask=tile)
+
+
+@triton.jit
+def _round(x):
+    """x to the nearest integer, to the even one of two: the sum has no bits for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "position_ptr"])
 def _qkv_kernel(
     qkv_ptr,
@@ -101,18 +153,27 @@ def _qkv_kernel(
     position_ptr,
     slots_ptr,
     kv_ptr,
+    scales_ptr,
     q_norm_ptr,
     k_norm_ptr,
     qkv_stride,
     page_stride,
     kind_stride,
     head_stride,
+    scale_page_stride,
+    scale_kind_stride,
+    scale_head_stride,
     eps,
     n_heads: tl.constexpr,
     n_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     half: tl.constexpr,
     page_tokens: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -125,7 +186,8 @@ def _qkv_kernel(
 ):
     """One token, KV_HEADS KV heads (padded to KV_TILE) and their query heads (padded to HEADS) per program; the grid is [tokens, KV
     heads / KV_HEADS]. qkv [tokens, (n_heads + 2 n_kv_heads) * head_dim]: q and k are rotated in place; k and v also go to the cache
-    at slots int64 [tokens]. cos_sin float32 [positions, 2, half]. All loads precede all stores."""
+    at slots int64 [tokens]. cos_sin float32 [positions, 2, half]. All loads precede all stores, except that a format with scales
+    (BITS > 0) reads the finished keys again."""
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     group: tl.constexpr = n_heads // n_kv_heads
@@ -162,21 +224,45 @@ def _qkv_kernel(
     k_second = (k_second * cos + k_first * sin).to(element)
     k_unrotated = k_unrotated.to(element)
     _store(k_source, head_dim, kv_head, at, kv_real, k_turned, k_second, k_unrotated, half, head_dim, UNROTATED)
-    target = kv_ptr + (slot // page_tokens) * page_stride + (slot % page_tokens) * head_dim
-    _store(target, head_stride, kv_head, at, kv_real, k_turned, k_second, k_unrotated, half, head_dim, UNROTATED)
-    _store(
-        target + kind_stride,
-        head_stride,
-        kv_head,
-        at,
-        kv_real,
-        v_first,
-        v_second,
-        v_unrotated,
-        half,
-        head_dim,
-        UNROTATED,
-    )
+    if BITS > 0:
+        page, place = slot // page_tokens, slot % page_tokens
+        codes = kv_ptr + page * page_stride + place * (head_dim * BITS // 8)
+        scales = scales_ptr + page * scale_page_stride + place * (head_dim // GROUP)
+        # The program's threads have stored its keys.
+        tl.debug_barrier()
+        for kind in tl.static_range(2):
+            _encode(
+                k_source + kind * n_kv_heads * head_dim,
+                codes + kind * kind_stride,
+                scales + kind * scale_kind_stride,
+                kv_head,
+                kv_real,
+                head_stride,
+                scale_head_stride,
+                head_dim,
+                BITS,
+                GROUP,
+                KV_TILE,
+                GROUPS,
+                SIZE,
+                LARGEST,
+            )
+    else:
+        target = kv_ptr + (slot // page_tokens) * page_stride + (slot % page_tokens) * head_dim
+        _store(target, head_stride, kv_head, at, kv_real, k_turned, k_second, k_unrotated, half, head_dim, UNROTATED)
+        _store(
+            target + kind_stride,
+            head_stride,
+            kv_head,
+            at,
+            kv_real,
+            v_first,
+            v_second,
+            v_unrotated,
+            half,
+            head_dim,
+            UNROTATED,
+        )
 
 
 def _kv_heads(tokens: int, shape: QkvShape) -> int:
@@ -201,24 +287,35 @@ def qkv_write(
     if tokens:
         kv_heads = kv_heads or _kv_heads(tokens, shape)
         heads = triton.next_power_of_2(kv_heads * (shape.n_heads // shape.n_kv_heads))
+        scales = view.kv if view.scales is None else view.scales
+        bits, group, largest = (0, dim, 1.0)
+        if view.scales is not None and view.format is not None:
+            bits, group, largest = view.format.bits, view.format.group or dim, view.format.largest
         _qkv_kernel[(tokens, shape.n_kv_heads // kv_heads)](
             qkv,
             shape.cos_sin,
             step.position,
             view.slots,
             view.kv,
+            scales,
             qkv if shape.q_norm is None else shape.q_norm,
             qkv if shape.k_norm is None else shape.k_norm,
             qkv.stride(0),
             view.kv.stride(0),
             view.kv.stride(1),
             view.kv.stride(2),
+            *scales.stride()[:3],
             shape.norm_eps,
             n_heads=shape.n_heads,
             n_kv_heads=shape.n_kv_heads,
             head_dim=dim,
             half=half,
             page_tokens=view.page_tokens,
+            BITS=bits,
+            GROUP=group,
+            GROUPS=triton.next_power_of_2(dim // group),
+            SIZE=triton.next_power_of_2(group),
+            LARGEST=largest,
             Q_NORM=shape.q_norm is not None,
             K_NORM=shape.k_norm is not None,
             OFFSET=shape.norm_offset,

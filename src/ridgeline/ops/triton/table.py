@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ridgeline.core.spec import QUANTIZED_KV
 from ridgeline.ops.reference import FP8_WEIGHT_REFERENCE, mixed_inputs
 from ridgeline.ops.table import (
     AttentionOps,
@@ -37,7 +38,7 @@ TOKENWISE = TokenwiseOps(rms_norm, norm_add, activate, cap=capped)
 TRITON = Ops(
     name="triton",
     tokenwise=TOKENWISE,
-    attention=AttentionOps(qkv_write, attention),
+    attention=AttentionOps(qkv_write, attention, frozenset(QUANTIZED_KV)),
     matmul=MatmulOps(
         unquantized=UNQUANTIZED,
         fp8=FP8_TRITON,

@@ -13,24 +13,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.ops.triton.plan import load_unit
+from ridgeline.ops.triton.vectors import as_computed, load_keys_values
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 STEP_SIZES = ["batch", "units"]
 """Arguments that change from step to step. Specialization on 1 or on multiples of 16 would compile a kernel while requests wait."""
-
-
-@triton.jit
-def _tile_offsets(
-    pages_ptr, slot, first, page_stride, end, page_tokens: tl.constexpr, head_dim: tl.constexpr, KEYS: tl.constexpr
-):
-    """Element offsets int64 [KEYS] of the keys at `slot` = first .. first + KEYS - 1, relative to (page 0, kind, head)."""
-    if page_tokens % KEYS == 0:
-        page = tl.load(pages_ptr + first // page_tokens).to(tl.int64)
-        return page * page_stride + (slot % page_tokens).to(tl.int64) * head_dim
-    else:
-        page = tl.load(pages_ptr + slot // page_tokens, mask=slot < end, other=0).to(tl.int64)
-        return page * page_stride + (slot % page_tokens).to(tl.int64) * head_dim
 
 
 @triton.jit
@@ -191,6 +179,7 @@ def _await_unit(units_ptr, units, unit, planned, AHEAD: tl.constexpr, PDL: tl.co
 def split_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     table_ptr,
     position_ptr,
     ancestors_ptr,
@@ -206,6 +195,7 @@ def split_kernel(
     page_stride,
     kind_stride,
     head_stride,
+    scale_page_stride,
     table_stride,
     key_positions_stride,
     scale,
@@ -218,6 +208,8 @@ def split_kernel(
     head_dim: tl.constexpr,
     page_tokens: tl.constexpr,
     window: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
     TREE: tl.constexpr,
     COMPACTED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -233,10 +225,10 @@ def split_kernel(
 ):
     """Attention of one work unit and one KV head per program: all query tokens of a row over one part of its slots (split-KV).
 
-    The grid is units * kv_heads. q [tokens, heads, head_dim]; kv: paged cache; table int32 [device rows, pages]; units: see plan.
-    out like q, lse float32 [tokens, heads]. A row with several parts stores them to part [units * kv_heads, part_queries, head_dim]
-    and part_lse, float32. With AHEAD > 0 the loop's first loads precede the PDL wait; see _await_unit. FUSED: the last program of a
-    row and head to arrive combines the parts; otherwise combine_kernel does.
+    The grid is units * kv_heads. q [tokens, heads, head_dim]; kv: paged cache, with scales if BITS > 0; table int32 [device rows,
+    pages]; units: see plan. out like q, lse float32 [tokens, heads]. A row with several parts stores them to part [units *
+    kv_heads, part_queries, head_dim] and part_lse, float32. With AHEAD > 0 the loop's first loads precede the PDL wait; see
+    _await_unit. FUSED: the last program of a row and head to arrive combines the parts; otherwise combine_kernel does.
     """
     head = tl.program_id(0) % kv_heads
     unit = _await_unit(units_ptr, units, tl.program_id(0) // kv_heads, planned, AHEAD, PDL)
@@ -256,6 +248,9 @@ def split_kernel(
     q_tile = q_ptr + token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + at[None, :]
     pages_ptr = table_ptr + row.to(tl.int64) * table_stride
     head_ptr = kv_ptr + head.to(tl.int64) * head_stride
+    scale_head_stride: tl.constexpr = page_tokens * SCALES
+    scale_kind_stride: tl.constexpr = kv_heads * scale_head_stride
+    head_scales_ptr = scales_ptr + head.to(tl.int64) * scale_head_stride
     page = _pages(pages_ptr, begin, end, page_tokens, KEYS)
     query_position = tl.load(position_ptr + token, mask=real, other=0, cache_modifier=".cg")
     if PDL and AHEAD == 0:
@@ -265,44 +260,32 @@ def split_kernel(
     if TREE:
         query_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
     if AHEAD > 0:
-        q = tl.zeros((QUERIES, WIDTH), q_ptr.dtype.element_ty)
+        q = as_computed(tl.zeros((QUERIES, WIDTH), q_ptr.dtype.element_ty), BITS)
     else:
-        q = tl.load(q_tile, mask=tile, other=0.0)
+        q = as_computed(tl.load(q_tile, mask=tile, other=0.0), BITS)
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
     out = tl.zeros((QUERIES, WIDTH), tl.float32)
     for first in range(begin, end, KEYS):
         slot = first + tl.arange(0, KEYS)
-        offset = page.to(tl.int64) * page_stride + (slot % page_tokens).to(tl.int64) * head_dim
+        here = page.to(tl.int64)
         # Loaded one iteration ahead. A load whose address depends on another load would halve the pipeline's depth.
         page = _pages(pages_ptr, first + KEYS, end, page_tokens, KEYS)
-        inside = (slot < end)[:, None]
-        if head_dim != WIDTH:
-            inside = inside & (at < head_dim)[None, :]
-        pointer = head_ptr + offset[:, None] + at[None, :]
-        keys = tl.load(pointer, mask=inside, other=0.0)
-        values = tl.load(pointer + kind_stride, mask=inside, other=0.0)
+        keys, values = load_keys_values(
+            head_ptr, head_scales_ptr, here, slot % page_tokens, slot < end, page_stride, kind_stride, scale_page_stride,
+            scale_kind_stride, head_dim, BITS, SCALES, KEYS, WIDTH, q.dtype, True,
+        )  # fmt: skip
         if AHEAD > 0:
             # The loop's first loads are in flight. Only the code below depends on the previous kernel.
             waiting = first == begin
             if waiting:
                 if PDL:
                     gdc_wait()
-                q = tl.load(q_tile, mask=tile, other=0.0)
+                q = as_computed(tl.load(q_tile, mask=tile, other=0.0), BITS)
         seen = _seen(
-            slot,
-            place,
-            start,
-            end,
-            query_position,
-            query_ancestors,
-            key_positions_ptr + row.to(tl.int64) * key_positions_stride,
-            position_ptr + first_query,
-            n,
-            window,
-            TREE,
-            COMPACTED,
-        )
+            slot, place, start, end, query_position, query_ancestors, key_positions_ptr + row.to(tl.int64) * key_positions_stride,
+            position_ptr + first_query, n, window, TREE, COMPACTED,
+        )  # fmt: skip
         best, weight, out = _step(q, keys, values, seen, best, weight, out, scale, cap, True, CAPPED, PRECISION)
     out, lse = _finish(best, weight, out)
     heads: tl.constexpr = kv_heads * group

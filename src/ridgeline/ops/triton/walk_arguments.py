@@ -30,9 +30,11 @@ def walk_arguments(tile: Tile, q: torch.Tensor, view: KvView, step: StepInputs) 
     """Arguments that the split, the chunk and the invariant kernel take by name. KEYS is that of the tile; QUERIES differs."""
     absent = step.position
     kv_heads, head_dim = view.kv.shape[2], q.shape[2]
+    scales = view.kv if view.scales is None else view.scales
     return {
         "q_ptr": q,
         "kv_ptr": view.kv,
+        "scales_ptr": scales,
         "table_ptr": view.table,
         "position_ptr": step.position,
         "ancestors_ptr": absent if step.ancestors is None else step.ancestors,
@@ -42,6 +44,7 @@ def walk_arguments(tile: Tile, q: torch.Tensor, view: KvView, step: StepInputs) 
         "page_stride": view.kv.stride(0),
         "kind_stride": view.kv.stride(1),
         "head_stride": view.kv.stride(2),
+        "scale_page_stride": scales.stride(0),
         "table_stride": view.table.stride(0),
         "key_positions_stride": 0 if step.key_positions is None else step.key_positions.stride(0),
         "scale": view.scale,
@@ -51,6 +54,8 @@ def walk_arguments(tile: Tile, q: torch.Tensor, view: KvView, step: StepInputs) 
         "head_dim": head_dim,
         "page_tokens": view.page_tokens,
         "window": view.window or 0,
+        "BITS": view.bits,
+        "SCALES": 1 if view.scales is None else view.scales.shape[4],
         "TREE": step.ancestors is not None,
         "COMPACTED": step.key_positions is not None,
         "CAPPED": view.softcap is not None,
