@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.plan import StepPlan
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.request import READER_LEAD, Request
+from ridgeline.wire.messages import Submit
 from tests.engine.helpers import VOCAB, Bench, oracle, prompts
 
 PACE_S = 0.1
@@ -160,3 +166,42 @@ def check_turn(bench: Bench, made: list[Request], pace_s: float) -> None:
         out = {request for request, row in kept.items() if row not in plan.rows}
         assert out <= ahead
         assert not out or any(count > 1 for count in plan.n_query)
+
+
+def local(pace: str) -> LocalEngine:
+    """The shipped model with small steps, whose tokens do not depend on the batch."""
+    config = EngineConfig(
+        device="cpu", max_num_seqs=8, max_num_batched_tokens=32, deterministic=True, enable_prefix_caching=False,
+        threads=1, kv_cache_memory=32 << 20, reader_pace=pace,
+    )  # fmt: skip
+    return LocalEngine.start(ModelConfig(max_model_len=512), config)
+
+
+def answers(engine: LocalEngine) -> tuple[dict[str, list[int]], int]:
+    """Tokens of two readers, one of a text without a reader and a newcomer with a long prompt; and how many tokens the readers
+    got before the newcomer's first one."""
+    answered: dict[str, list[int]] = {name: [] for name in ("reader 0", "reader 1", "no reader", "newcomer")}
+    for number, name in enumerate(list(answered)[:3]):
+        sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=60, ignore_eos=True)
+        engine.submit(Submit(name, words(number, 9), sampling, time.time(), has_reader=name != "no reader"))
+    before, asked = 0, False
+    for delta in engine.deltas():
+        answered[delta.id] += delta.tokens
+        if asked and not answered["newcomer"] and delta.id.startswith("reader"):
+            before += len(delta.tokens)
+        if not asked and min(len(answered[name]) for name in list(answered)[:3]) == READER_LEAD + 4:
+            asked = True
+            sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+            engine.submit(Submit("newcomer", words(9, 300), sampling, time.time(), has_reader=True))
+    engine.close()
+    return answered, before
+
+
+def test_on_a_real_model_a_newcomer_takes_the_steps_of_readers_and_no_token_changes() -> None:
+    threads = torch.get_num_threads()
+    plain, delayed_by = answers(local(""))
+    paced, left = answers(local("100s"))
+    torch.set_num_threads(threads)
+    assert paced == plain and [len(tokens) for tokens in plain.values()] == [60, 60, 60, 5]
+    assert delayed_by >= 2 * 9, "300 tokens of a prompt take at least 9 steps of 32"
+    assert left <= 2, "tokens that were committed together with the arrival"
