@@ -15,6 +15,7 @@ import ridgeline
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import ENVIRONMENT, option_fields, option_types, resolve, split_options
+from ridgeline.core.slo import reader_pace
 
 SAID = {
     "model": "some/model",
@@ -33,6 +34,7 @@ SAID = {
     "block_size": "32",
     "enable_prefix_caching": "false",
     "batching": "dynamic:8,50",
+    "reader_pace": "120ms",
     "steps_in_flight": "0",
     "speculate": "reference",
     "draft_tokens": "5",
@@ -207,6 +209,20 @@ def test_known_number_formats_pass(raw: str) -> None:
 def test_an_slo_is_read_with_the_options() -> None:
     with pytest.raises(ConfigError, match="--slo 'fast' is not a known limit: give ttft=200ms"):
         resolve({"slo": "fast"})
+
+
+@pytest.mark.parametrize(("raw", "seconds"), [("", 0.0), ("120ms", 0.12), ("0.2 s", 0.2), ("90", 0.09)])
+def test_a_reader_pace_is_a_duration_or_off(raw: str, seconds: float) -> None:
+    assert reader_pace(resolve({"reader_pace": raw}).engine.reader_pace) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("raw", ["fast", "0", "-3ms", "120 m", "off", "1e999s", " "])
+def test_other_reader_paces_are_refused(raw: str) -> None:
+    with pytest.raises(
+        ConfigError, match="--reader-pace is .*, not a positive duration: give .* as in 120ms"
+    ) as caught:
+        resolve({}, environ={"RIDGELINE_READER_PACE": raw})
+    assert caught.value.param == "reader_pace"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ class Shape:
     fail_at: Sequence[int] = ()
     luck: float = 0.0
     parents: tuple[int, ...] = ()
+    pace_s: float = 0.0
 
 
 class Bench:
@@ -60,7 +61,7 @@ class Bench:
         shape = Shape(**options)
         self.clock = Clock()
         self.leases = Leases(shape.layout, shape.blocks, prefix_cache=shape.prefix_cache)
-        limits = Limits(shape.rows, shape.step_tokens, 256)
+        limits = Limits(shape.rows, shape.step_tokens, 256, shape.pace_s)
         self.scheduler = Scheduler(shape.layout, self.leases, limits, admission(shape.batching), shape.speculation)
         self.runner = FakeRunner(
             shape.layout,
@@ -82,6 +83,7 @@ class Bench:
     ) -> list[Request]:
         """Add the choices of a request; returns them."""
         cache, salt = bool(options.pop("cache", True)), str(options.pop("salt", ""))
+        has_reader = bool(options.pop("has_reader", False))
         sampling = SamplingParams(n=n, **options)  # type: ignore[arg-type]
         assert sampling.max_tokens is not None
         made = []
@@ -100,6 +102,7 @@ class Bench:
                 arrival=self.clock.now,
                 root=chain_root(salt, "toy"),
                 cache=cache,
+                has_reader=has_reader,
             )
             self.tokens[name, choice] = []
             self.scheduler.add(request)

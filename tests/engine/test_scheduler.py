@@ -105,12 +105,14 @@ def test_any_mix_of_arrivals_cancels_and_priorities(data: st.DataObject) -> None
         prefix_cache=data.draw(st.booleans()),
         speculation=data.draw(st.sampled_from(_speculations(data.draw(st.integers(0, 3))))),
         luck=0.5,
+        pace_s=data.draw(st.sampled_from([0.0, 0.05, 10.0])),
     )
     wanted: dict[str, tuple[list[int], int, int]] = {}
     cancelled: set[str] = set()
     for index, prompt in enumerate(prompts(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 7)))):
-        name, n, most = f"r{index}", data.draw(st.sampled_from([1, 1, 3])), data.draw(st.integers(1, 12))
-        bench.submit(name, prompt, n=n, max_tokens=most, priority=data.draw(st.integers(0, 2)), stop_token_ids=(7,))
+        name, n, most = f"r{index}", data.draw(st.sampled_from([1, 1, 3])), data.draw(st.integers(1, 20))
+        reader, priority = data.draw(st.booleans()), data.draw(st.integers(0, 2))
+        bench.submit(name, prompt, n=n, max_tokens=most, priority=priority, stop_token_ids=(7,), has_reader=reader)
         wanted[name] = prompt, n, most
         for _ in range(data.draw(st.integers(0, 4))):
             bench.turn()

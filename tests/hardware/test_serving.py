@@ -6,7 +6,7 @@ import pytest
 
 from ridgeline.core.spec import NUMBER_FORMATS, QUANTIZED_KV
 from ridgeline.hardware.probe import Device
-from ridgeline.hardware.serving import WITHOUT_KERNEL, search_space, weight_formats
+from ridgeline.hardware.serving import KV_FORMATS_SERVED, WITHOUT_KERNEL, search_space, weight_formats
 from ridgeline.hardware.table import lookup
 from ridgeline.ops import native_cpu
 from ridgeline.ops.table import Ops

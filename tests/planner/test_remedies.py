@@ -79,6 +79,24 @@ def test_the_first_remedy_of_a_planted_bottleneck_is_its_cure() -> None:
     assert first == {name: name for name in planted}
 
 
+def test_a_pace_of_readers_is_a_remedy_for_late_first_tokens_under_load() -> None:
+    busy = situation(
+        steady(200, 1500, 200, 24), EngineConfig(max_num_batched_tokens=512), limits=Limits(256, 512, 16_384)
+    )
+    name = "pace of readers: 120ms"
+    remedies = {remedy.name: remedy for remedy in predict(busy, "ttft").remedies}
+    assert remedies[name].gain > 0.3
+    after = remedies[name].change.after
+    assert after.flags()[-2:] == ["--reader-pace", "120ms"] and after.server.limits.pace_s == pytest.approx(0.12)
+    assert name in predict(busy, "e2e").useless, "answers end later"
+    assert name in predict(situation(steady(8, 64, 128, 4)), "ttft").useless, "nobody else gains without a load"
+    back = predict(after, "tpot")
+    off = next(remedy for remedy in back.remedies if remedy.name == "pace of readers: off")
+    assert off.change.after.server == busy.server and off.change.after.options() == busy.options()
+    others = [remedy.change.after.server.limits.pace_s for remedy in back.offered if remedy is not off]
+    assert others and set(others) == {after.server.limits.pace_s}, "other techniques keep the pace"
+
+
 def test_what_a_restart_does_comes_before_a_change_of_clients() -> None:
     outlook = predict(situation(steady(16, 64, 128, 20), outside_s=5.0), "e2e")
     efforts = [remedy.technique.effort for remedy in outlook.remedies]
@@ -170,6 +188,15 @@ def test_what_cannot_be_predicted_says_why() -> None:
     failed = {**row(0.0, [1], 0), "ttft_s": None}
     with pytest.raises(ConfigError, match="No request has ended lately"):
         read_situation({"facts": facts, "figures": {}}, [failed], SPEC)
+
+
+def test_the_pace_of_readers_is_read_from_the_options_of_the_server() -> None:
+    facts = {
+        "model_options": {}, "options": {"reader_pace": "90ms"}, "device": "cpu", "page_tokens": 16, "max_num_seqs": 4, "blocks": 9,
+        "max_len": 512, "cost": cost_values(SERVER.cost), "max_num_batched_tokens": 64, "steps_in_flight": 0,
+    }  # fmt: skip
+    read = read_situation({"facts": facts, "figures": {}, "latencies": {}}, [row(0.0, [1, 2], 4)], SPEC)
+    assert read.server.limits == Limits(4, 64, 512, pytest.approx(0.09))
 
 
 def test_a_cost_model_is_read_as_it_was_written() -> None:

@@ -12,7 +12,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope, kv_layout
 from ridgeline.core.workload import RequestSpec, Workload, synthetic
 from ridgeline.engine.policy import Limits
-from ridgeline.planner.simulate import Server, simulate
+from ridgeline.planner.simulate import Figures, Server, serve, simulate
 
 LAYER = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
 SPEC = ModelSpec("LlamaForCausalLM", 128_256, 4096, (LAYER,) * 32, 131_072)
@@ -85,6 +85,19 @@ def test_a_closed_loop_keeps_its_requests_running_and_replicas_share_them() -> N
     two = simulate(replace(SERVER, replicas=2), workload(32), concurrency=8)
     assert two.tpot_s < eight.tpot_s and two.tokens_s > eight.tokens_s
     assert simulate(replace(SERVER, replicas=2), workload(32), concurrency=1) == single
+
+
+def test_a_pace_of_readers_brings_first_tokens_earlier_and_streams_keep_the_pace() -> None:
+    busy = workload(120, 1500, 200, apart_s=0.045)
+    paced = replace(SERVER, limits=replace(SERVER.limits, rows=128, step_tokens=512, pace_s=0.1))
+    plain, read = (
+        simulate(server, busy) for server in (replace(paced, limits=replace(paced.limits, pace_s=0.0)), paced)
+    )
+    assert read.ttft_s < 0.8 * plain.ttft_s and read.slow_ttft_s < plain.slow_ttft_s
+    assert plain.tpot_s < read.tpot_s <= 0.1
+    served = serve(paced, busy)
+    assert Figures.of(*served) == read and max(outcome.tpot_s for outcome in served.outcomes) <= 0.1
+    assert simulate(paced, workload(1)) == simulate(SERVER, workload(1)), "alone a request is not held back"
 
 
 def test_a_request_that_can_never_run_is_refused() -> None:

@@ -52,6 +52,11 @@ class EngineConfig:
     block_size: int | None = option(None, "tokens per block of the KV cache")
     enable_prefix_caching: bool = option(True, "reuse the KV cache of equal prompt prefixes")
     batching: str = option("continuous", "batching policy: continuous, static:N or dynamic:N,WINDOW_MS")
+    reader_pace: str = option(
+        "",
+        "time in which a person reads a token, as in 120ms: a streamed answer that is further ahead leaves its part of a step to "
+        "prompts (default: answers are generated as fast as possible)",
+    )
     steps_in_flight: int | None = option(
         None,
         "0: plan after each step; 1: plan while the device runs (default: 0 on a CPU, 1 on a GPU)",

@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.slo import Slo
+from ridgeline.core.slo import Slo, reader_pace
 from ridgeline.core.spec import check_format
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
@@ -50,7 +50,11 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "engine_restart_minutes": (0.01, 1 << 20),
     "price_per_hour": (0.0, 1 << 20),
 }
-CHECKS: Mapping[str, Callable[[str], object]] = {"quantization": check_format, "slo": Slo.parse}
+CHECKS: Mapping[str, Callable[[str], object]] = {
+    "quantization": check_format,
+    "slo": Slo.parse,
+    "reader_pace": reader_pace,
+}
 """Checks of options with a syntax of their own. Each raises ConfigError that lists the known values."""
 
 INTEGER_TEXT = "a whole number (8192, 8K = 8192, 8k = 8000)"

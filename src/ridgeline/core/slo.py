@@ -199,12 +199,30 @@ def _objective(part: str, sign: str, percentile: re.Match[str], value: str) -> O
     return Objective(name, share, _seconds(name, value))
 
 
+def reader_pace(text: str) -> float:
+    """Seconds per token of the option `reader_pace`. 0: it is off. Raises ConfigError."""
+    seconds = _duration(text)
+    if text and not seconds:
+        raise ConfigError(
+            f"--reader-pace is {text!r}, not a positive duration: give the time in which a person reads a token, as in 120ms, or "
+            "leave the option out.",
+            param="reader_pace",
+        )
+    return seconds
+
+
 def _seconds(name: str, text: str) -> float:
-    match = _DURATION.fullmatch(text.strip().lower())
-    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not (0 < seconds < math.inf):
+    seconds = _duration(text)
+    if not seconds:
         raise ConfigError(f"--slo {name} is {text!r}, not a positive duration: {_REMEDY}.", param="slo")
     return seconds
+
+
+def _duration(text: str) -> float:
+    """Seconds of a positive duration (200ms, 2s; without unit: milliseconds). 0 for any other text."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    return seconds if seconds < math.inf else 0.0
 
 
 def _share(text: str) -> float:

@@ -18,6 +18,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Deployment, size
 from ridgeline.core.sizing import Memory, MemoryPlan
+from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KvLayout, ModelSpec
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.graph_shapes import draft_limits
@@ -109,7 +110,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     grammars = _grammars(folder, spec)
     stages.ends("grammar")
     leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching)
-    limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len)
+    limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len, reader_pace(config.reader_pace))
     scheduler = Scheduler(plan.layout, leases, limits, policy, speculation)
     setup = Setup(
         max_len=plan.max_len,

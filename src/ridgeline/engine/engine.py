@@ -184,6 +184,7 @@ class Engine:
                     arrival=message.arrival,
                     root=root,
                     cache=message.cache,
+                    has_reader=message.has_reader,
                     constraint=None if compiled is None else compiled.start(),
                 )
             )

@@ -32,10 +32,22 @@ class StepInFlight:
     shares: dict[int, Share] = field(default_factory=dict)
     drafts: StepDrafts = NO_STEP_DRAFTS
 
+    def wanted(self, request: Request, total: int, samples: bool) -> Logits:
+        """Which logits the next `total` tokens of a request need. Writes the prompt tokens to score into the plan."""
+        if request.planned < request.prompt_len - 1 and request.needs_scores:
+            after = request.tokens[request.planned + 1 : min(request.planned + total + 1, request.prompt_len)].tolist()
+            self.plan.score_ids[request.row] = after + [-1] * (total - len(after))
+            return Logits.ALL
+        return Logits.LAST if samples else Logits.NONE
+
+    @property
+    def chunks(self) -> int:
+        """Prompt tokens of the step, without the last one of each prompt."""
+        return sum(share.n_query - len(share.draft.tokens) - share.samples for share in self.shares.values())
+
     def drop_drafts(self, most: int) -> None:
         """Plan a step with prompt chunks without its drafts, if it then has at most `most` query tokens."""
-        chunks = sum(share.n_query - len(share.draft.tokens) - share.samples for share in self.shares.values())
-        if not 0 < chunks <= most - len(self.requests):
+        if not 0 < self.chunks <= most - len(self.requests):
             return
         for place, share in self.shares.items():
             request, nodes = self.requests[place], len(share.draft.tokens)

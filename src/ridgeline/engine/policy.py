@@ -20,11 +20,13 @@ STATIC_PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the scheduler. rows: device rows, without the scratch row 0."""
+    """Limits of the scheduler. rows: device rows, without the scratch row 0. pace_s: seconds in which a person reads a token; a
+    streamed request that is ahead of its reader leaves its part of a step to prompts. 0: no request does."""
 
     rows: int
     step_tokens: int
     max_len: int
+    pace_s: float = 0.0
 
 
 class Waiting(Protocol):

@@ -13,6 +13,9 @@ from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.speculation.state import SpeculationState
 
+READER_LEAD = 8
+"""Tokens that a reader has before him while his request leaves its part of steps to others, so that his stream never halts."""
+
 
 class Constraint(Protocol):
     """State of a grammar. A request with a grammar is planned only when the host knows its last token."""
@@ -76,6 +79,8 @@ class Request:
     root: bytes
     """Root of the prefix hash chain (salt and fingerprint)."""
     cache: bool
+    has_reader: bool = False
+    """A person reads the answer while it is generated."""
     constraint: Constraint | None = None
     followers: list[Request] = field(default_factory=list)
     """Other choices of the same prompt, waiting to share its blocks."""
@@ -130,6 +135,11 @@ class Request:
         if self.in_flight:
             return self.constraint is None and not drafter_waits(self)
         return self.constraint is None or self.constraint.ready
+
+    def ahead(self, now: float, pace_s: float) -> bool:
+        """Whether a reader who takes `pace_s` seconds per token still has more than READER_LEAD tokens before him."""
+        kept_s = (len(self.tokens) - self.prompt_len - READER_LEAD) * pace_s
+        return self.has_reader and kept_s > now - self.first_token
 
     def pay(self, price_before: float, price_after: float, n_query: int) -> None:
         """Account for a step with `n_query` tokens of this request. price_before, price_after: accumulated device seconds of one

@@ -203,9 +203,12 @@ class Scheduler:
         """
         step = self._next
         self._speculation.limit(self.running)
-        budget = self._continue_running(step, self.limits.step_tokens)
+        ahead = self._ahead(now)
+        budget = self._continue_running(step, self.limits.step_tokens, ahead)
         if self.waiting:
-            self._admit(step, budget, now)
+            budget = self._admit(step, budget, now)
+        if ahead and (self.waiting or not step.chunks):  # no prompt gains, or one waits for their rows and blocks
+            self._continue_running(step, budget, set(step.requests))
         if step.requests:
             step.drop_drafts(self._speculation.limits.prompt_tokens)
             step.state_rows(self._recent_steps)
@@ -224,12 +227,18 @@ class Scheduler:
             self._poll_at = now + _POLL_S
         return asks
 
-    def _continue_running(self, step: StepInFlight, budget: int) -> int:
+    def _ahead(self, now: float) -> set[Request]:
+        """The running requests that are ahead of their readers, if there are prompts that may gain from their part of the step."""
+        pace_s = self.limits.pace_s
+        prompts = pace_s and (self.waiting or any(other.planned < len(other.tokens) - 1 for other in self.running))
+        return {request for request in self.running if request.ahead(now, pace_s)} if prompts else set()
+
+    def _continue_running(self, step: StepInFlight, budget: int, without: set[Request]) -> int:
         """Give each running request the tokens it needs. One token of the budget is reserved for each request after it."""
         idle, last = self._speculation.idle, len(self.running) - 1
         for place, request in enumerate(tuple(self.running)):
             planned, expected = request.planned, request.expected
-            if planned >= expected or budget <= 0:
+            if planned >= expected or budget <= 0 or request in without:
                 continue
             fast = planned + 1 == expected < request.limit and planned < request.writable
             if fast and request.constraint is None and (idle or self._speculation.skips(request)):
@@ -270,7 +279,7 @@ class Scheduler:
                 plan.masks.pop(request.row, None)
                 return 0
         total = n_query + len(draft.tokens)
-        wanted = Logits.LAST if n_query == 1 and samples else self._wanted(plan, request, total, samples)
+        wanted = Logits.LAST if n_query == 1 and samples else step.wanted(request, total, samples)
         if not (total == 1 and samples and wanted is Logits.LAST):
             step.shares[len(step.requests)] = Share(total, draft, samples, wanted)
         step.requests.append(request)
@@ -279,14 +288,6 @@ class Scheduler:
         if samples:
             request.expected += 1 + len(draft.tokens)
         return total
-
-    def _wanted(self, plan: StepPlan, request: Request, total: int, samples: bool) -> Logits:
-        """Which logits the next `total` tokens need. Writes the prompt tokens to score into the plan."""
-        if request.planned < request.prompt_len - 1 and request.needs_scores:
-            after = request.tokens[request.planned + 1 : min(request.planned + total + 1, request.prompt_len)].tolist()
-            plan.score_ids[request.row] = after + [-1] * (total - len(after))
-            return Logits.ALL
-        return Logits.LAST if samples else Logits.NONE
 
     def _masked(self, plan: StepPlan, request: Request, constraint: Constraint, draft: Draft) -> Draft | None:
         """Write the grammar masks after the last token and after each node into the plan. Returns the part of the draft that the
@@ -314,7 +315,8 @@ class Scheduler:
         self._leave(victim)
         return victim.state is State.WAITING
 
-    def _admit(self, step: StepInFlight, budget: int, now: float) -> None:
+    def _admit(self, step: StepInFlight, budget: int, now: float) -> int:
+        """Admit waiting requests. Returns what is left of the budget."""
         allowed = self._admission.allowed(len(self.running), self.waiting, now)
         incomplete = (
             [other for other in self.running if other.planned < len(other.tokens) - 1] if allowed and budget > 0 else []
@@ -325,12 +327,13 @@ class Scheduler:
             if not self._free_rows or not self.leases.admits(request, len(self.running), incomplete, chunk):
                 if self._gives_way(request):
                     continue
-                return
+                break
             self.waiting.pop(0)
             self._enter(step.plan, request, now)
             allowed -= 1
             budget -= self._give(step, request, min(request.expected - request.planned, budget), budget)
             incomplete.append(request)
+        return budget
 
     def _gives_way(self, request: Request) -> bool:
         """Preempt the last running request if its priority is less urgent than that of a waiting request."""

@@ -103,8 +103,21 @@ def quantile(values: Sequence[float], share: float) -> float:
     return values[min(len(values) - 1, math.ceil(share * len(values)) - 1)] if values else math.nan
 
 
+class Served(NamedTuple):
+    """A served workload: the outcome of each request, the seconds that all took together, and busy seconds of all devices."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    device_s: float
+
+
 def simulate(server: Server, workload: Workload, concurrency: int | None = None) -> Figures:
-    """Figures of the workload on the server.
+    """Figures of the workload on the server. Arguments and errors as of `serve`."""
+    return Figures.of(*serve(server, workload, concurrency))
+
+
+def serve(server: Server, workload: Workload, concurrency: int | None = None) -> Served:
+    """Serve the workload in virtual time.
 
     concurrency: requests in a closed loop, in which the end of an answer sends the next request; None: the workload's times.
     Raises ConfigError if a request can never run.
@@ -118,7 +131,7 @@ def simulate(server: Server, workload: Workload, concurrency: int | None = None)
     begin = workload.requests[0].at_s if workload.requests and concurrency is None else 0.0
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     seconds = max((run.device.runner.now for run in runs), default=begin) - begin
-    return Figures.of(outcomes, seconds, sum(run.device.busy_s for run in runs))
+    return Served(outcomes, seconds, sum(run.device.busy_s for run in runs))
 
 
 class _Device:
@@ -229,6 +242,7 @@ def _request(number: int, spec: RequestSpec, due: float) -> Request:
         arrival=due,
         root=b"",
         cache=True,
+        has_reader=True,
     )
 
 

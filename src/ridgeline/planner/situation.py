@@ -14,6 +14,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import flags
+from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import ModelSpec, kv_layout
 from ridgeline.core.workload import HASHED_TOKENS, RequestSpec, Workload
 from ridgeline.engine.policy import Limits
@@ -114,7 +115,9 @@ def read_situation(
     model, engine = ModelConfig(**facts["model_options"]), EngineConfig(**facts["options"])
     kind = "cpu" if facts["device"] == "cpu" else "cuda"
     layout = kv_layout(spec, facts["page_tokens"])
-    limits = Limits(facts["max_num_seqs"], facts["max_num_batched_tokens"], facts["max_len"])
+    limits = Limits(
+        facts["max_num_seqs"], facts["max_num_batched_tokens"], facts["max_len"], reader_pace(engine.reader_pace)
+    )
     ended = newest(rows)
     if not ended:
         raise ConfigError(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ridgeline.core.fit import Risk, cache_risk, format_risk
+from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KV_FORMATS, kv_layout
-from ridgeline.engine.policy import Limits
 from ridgeline.hardware.serving import KV_FORMATS_SERVED, PREFERRED, weight_formats
 from ridgeline.hardware.table import ACCELERATORS, Accelerator
 from ridgeline.planner.situation import Situation, slower
@@ -104,17 +104,29 @@ def _continuous(now: Situation) -> Iterator[Change]:
 
 
 def _rows(now: Situation) -> Iterator[Change]:
-    rows, tokens, max_len = now.server.limits.rows, now.server.limits.step_tokens, now.server.limits.max_len
-    for count in (rows // 2, 2 * rows, 4 * rows):
-        if 1 <= count <= tokens:
-            yield _with(now, str(count), {"max_num_seqs": count}, limits=Limits(count, tokens, max_len))
+    limits = now.server.limits
+    for count in (limits.rows // 2, 2 * limits.rows, 4 * limits.rows):
+        if 1 <= count <= limits.step_tokens:
+            yield _with(now, str(count), {"max_num_seqs": count}, limits=replace(limits, rows=count))
 
 
 def _chunks(now: Situation) -> Iterator[Change]:
-    rows, tokens, max_len = now.server.limits.rows, now.server.limits.step_tokens, now.server.limits.max_len
+    limits, tokens = now.server.limits, now.server.limits.step_tokens
     for count in (tokens // 8, tokens // 4, tokens // 2, 2 * tokens, 4 * tokens):
-        if max(rows, 64) <= count <= max(max_len, tokens):
-            yield _with(now, f"{count} tokens", {"max_num_batched_tokens": count}, limits=Limits(rows, count, max_len))
+        if max(limits.rows, 64) <= count <= max(limits.max_len, tokens):
+            changed = replace(limits, step_tokens=count)
+            yield _with(now, f"{count} tokens", {"max_num_batched_tokens": count}, limits=changed)
+
+
+READER_PACE = "120ms"
+"""Pace of a quick reader: 500 tokens per minute."""
+
+
+def _reader_pace(now: Situation) -> Iterator[Change]:
+    """Prompts instead of tokens that nobody reads yet. The record does not say which answers were streamed: all, it is assumed."""
+    pace = "" if now.engine.reader_pace else READER_PACE
+    limits = replace(now.server.limits, pace_s=reader_pace(pace))
+    yield _with(now, pace or "off", {"reader_pace": pace}, limits=limits)
 
 
 # --- drafts --------------------------------------------------------------------------------------------------------------
@@ -225,6 +237,11 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("batching policy", _continuous, "none"),
     Technique("requests at once", _rows, "more: each stream is slower; fewer: requests wait"),
     Technique("prompt chunk", _chunks, "smaller: later first tokens; larger: less steady streams"),
+    Technique(
+        "pace of readers",
+        _reader_pace,
+        "answers end later, at the pace of a reader; helps if they are streamed to people",
+    ),
     Technique("speculation", _drafts, "none where it pays, some percent of the time elsewhere"),
     Technique("plan while the device runs", _overlap, "one step is wasted when a request ends"),
     Technique("CUDA graphs or compiled operations", _graphs, "some seconds of start-up"),

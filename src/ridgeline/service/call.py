@@ -17,6 +17,7 @@ class Call:
     max_tokens: as the caller gave it; None: as many as fit; 0: the engine computes one token, which is dropped.
     continues: the answer continues the last text of the prompt instead of starting a new one.
     constrained_by: the field with the answer's grammar, "" without one.
+    has_reader: the answer is streamed as a text that a person reads; programs read answers with a grammar.
     request_id: of the header x-request-id. run_id: of the header x-run-id, "" without one. declared: latency limits that the caller
     set for this request. ignored: parts of its messages that the template does not read.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
@@ -32,6 +33,7 @@ class Call:
     tier: str = ""
     continues: bool = False
     constrained_by: str = ""
+    has_reader: bool = False
     request_id: str = ""
     run_id: str = ""
     declared: Slo = NO_SLO
@@ -43,8 +45,11 @@ class Call:
 
     def submits(self) -> list[Submit]:
         """One message per prompt."""
+        reader = self.has_reader and not self.constrained_by
         return [
-            Submit(f"{self.id}-{index}", prompt, self.sampling, self.arrival, self.priority, self.salt)
+            Submit(
+                f"{self.id}-{index}", prompt, self.sampling, self.arrival, self.priority, self.salt, has_reader=reader
+            )
             for index, prompt in enumerate(self.prompts)
         ]
 

@@ -64,6 +64,7 @@ async def read_chat(
         await check_grammar(service, sampling, grammar_field(fields))
     tags = detect_tags(template.source)
     sampling = _show_tags(service, sampling, tags, tool_format)
+    publishes = fields.get("include_reasoning", False)
     call = Call(
         call_id,
         arrival,
@@ -75,13 +76,14 @@ async def read_chat(
         salt=fields.get("cache_salt", ""),
         continues=fields.get("continue_final_message", False),
         constrained_by=grammar_field(fields) if tools is None else "tools",
+        has_reader=streaming is not None and (tags is None or publishes),
         ignored=ignored,
     )
     parsing = Parsing(
         tags=tags,
         inside=tags is not None and starts_inside(tags, prompt.text),
         show=fields.get("include_reasoning", True),
-        publishes_reasoning=fields.get("include_reasoning", False),
+        publishes_reasoning=publishes,
         form=tool_format,
         names=frozenset(tool.name for tool in tools.tools) if tools is not None else frozenset(),
     )

@@ -87,6 +87,7 @@ async def read_completion(
         salt=fields.get("cache_salt", ""),
         continues=True,
         constrained_by=grammar_field(fields),
+        has_reader=streaming is not None,
     )
     shape = CompletionShape(service, call, echo=echo, show_prompt=fields.get("prompt_logprobs"))
     return call, shape, streaming

@@ -32,6 +32,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """Requests share cached prefixes only if their salts are equal."""
     cache: bool = True
     """False: the request neither reads nor writes the prefix cache."""
+    has_reader: bool = False
+    """A person reads the answer while it is generated: --reader-pace applies."""
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):

@@ -67,17 +67,17 @@ def _load_vectors(
             codes = tl.load(pointer)
         if codes.dtype == tl.int8:
             codes = _whole((codes ^ -128).to(tl.uint8, bitcast=True), 128, element)
-    if BITS == 0:
-        return codes
-    each: tl.constexpr = head_dim // SCALES
-    number = tl.arange(0, WIDTH // each)
-    where = scales_ptr + (page * scale_page_stride + place * SCALES)[:, None] + number[None, :]
-    scales = tl.load(where, mask=inside[:, None] & (number < SCALES)[None, :], other=0.0).to(element)
-    if SCALES == 1:
-        return codes.to(element) * scales
-    return codes.to(element) * tl.reshape(
-        tl.broadcast_to(scales[:, :, None], (KEYS, WIDTH // each, each)), (KEYS, WIDTH)
-    )
+    vectors = codes
+    if BITS > 0:
+        groups: tl.constexpr = 1 if SCALES == 1 else WIDTH // (head_dim // SCALES)
+        number = tl.arange(0, groups)
+        where = scales_ptr + (page * scale_page_stride + place * SCALES)[:, None] + number[None, :]
+        scales = tl.load(where, mask=inside[:, None] & (number < SCALES)[None, :], other=0.0).to(element)
+        if SCALES > 1:
+            scales = tl.broadcast_to(scales[:, :, None], (KEYS, groups, head_dim // SCALES))
+            scales = tl.reshape(scales, (KEYS, WIDTH))
+        vectors = codes.to(element) * scales
+    return vectors
 
 
 @triton.jit
