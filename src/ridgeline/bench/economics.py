@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ridgeline.bench.record import Run
+from ridgeline.core.errors import ConfigError
+from ridgeline.planner.prices import TokenCosts, Tokens, token_costs
 
 PRICE_REMEDY = "give --usd-hour, the price of the device per hour"
 ENERGY_REMEDY = "give --watts, the mean power of the device during the run"
@@ -121,6 +123,39 @@ def economics_json(run: Run) -> dict[str, Any]:
     figures = economics(run)
     names = ("usd", "watts", *(entry.name for entry in ENTRIES))
     return {**asdict(figures), **{name: getattr(figures, name) for name in names}}
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLoad:
+    """What the prices of tokens follow from."""
+
+    usd_hour: float | None
+    seconds: float
+    busy_share: float
+    """Share of the run in which the device ran steps."""
+    tokens: Tokens
+    """Of the completed requests."""
+    costs: TokenCosts
+
+
+def measured_load(run: Run) -> MeasuredLoad:
+    """Tokens of a run and their costs. Raises ConfigError for a run against another server, or of an older version."""
+    server, counted = run.facts.get("server"), run.facts.get("counted")
+    if not server or not counted or not server.get("requests"):
+        raise ConfigError(
+            "The run has no device seconds of its requests: prices need a run of `ridgeline bench run` against a Ridgeline server.",
+            param="run",
+        )
+    facts, rows = server["facts"], run.completed
+    # Each group of layers holds a page for the same tokens.
+    cache_tokens = facts["blocks"] * facts["page_tokens"] / facts.get("kv_groups", 1)
+    n_input, n_cached, n_output = (
+        sum(getattr(row, name) for row in rows) for name in ("input_tokens", "cached_tokens", "output_tokens")
+    )
+    tokens = Tokens(n_input - n_cached, n_cached, n_output)
+    costs = token_costs(server["requests"], cache_tokens)
+    busy_share = counted["busy_s"] / run.seconds if run.seconds > 0 else 0.0
+    return MeasuredLoad(economics(run).usd_hour, run.seconds, busy_share, tokens, costs)
 
 
 def lines(run: Run) -> list[tuple[str, str]]:
