@@ -225,3 +225,23 @@ def test_prices_need_a_run_of_ridgeline(tmp_path: Path, capsys: pytest.CaptureFi
         (["--usd-hour", "1", "--tokens-s", "5", "--paid-share", "0.5"], "give --run too"),
     ):
         assert main(["calc", "cost", *words]) == 2 and message in capsys.readouterr().err
+
+
+def test_training_pays_by_the_saving_of_two_recorded_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A distilled model makes a request cheaper by 1.25 dollars in a thousand: 1,000 dollars are back after 800,000 requests."""
+    for name, price in (("before", 7.2), ("after", 3.6), ("dearer", 9.0), ("unpriced", None)):
+        prices = {} if price is None else {"usd_hour": price}
+        save(Outcome(name, [a_run(**prices)], single=True), str(tmp_path / name))
+
+    def calc(after: str, *more: str) -> int:
+        folders = ["--before", str(tmp_path / "before"), "--after", str(tmp_path / after)]
+        return main(["calc", "training", "--training-usd", "1000", *folders, *more])
+
+    assert calc("after", "--requests", "1e6", "--json") == 0
+    figures = msgspec.json.decode(capsys.readouterr().out)
+    assert figures["saved_usd"] == pytest.approx(1.25e-3) and figures["payback_requests"] == pytest.approx(800_000)
+    assert figures["pays"] == 1
+    assert calc("dearer", "--requests", "1e6") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "never: requests do not become cheaper" in shown and "no: $1000 > -$625" in shown
+    assert calc("unpriced") == 2 and "--usd-hour" in capsys.readouterr().err

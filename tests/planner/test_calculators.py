@@ -8,9 +8,10 @@ import pytest
 
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 from ridgeline.planner.breakeven import BreakEven
-from ridgeline.planner.cost import Owned, Service, tokens_saved, training_pays, usd_per_unit
+from ridgeline.planner.cost import Owned, Service, tokens_saved, usd_per_unit
 from ridgeline.planner.energy import DRAW_FACTORS, Energy, site_factor, yearly_kwh
 from ridgeline.planner.kv import kv_need, sequences, uniform
+from ridgeline.planner.training import Payback, Training
 
 ROPE = Rope()
 
@@ -95,8 +96,21 @@ def test_without_prefills_only_answers_cost() -> None:
 
 
 def test_mission_training_pays_when_t_is_at_most_p_times_n() -> None:
-    assert training_pays(1000, 0.01, 100_000)
-    assert not training_pays(1000.01, 0.01, 100_000)
+    rule = Payback(1000, 0.01)
+    assert rule.pays(100_000) and not rule.pays(99_999) and rule.requests == pytest.approx(100_000)
+    assert not Payback(1000.01, 0.01).pays(100_000)
+    assert Payback(0, 0).pays(0) and Payback(1, 0).requests == Payback(1, -0.5).requests == math.inf
+    assert not Payback(1, -0.5).pays(1e30)
+
+
+def test_training_takes_six_flops_per_parameter_and_token() -> None:
+    """Published: Chinchilla, 70B on 1.4e12 tokens, 5.76e23 FLOPs (Hoffmann et al. 2022); GPT-3, 175B on 300e9, 3.14e23
+    (Brown et al. 2020)."""
+    chinchilla, gpt3 = Training(70e9, 1.4e12), Training(175e9, 300e9)
+    assert chinchilla.flops == pytest.approx(5.76e23, rel=0.03) and chinchilla.tokens_per_param == pytest.approx(20)
+    assert gpt3.flops == pytest.approx(3.14e23, rel=0.01)
+    assert chinchilla.served_tokens == 3 * chinchilla.tokens
+    assert Training(1e9, 1e9).device_hours(1e15, 0.5) == pytest.approx(6e18 / 5e14 / 3600)
 
 
 def test_mission_prompt_cache_saves_a_billion_tokens_a_day() -> None:

@@ -184,8 +184,9 @@ def amount(value: float | None, unit: str) -> str:
     """A figure with its unit: "$0.0123", "17.3 J", "unknown"."""
     if value is None:
         return UNKNOWN
-    number = f"{value:,.0f}" if value >= 1e4 else f"{value:.4g}"
-    return f"${number}" if unit == "$" else f"{number} {unit}"
+    number = f"{abs(value):,.0f}" if abs(value) >= 1e4 else f"{abs(value):.4g}"
+    sign = "-" if value < 0 else ""
+    return f"{sign}${number}" if unit == "$" else f"{sign}{number} {unit}"
 
 
 def _price(run: Run) -> tuple[float | None, str]:

@@ -1,4 +1,5 @@
-"""Calculators: KV cache of a model (kv), cost of tokens and requests (cost), energy (energy), renting or buying (breakeven).
+"""Calculators: KV cache of a model (kv), cost of tokens and requests (cost), energy (energy), renting or buying (breakeven),
+cost of a training and when it pays (training).
 
 Names of options and the output contain the units. `ridgeline calc kv --help` lists the options of one calculator.
 """
@@ -17,7 +18,9 @@ from rich.table import Table
 
 from ridgeline.bench import economics
 from ridgeline.bench.record import read_run
-from ridgeline.cli.calc_lines import Line, count, flag, gb, number, usd
+from ridgeline.cli.calc_lines import Line, Option, count, flag, gb, number, rent, usd
+from ridgeline.cli.calc_training import OPTIONS as TRAINING_OPTIONS
+from ridgeline.cli.calc_training import training
 from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
 from ridgeline.cli.roofline import read_spec
 from ridgeline.cli.serve import resolve_arguments
@@ -38,17 +41,14 @@ _OWNED = ("years", "residual", "upkeep", "watts", "pue", "usd_kwh")
 
 def parser() -> Parser:
     parser = parser_for("calc", __doc__ or "", (), model=False)
-    kinds = parser.add_subparsers(dest="kind", metavar="{kv,cost,energy,breakeven}", required=True)
+    kinds = parser.add_subparsers(dest="kind", metavar=f"{{{','.join(KINDS)}}}", required=True)
     for kind, (text, options, _) in KINDS.items():
         subparser = kinds.add_parser(
             kind, help=text, description=text, argument_default=argparse.SUPPRESS, allow_abbrev=False
         )
-        if kind == "kv":
+        if kind in _OF_MODELS:
             subparser.add_argument(
-                "given_model",
-                nargs="?",
-                metavar="MODEL",
-                help="model folder or hub name (or give --layers, --heads and --head-dim)",
+                "given_model", nargs="?", metavar="MODEL", help=f"model folder or hub name (or give {_OF_MODELS[kind]})"
             )
         for name, (value_type, help_text) in options.items():
             subparser.add_argument(
@@ -162,7 +162,7 @@ def cost(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
 
 def _usd_hour(options: Mapping[str, Any]) -> float:
     """Price of an hour of owned hardware if its price is given, else of rented hardware."""
-    return _owned(options).usd_hour(number(options, "utilization", 1.0)) if "price" in options else _rent(options)
+    return _owned(options).usd_hour(number(options, "utilization", 1.0)) if "price" in options else rent(options)
 
 
 def _prices(options: Mapping[str, Any]) -> list[Line]:
@@ -232,11 +232,11 @@ def energy(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
 
 def breakeven(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
     """Utilization above which buying a device is cheaper than renting it, and the payback time."""
-    owned, rent, utilization = _owned(options), _rent(options), number(options, "utilization", 1.0)
-    comparison = BreakEven(owned, rent)
+    owned, rented, utilization = _owned(options), rent(options), number(options, "utilization", 1.0)
+    comparison = BreakEven(owned, rented)
     months, saved = comparison.payback_months(utilization), comparison.saved_usd(utilization)
     return [
-        usd("rented_usd_hour", "rented, one hour of use", rent),
+        usd("rented_usd_hour", "rented, one hour of use", rented),
         usd("owned_usd_hour", f"owned, one hour of use at {utilization:.0%} utilization", owned.usd_hour(utilization)),
         Line(
             "breakeven_utilization",
@@ -269,15 +269,6 @@ def _owned(options: Mapping[str, Any]) -> Owned:
     return Owned(number(options, "price", price), **fields)
 
 
-def _rent(options: Mapping[str, Any]) -> float:
-    if "usd_hour" in options:
-        return number(options, "usd_hour", None)
-    accelerator = resolve_accelerator(options["on"]) if "on" in options else None
-    if accelerator is None or accelerator.rent is None:
-        raise ConfigError("The price of an hour is unknown: give --usd-hour.", param="usd_hour")
-    return accelerator.rent.usd
-
-
 def _watts(options: Mapping[str, Any]) -> float:
     accelerator = resolve_accelerator(options["on"]) if "on" in options else None
     return number(options, "watts", accelerator.watts or None if accelerator is not None else None)
@@ -286,7 +277,6 @@ def _watts(options: Mapping[str, Any]) -> float:
 # --- the command line ----------------------------------------------------------------------------------------------------
 
 
-Option = tuple[Callable[[str], Any], str]
 _ON: dict[str, Option] = {
     "on": (str, "accelerator of the hardware table; supplies price, power and memory that are not given")
 }
@@ -352,5 +342,8 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str,
         {"usd_hour": (finite_number, "price of one rented hour, in dollars"), **_LIFE, **_ON},
         breakeven,
     ),
+    "training": ("FLOPs and cost of a training, and when it pays: T <= p x N", {**TRAINING_OPTIONS, **_ON}, training),
 }
 """Calculator -> help, options (name -> type, help), function."""
+_OF_MODELS = {"kv": "--layers, --heads and --head-dim", "training": "--params"}
+"""Calculators that take a model -> the options that replace it."""

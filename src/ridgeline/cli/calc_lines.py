@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError
+from ridgeline.hardware.probe import resolve_accelerator
 
 MINIMUM = {"residual": 0, "upkeep": 0, "pue": 1, "carbon_g_kwh": 0, "usd_kwh": 0}
 """Smallest allowed value, for options whose lower limit is not "above 0"."""
 SHARES = ("residual", "utilization", "paid_share", "mfu")
 """Options that are at most 1."""
+
+Option = tuple[Callable[[str], Any], str]
+"""Type of an option's value, and its help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +59,13 @@ def gb(count: int) -> str:
 
 def usd(name: str, label: str, value: float) -> Line:
     return Line(name, label, value, f"${value:,.3f}" if abs(value) < 1000 else f"${value:,.0f}")
+
+
+def rent(options: Mapping[str, Any]) -> float:
+    """Dollars per hour: given, or of the device in the table of accelerators."""
+    if "usd_hour" in options:
+        return number(options, "usd_hour", None)
+    accelerator = resolve_accelerator(options["on"]) if "on" in options else None
+    if accelerator is None or accelerator.rent is None:
+        raise ConfigError("The price of an hour is unknown: give --usd-hour.", param="usd_hour")
+    return accelerator.rent.usd
