@@ -18,24 +18,19 @@ from rich.table import Table
 
 from ridgeline.bench import economics
 from ridgeline.bench.record import read_run
-from ridgeline.cli.calc_lines import Line, Option, count, flag, gb, number, rent, usd
+from ridgeline.cli.calc_kv import OPTIONS as KV_OPTIONS
+from ridgeline.cli.calc_kv import kv
+from ridgeline.cli.calc_lines import Line, Option, flag, number, rent, usd
 from ridgeline.cli.calc_training import OPTIONS as TRAINING_OPTIONS
 from ridgeline.cli.calc_training import training
 from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
-from ridgeline.cli.roofline import read_spec
-from ridgeline.cli.serve import resolve_arguments
-from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.plural import counted
-from ridgeline.core.spec import KV_FORMATS, ModelSpec
 from ridgeline.hardware.probe import resolve_accelerator
 from ridgeline.planner.breakeven import BreakEven
 from ridgeline.planner.cost import Owned, Service
 from ridgeline.planner.energy import Energy, yearly_kwh
-from ridgeline.planner.kv import kv_need, sequences, uniform
 from ridgeline.planner.prices import prices
 
-_SHAPE = ("layers", "heads", "kv_heads", "head_dim")
 _OWNED = ("years", "residual", "upkeep", "watts", "pue", "usd_kwh")
 
 
@@ -73,59 +68,6 @@ def run(args: Arguments) -> int:
 
 def _metavar(kind: Callable[[str], Any]) -> str:
     return "N" if kind is whole_number else "X" if kind is finite_number else "NAME"
-
-
-# --- the cache ----------------------------------------------------------------------------------------------------------
-
-
-def kv(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
-    """Size of the KV cache of a model or a shape, for a batch of sequences."""
-    spec = _attention(args, options)
-    dtype = options.get("cache_dtype", spec.dtype)
-    if dtype not in KV_FORMATS:
-        raise ConfigError(
-            f"--cache-dtype {dtype!r} is unknown: use one of {', '.join(KV_FORMATS)}.", param="cache_dtype"
-        )
-    need = kv_need(spec, count(options, "batch", 1), count(options, "tokens", 2048), dtype)
-    lines = [
-        Line("token_bytes", "one token", need.token_bytes, bytes_text(need.token_bytes)),
-        Line(
-            "sequence_bytes",
-            f"one sequence of {counted(need.tokens, 'token')}",
-            need.sequence_bytes,
-            gb(need.sequence_bytes),
-        ),
-        Line("total_bytes", f"batch of {counted(need.batch, 'sequence')}", need.total_bytes, gb(need.total_bytes)),
-        Line(
-            "common_rule_bytes",
-            "rule of thumb: 2 x batch x tokens x layers x width",
-            need.common_bytes,
-            gb(need.common_bytes),
-        ),
-        Line("times_less", "rule of thumb / batch", need.saving, f"{need.saving:.2f}"),
-    ]
-    if "on" in options:
-        accelerator = resolve_accelerator(options["on"])
-        fit = sequences(spec, need.tokens, accelerator.memory_bytes, dtype)
-        weights_note = "with the weights" if spec.vocab_size else "without weights"
-        lines.append(
-            Line("sequences_that_fit", f"sequences that fit on {accelerator.name}, {weights_note}", fit, f"{fit:,}")
-        )
-    return lines
-
-
-def _attention(args: Arguments, options: Mapping[str, Any]) -> ModelSpec:
-    """Spec of MODEL, or of a model with the shape given by --layers, --heads and --head-dim."""
-    shaped = [name for name in _SHAPE if name in options]
-    if not shaped:
-        return read_spec(resolve_arguments(args).model)
-    if "model" in args.flags:
-        raise ConfigError(f"MODEL and {flag(shaped[0])} are given: leave one of them out.", param="model")
-    layers, heads, head_dim = (count(options, name, None) for name in ("layers", "heads", "head_dim"))
-    kv_heads = count(options, "kv_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(f"--kv-heads {kv_heads} does not divide --heads {heads}: give a divisor.", param="kv_heads")
-    return uniform(layers, heads, head_dim, kv_heads=kv_heads)
 
 
 # --- money and energy ---------------------------------------------------------------------------------------------------
@@ -293,16 +235,7 @@ _LIFE: dict[str, Option] = {
 KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str, Any]], list[Line]]]] = {
     "kv": (
         "size of the KV cache of a model or a shape",
-        {
-            "batch": (whole_number, "number of sequences (default: 1)"),
-            "tokens": (whole_number, "tokens per sequence (default: 2048)"),
-            "cache_dtype": (str, f"dtype of the cache: {', '.join(KV_FORMATS)} (default: the model's)"),
-            "layers": (whole_number, "number of layers, instead of MODEL"),
-            "heads": (whole_number, "number of query heads"),
-            "kv_heads": (whole_number, "number of key-value heads (default: --heads)"),
-            "head_dim": (whole_number, "dimension of a head"),
-            **_ON,
-        },
+        {**KV_OPTIONS, **_ON},
         kv,
     ),
     "cost": (
