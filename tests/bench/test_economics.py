@@ -218,6 +218,10 @@ def test_prices_need_a_run_of_ridgeline(tmp_path: Path, capsys: pytest.CaptureFi
     save(Outcome("mock", [a_run(usd_hour=1.0)], single=True), str(tmp_path / "mock"))
     assert main(["calc", "cost", "--run", str(tmp_path / "mock")]) == 2
     assert "against a Ridgeline server" in capsys.readouterr().err
+    old = a_run(usd_hour=1.0, counted=COUNTED, server={"requests": [{"prompt_tokens": 9}], "facts": {}})
+    save(Outcome("old", [old], single=True), str(tmp_path / "old"))
+    assert main(["calc", "cost", "--run", str(tmp_path / "old")]) == 2
+    assert "against a Ridgeline server" in capsys.readouterr().err
     assert main(["calc", "cost", "--run", str(tmp_path / "none"), "--usd-hour", "1"]) == 2
     assert "Cannot read the run" in capsys.readouterr().err
     for words, message in (

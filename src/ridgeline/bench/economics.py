@@ -140,13 +140,14 @@ class MeasuredLoad:
 
 def measured_load(run: Run) -> MeasuredLoad:
     """Tokens of a run and their costs. Raises ConfigError for a run against another server, or of an older version."""
-    server, counted = run.facts.get("server"), run.facts.get("counted")
-    if not server or not counted or not server.get("requests"):
+    server, counted = run.facts.get("server") or {}, run.facts.get("counted")
+    facts = server.get("facts", {})
+    if not counted or not server.get("requests") or not {"blocks", "page_tokens"} <= facts.keys():
         raise ConfigError(
             "The run has no device seconds of its requests: prices need a run of `ridgeline bench run` against a Ridgeline server.",
             param="run",
         )
-    facts, rows = server["facts"], run.completed
+    rows = run.completed
     # Each group of layers holds a page for the same tokens.
     cache_tokens = facts["blocks"] * facts["page_tokens"] / facts.get("kv_groups", 1)
     n_input, n_cached, n_output = (
