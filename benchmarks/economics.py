@@ -79,7 +79,8 @@ def row_of(run: Run, rate: float, name: str) -> dict[str, Any]:
         "busy_share": load.busy_share,
         **values,
         "tokens": {kind: getattr(load.tokens, kind) for kind in ("input", "cached", "output")},
-        "usd_million": {kind: getattr(shares, kind) for kind in ("input", "cached", "output")},
+        "usd_million_requests": (figures.usd_per_request or 0.0) * 1e6,
+        "usd_billion_tokens": {kind: getattr(shares, kind) * 1e3 for kind in ("input", "cached", "output")},
         "bill_usd": figures.usd,
         "priced_usd": shares.bill(load.tokens),
     }
@@ -120,7 +121,7 @@ def main() -> None:
     name = Path(args.shape).name or "shipped"
     runs = asyncio.run(runs_of(args))
     machine = cpu_name() if args.device == "cpu" else runs[0][1].facts["server"]["facts"]["device"]
-    rows = [row_of(run, rate, name) for rate, run in runs]
+    rows = [{**row_of(run, rate, name), "prefix_len": args.prefix_len} for rate, run in runs]
     where = provenance(machine)
     for row in (lookup_row(), *rows):
         print(row)
