@@ -96,14 +96,9 @@ def test_bad_records_are_refused() -> None:
         prices(1.0, Tokens(0, 0, 0), TokenCosts(1e-3, 1e-4, 1e-2))
 
 
-def test_the_documented_prices_are_those_of_the_result_file() -> None:
-    root = Path(__file__).parents[2]
-    rows = {row["row"]: row for row in json.loads((root / "benchmarks/results/economics.json").read_text())}
-    assert pytest.approx(rows["prefix-lookup"]["value"] * 1e-9, rel=0.5) == LOOKUP_S
-    page = (root / "docs/planning.md").read_text(encoding="utf-8")
-    for rate in (1, 4, 8):
-        row = rows[f"shipped-rate-{rate}"]
-        assert row["priced_usd"] == pytest.approx(row["bill_usd"], rel=1e-9)
-        values = (row["usd_per_request"] * 1e3, *(row["usd_million"][kind] for kind in ("input", "cached", "output")))
-        shown = " | ".join(f"${value:.2g}" for value in values)
-        assert f"| {rate} | {row['busy_share']:.0%} | {shown} |".replace("%", " %") in page
+def test_the_result_file_confirms_the_lookup_and_the_sums() -> None:
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/economics.json").read_text())
+    (lookup,) = (row["value"] for row in rows if row["row"] == "prefix-lookup")
+    assert pytest.approx(lookup * 1e-9, rel=0.5) == LOOKUP_S
+    loads = [row for row in rows if "bill_usd" in row]
+    assert loads and all(row["priced_usd"] == pytest.approx(row["bill_usd"], rel=1e-9) for row in loads)
