@@ -169,3 +169,83 @@ def test_a_run_takes_the_joules_of_the_servers_counter() -> None:
         figures = economics(measured(load, f"http://127.0.0.1:{server.port}"))
     assert figures.joules_per_request == pytest.approx(0.5 * 6) and figures.energy_source == "counter of the server"
     assert figures.usd_per_request == pytest.approx(7.2 * figures.seconds / 3600 / 4)
+
+
+def test_prices_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts share half of their tokens: the three prices times their tokens are the bill."""
+    flags = ("--device", "cpu", "--max-num-seqs", "4", "--max-model-len", "512", "--threads", "1")
+    folder = str(tmp_path / "run")
+    with served(tmp_path, *flags) as server:
+        load = [
+            "--num-prompts",
+            "8",
+            "--input-len",
+            "128",
+            "--prefix-len",
+            "64",
+            "--output-len",
+            "16",
+            "--concurrency",
+            "2",
+        ]
+        main(["bench", "run", server.url, *load, "--out", folder])
+    capsys.readouterr()
+    assert main(["calc", "cost", "--run", folder, "--usd-hour", "2", "--json"]) == 0
+    figures = msgspec.json.decode(capsys.readouterr().out)
+    run = read_run(Path(folder))
+    rows = run.completed
+    counts = {
+        "input": sum(row.input_tokens - row.cached_tokens for row in rows),
+        "cached": sum(row.cached_tokens for row in rows),
+        "output": sum(row.output_tokens for row in rows),
+    }
+    assert counts["cached"] >= 64 * 4
+    paid = sum(figures[f"usd_million_{name}"] * n_tokens for name, n_tokens in counts.items()) / 1e6
+    assert paid == pytest.approx(figures["bill_usd"]) == pytest.approx(2 * run.seconds / 3600)
+    assert 0 < figures["usd_million_cached"] < figures["usd_million_input"] < figures["usd_million_output"]
+    assert figures["cached_to_input"] < 0.5 and 0 < figures["busy_share"] <= 1
+    main(["calc", "cost", "--run", folder, "--usd-hour", "2", "--paid-share", "0.5", "--json"])
+    half = msgspec.json.decode(capsys.readouterr().out)
+    assert half["usd_million_output"] == pytest.approx(figures["usd_million_output"] / 2)
+    assert main(["calc", "cost", "--run", folder, "--usd-hour", "2"]) == 0
+    assert f"x {counts['cached']:,} tokens = $" in capsys.readouterr().out
+    assert main(["calc", "cost", "--run", folder]) == 2 and "--usd-hour" in capsys.readouterr().err
+    assert main(["calc", "cost", "--run", folder, "--usd-hour", "2", "--paid-share", "2"]) == 2
+    assert "--paid-share is 2: give a share of at most 1" in capsys.readouterr().err
+
+
+def test_prices_need_a_run_of_ridgeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(Outcome("mock", [a_run(usd_hour=1.0)], single=True), str(tmp_path / "mock"))
+    assert main(["calc", "cost", "--run", str(tmp_path / "mock")]) == 2
+    assert "against a Ridgeline server" in capsys.readouterr().err
+    old = a_run(usd_hour=1.0, counted=COUNTED, server={"requests": [{"prompt_tokens": 9}], "facts": {}})
+    save(Outcome("old", [old], single=True), str(tmp_path / "old"))
+    assert main(["calc", "cost", "--run", str(tmp_path / "old")]) == 2
+    assert "against a Ridgeline server" in capsys.readouterr().err
+    assert main(["calc", "cost", "--run", str(tmp_path / "none"), "--usd-hour", "1"]) == 2
+    assert "Cannot read the run" in capsys.readouterr().err
+    for words, message in (
+        (["--run", "x", "--tokens-s", "5"], "leave one of them out"),
+        (["--usd-hour", "1", "--tokens-s", "5", "--paid-share", "0.5"], "give --run too"),
+    ):
+        assert main(["calc", "cost", *words]) == 2 and message in capsys.readouterr().err
+
+
+def test_training_pays_by_the_saving_of_two_recorded_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A distilled model makes a request cheaper by 1.25 dollars in a thousand: 1,000 dollars are back after 800,000 requests."""
+    for name, price in (("before", 7.2), ("after", 3.6), ("dearer", 9.0), ("unpriced", None)):
+        prices = {} if price is None else {"usd_hour": price}
+        save(Outcome(name, [a_run(**prices)], single=True), str(tmp_path / name))
+
+    def calc(after: str, *more: str) -> int:
+        folders = ["--before", str(tmp_path / "before"), "--after", str(tmp_path / after)]
+        return main(["calc", "training", "--training-usd", "1000", *folders, *more])
+
+    assert calc("after", "--requests", "1e6", "--json") == 0
+    figures = msgspec.json.decode(capsys.readouterr().out)
+    assert figures["saved_usd"] == pytest.approx(1.25e-3) and figures["payback_requests"] == pytest.approx(800_000)
+    assert figures["pays"] == 1
+    assert calc("dearer", "--requests", "1e6") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "never: requests do not become cheaper" in shown and "no: $1000 > -$625" in shown
+    assert calc("unpriced") == 2 and "--usd-hour" in capsys.readouterr().err

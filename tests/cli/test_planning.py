@@ -129,6 +129,13 @@ def test_a_device_without_a_host_link_gives_no_rate(capsys: pytest.CaptureFixtur
     assert "cannot read host memory" in out and "A decode step" not in out and "per million output tokens" not in out
 
 
+CHARACTER_AI = (
+    "--layers 36 --heads 64 --kv-heads 1 --head-dim 128 --tokens 8192 --window 1024 --global-every 6 --share-layers 3 "
+    "--cache-dtype int8 --versus-kv-heads 8"
+).split()
+"""Options that it published in June 2024; layers and heads are examples."""
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -138,6 +145,40 @@ def test_a_device_without_a_host_link_gives_no_rate(capsys: pytest.CaptureFixtur
             {"token_bytes": 66_560, "sequence_bytes": 66.56e6},
         ),
         (
+            (
+                "kv",
+                "--layers",
+                "36",
+                "--heads",
+                "64",
+                "--kv-heads",
+                "1",
+                "--head-dim",
+                "128",
+                "--tokens",
+                "8192",
+                "--window",
+                "1024",
+                "--global-every",
+                "6",
+                "--share-layers",
+                "3",
+                "--cache-dtype",
+                "int8",
+                "--versus-kv-heads",
+                "8",
+            ),
+            {
+                "times_less_heads": 8,
+                "times_less_windows": 3.692,
+                "times_less_sharing": 3,
+                "times_less_format": 2,
+                "times_less_product": 177.2,
+            },
+        ),
+        (("kv", LLAMA, "--window", "512"), {"times_less_heads": 4, "times_less_windows": 4, "times_less_product": 16}),
+        (("kv", "--layers", "60", "--heads", "128", "--head-dim", "128", "--latent", "576"), {"token_bytes": 69_120}),
+        (
             ("cost", "--usd-hour", "2", "--tokens-s", "100", "--prefills-min", "100", "--output-tokens", "200"),
             {"usd_million_output_tokens": 5.5556, "usd_thousand_requests": 1.4444},
         ),
@@ -145,6 +186,34 @@ def test_a_device_without_a_host_link_gives_no_rate(capsys: pytest.CaptureFixtur
         (("cost", "--on", "h100", "--tokens-s", "1000"), {"usd_hour": 2.95}),
         (("energy", "--on", "h100", "--tokens-s", "9806"), {"chip_kwh_year": 6132, "joules_per_token": 0.07138}),
         (("breakeven", "--on", "h100", "--usd-hour", "3.75"), {"payback_months": 16.0}),
+        (
+            (
+                "training",
+                "--params",
+                "1e9",
+                "--train-tokens",
+                "20e9",
+                "--on",
+                "h100",
+                "--mfu",
+                "0.5",
+                "--usd-hour",
+                "2",
+            ),
+            {
+                "training_flops": 1.2e20,
+                "tokens_per_param": 20,
+                "served_tokens": 60e9,
+                "device_hours": 67.4,
+                "training_usd": 134.8,
+            },
+        ),
+        (("training", LLAMA, "--train-tokens", "15e12"), {"training_flops": 7.227e23}),
+        (
+            ("training", "--training-usd", "1000", "--saved-usd", "0.01", "--requests", "100000"),
+            {"payback_requests": 100_000, "pays": 1},
+        ),
+        (("training", "--training-usd", "1000", "--saved-usd", "0.01", "--requests", "99999"), {"pays": 0}),
     ],
 )
 def test_calculators(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: dict[str, float]) -> None:
@@ -152,6 +221,18 @@ def test_calculators(capsys: pytest.CaptureFixture[str], words: tuple[str, ...],
     actual = json.loads(run(capsys, "calc", kind, *rest, "--json"))
     assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=0.005)
     assert run(capsys, "calc", kind, *rest)
+
+
+def test_the_product_of_savings_is_shown_line_by_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    shown = " ".join(run(capsys, "calc", "kv", *CHARACTER_AI).split())
+    assert "1 key-value head instead of 8 8.00 x less: 144.00 MiB" in shown
+    assert "windows of 1,024 tokens in 30 of 36 layers 3.69 x less: 39.00 MiB" in shown
+    assert "12 caches for 36 layers 3.00 x less: 13.00 MiB int8 instead of bfloat16 2.00 x less: 6.50 MiB" in shown
+    assert "product 8.00 x 3.69 x 3.00 x 2.00 = 177.2 x less" in shown
+    assert "product" not in run(capsys, "calc", "kv", "--layers", "4", "--heads", "8", "--head-dim", "64")
 
 
 def test_owning_that_never_pays_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +247,13 @@ def test_owning_that_never_pays_says_so(capsys: pytest.CaptureFixture[str]) -> N
         (("calc", "kv", "--heads", "8"), "--layers is missing"),
         (("calc", "kv", LLAMA, "--layers", "8"), "MODEL and --layers are given: leave one of them out"),
         (("calc", "kv", LLAMA, "--cache-dtype", "int7"), "--cache-dtype 'int7' is unknown"),
+        (("calc", "kv", LLAMA, "--global-every", "6"), "give --window too"),
+        (("calc", "kv", LLAMA, "--share-layers", "33"), "give at most 32, the number of layers"),
+        (("calc", "kv", LLAMA, "--share-layers", "0"), "--share-layers is 0: give a number above 0"),
+        (
+            ("calc", "kv", "--layers", "3", "--heads", "6", "--kv-heads", "2", "--head-dim", "8", "--latent", "9"),
+            "leave --kv-heads out",
+        ),
         (("calc", "cost", "--tokens-s", "100"), "give --usd-hour"),
         (("calc", "cost", "--usd-hour", "2"), "--tokens-s is missing"),
         (("calc", "cost", "--usd-hour", "-2", "--tokens-s", "1"), "--usd-hour is -2: give a number above 0"),
@@ -175,6 +263,22 @@ def test_owning_that_never_pays_says_so(capsys: pytest.CaptureFixture[str]) -> N
             "--utilization is 1.5: give a share of at most 1",
         ),
         (("calc", "energy"), "--watts is missing"),
+        (("calc", "training"), "--params is missing"),
+        (("calc", "training", "--params", "1e9"), "--train-tokens is missing"),
+        (("calc", "training", LLAMA, "--params", "1e9"), "MODEL and --params are given"),
+        (("calc", "training", "--training-usd", "1", "--mfu", "0.3"), "--training-usd replaces --mfu"),
+        (
+            ("calc", "training", LLAMA, "--train-tokens", "1e9", "--mfu", "0.3"),
+            "--mfu needs the device of the training",
+        ),
+        (("calc", "training", LLAMA, "--train-tokens", "1e9", "--on", "h100", "--mfu", "3"), "a share of at most 1"),
+        (("calc", "training", "--training-usd", "1", "--requests", "9"), "lacks the saving: give --saved-usd"),
+        (("calc", "training", LLAMA, "--train-tokens", "1e9", "--saved-usd", "1"), "give --training-usd, or --on"),
+        (("calc", "training", "--training-usd", "1", "--before", "x"), "give --before and --after"),
+        (
+            ("calc", "training", "--training-usd", "1", "--before", "x", "--after", "x", "--saved-usd", "1"),
+            "leave one of them out",
+        ),
         (("calc", "energy", "--watts", "nan"), "'nan' is not a finite number"),
         (("calc", "energy", "--watts", "700", "--pue", "0.9"), "--pue is 0.9: give a number of at least 1"),
         (("calc", "cost", "--usd-hour", "inf", "--tokens-s", "1"), "'inf' is not a finite number"),

@@ -8,9 +8,20 @@ import pytest
 
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 from ridgeline.planner.breakeven import BreakEven
-from ridgeline.planner.cost import Owned, Service, tokens_saved, training_pays, usd_per_unit
+from ridgeline.planner.cost import Owned, Service, tokens_saved, usd_per_unit
 from ridgeline.planner.energy import DRAW_FACTORS, Energy, site_factor, yearly_kwh
-from ridgeline.planner.kv import kv_need, sequences, uniform
+from ridgeline.planner.kv import (
+    KvNeed,
+    Saving,
+    cache_of,
+    kv_need,
+    savings,
+    sequences,
+    uniform,
+    with_sharing,
+    with_windows,
+)
+from ridgeline.planner.training import Payback, Training
 
 ROPE = Rope()
 
@@ -18,6 +29,10 @@ ROPE = Rope()
 def mixed(*layers: LayerSpec) -> ModelSpec:
     """A model of these layers, known only by its attention."""
     return ModelSpec("attention", 0, layers[0].n_heads * layers[0].head_dim, layers, 1 << 20)
+
+
+def need_of(spec: ModelSpec, batch: int, tokens: int, dtype: str | None = None) -> KvNeed:
+    return kv_need(cache_of(spec, dtype), batch, tokens)
 
 
 # --- MISSION 6: the cache ---------------------------------------------------------------------------------------------
@@ -33,26 +48,26 @@ def mixed(*layers: LayerSpec) -> ModelSpec:
     ],
 )
 def test_mission_kv_sizes(layers: int, heads: int, batch: int, tokens: int, gigabytes: float) -> None:
-    need = kv_need(uniform(layers, heads, 128), batch, tokens)
+    need = need_of(uniform(layers, heads, 128), batch, tokens)
     assert need.total_bytes / 1e9 == pytest.approx(gigabytes, rel=0.005)
     assert need.total_bytes == need.common_bytes == batch * tokens * need.token_bytes
 
 
 def test_mission_common_rule_is_wrong_where_heads_share_keys() -> None:
-    grouped = kv_need(uniform(32, 32, 128, kv_heads=8), 1, 4096)
-    assert grouped.saving == 4.0 and grouped.common_bytes == kv_need(uniform(32, 32, 128), 1, 4096).total_bytes
+    grouped = need_of(uniform(32, 32, 128, kv_heads=8), 1, 4096)
+    assert grouped.saving == 4.0 and grouped.common_bytes == need_of(uniform(32, 32, 128), 1, 4096).total_bytes
 
 
 def test_mission_a_window_of_1000_in_10000_tokens_is_10_times_less() -> None:
     local = mixed(*[LayerSpec(32, 32, 128, 0, ROPE, window=1000)] * 4)
-    assert kv_need(local, 1, 10_000).saving == pytest.approx(10)
+    assert need_of(local, 1, 10_000).saving == pytest.approx(10)
 
 
 def test_mission_three_layers_that_share_are_3_times_less() -> None:
     layer = LayerSpec(32, 32, 128, 0, ROPE)
     shared = mixed(*[layer if index % 3 == 0 else LayerSpec(32, 32, 128, 0, ROPE, share_from=index // 3 * 3)
                      for index in range(12)])  # fmt: skip
-    assert kv_need(shared, 1, 4096).saving == pytest.approx(3)
+    assert need_of(shared, 1, 4096).saving == pytest.approx(3)
 
 
 def test_mission_together_more_than_20_times_less() -> None:
@@ -62,20 +77,64 @@ def test_mission_together_more_than_20_times_less() -> None:
         window = None if index % 6 == 0 else 1000
         partner = {6: 0, 18: 12}.get(index) if window is None else index - 1 if index % 6 in (2, 4) else None
         layers.append(LayerSpec(32, 8, 128, 0, ROPE, window=window, share_from=partner))
-    assert kv_need(mixed(*layers), 1, 10_000).saving > 20
+    assert need_of(mixed(*layers), 1, 10_000).saving > 20
+
+
+def factors(changes: list[Saving]) -> dict[str, float]:
+    return {change.name: change.factor for change in changes}
+
+
+def test_the_saving_of_published_models_line_by_line() -> None:
+    """Character.AI, "Optimizing AI Inference at Character.AI", June 2024: multi-query attention instead of 8 groups (8 times less),
+    1 global layer in 6 with windows of 1,024 tokens elsewhere, two or three neighbouring layers with one cache, int8: more than
+    20 times less. At 8,192 tokens a window keeps an eighth: 6 layers hold 1 + 5/8 = 1.625 instead of 6."""
+    for shared in (2, 3):
+        spec = with_sharing(with_windows(uniform(36, 64, 128, kv_heads=1), 1024, global_every=6), shared)
+        cache = cache_of(spec, "int8")
+        base, changes = savings(cache, 8192, kv_heads=8)
+        assert base == 2 * 8 * 128 * 2 * 36 * 8192
+        assert factors(changes) == pytest.approx({"heads": 8, "windows": 6 / 1.625, "sharing": shared, "format": 2})
+        product = math.prod(change.factor for change in changes)
+        assert product == pytest.approx(base / cache.sequence_bytes(8192)) == pytest.approx(8 * 6 / 1.625 * shared * 2)
+        assert product / 2 > 20  # in 16 bits too
+        assert changes[-1].sequence_bytes == cache.sequence_bytes(8192)
+
+
+def test_latent_attention_is_as_small_as_two_and_a_quarter_groups() -> None:
+    """DeepSeek-V2 (DeepSeek-AI, May 2024), section 2.1.4: 128 heads of 128, latents of 512 + 64 elements, equal to 2.25 groups."""
+    spec = uniform(60, 128, 128)
+    base, (change,) = savings(cache_of(spec, latent=512 + 64), 4096)
+    assert change.name == "heads" and change.factor == pytest.approx(128 / 2.25)
+    assert base == kv_need(cache_of(spec), 1, 4096).total_bytes
+    eight = savings(cache_of(spec, "float8_e4m3", latent=576), 4096)[1]
+    assert factors(eight) == pytest.approx({"heads": 128 / 2.25, "format": 2})
+
+
+def test_layers_share_among_their_kind_and_rests_share_too() -> None:
+    """Seven layers, of which 0, 3 and 6 are global: pairs leave two global caches and two local ones."""
+    spec = with_sharing(with_windows(uniform(7, 8, 64), 100, global_every=3), 2)
+    assert [layer.share_from for layer in spec.layers] == [None, None, 1, 0, None, 4, None]
+    assert savings(cache_of(uniform(4, 8, 64)), 100) == (4 * 2 * 8 * 64 * 2 * 100, [])
+    twice = with_sharing(spec, 2)  # caches that are left are shared again
+    assert sum(layer.share_from is None for layer in twice.layers) == 2
+
+
+def test_four_bits_with_their_scales() -> None:
+    _, (change,) = savings(cache_of(uniform(4, 8, 128), "int4"), 1000)
+    assert change.factor == pytest.approx(16 / 4.5)
 
 
 def test_a_cache_in_8_bits_is_half() -> None:
     spec = uniform(32, 32, 128)
-    assert kv_need(spec, 1, 100, "float8_e4m3").total_bytes * 2 == kv_need(spec, 1, 100).total_bytes
+    assert need_of(spec, 1, 100, "float8_e4m3").total_bytes * 2 == need_of(spec, 1, 100).total_bytes
 
 
 def test_sequences_that_fit_beside_the_weights() -> None:
     """FIGURES 7: 953k tokens of cache beside bf16 weights of an 8B in 141e9 bytes."""
     layer = LayerSpec(32, 8, 128, 14336, Rope(500_000.0, 128))
     spec = ModelSpec("LlamaForCausalLM", 128_256, 4096, (layer,) * 32, 131_072)
-    assert sequences(spec, 1000, 141e9) == pytest.approx(953, abs=1)
-    assert sequences(spec, 1000, 10e9) == 0
+    assert sequences(cache_of(spec), 1000, 141e9) == pytest.approx(953, abs=1)
+    assert sequences(cache_of(spec), 1000, 10e9) == 0
 
 
 # --- MISSION 2: money -------------------------------------------------------------------------------------------------
@@ -95,8 +154,21 @@ def test_without_prefills_only_answers_cost() -> None:
 
 
 def test_mission_training_pays_when_t_is_at_most_p_times_n() -> None:
-    assert training_pays(1000, 0.01, 100_000)
-    assert not training_pays(1000.01, 0.01, 100_000)
+    rule = Payback(1000, 0.01)
+    assert rule.pays(100_000) and not rule.pays(99_999) and rule.requests == pytest.approx(100_000)
+    assert not Payback(1000.01, 0.01).pays(100_000)
+    assert Payback(0, 0).pays(0) and Payback(1, 0).requests == Payback(1, -0.5).requests == math.inf
+    assert not Payback(1, -0.5).pays(1e30)
+
+
+def test_training_takes_six_flops_per_parameter_and_token() -> None:
+    """Published: Chinchilla, 70B on 1.4e12 tokens, 5.76e23 FLOPs (Hoffmann et al. 2022); GPT-3, 175B on 300e9, 3.14e23
+    (Brown et al. 2020)."""
+    chinchilla, gpt3 = Training(70e9, 1.4e12), Training(175e9, 300e9)
+    assert chinchilla.flops == pytest.approx(5.76e23, rel=0.03) and chinchilla.tokens_per_param == pytest.approx(20)
+    assert gpt3.flops == pytest.approx(3.14e23, rel=0.01)
+    assert chinchilla.served_tokens == 3 * chinchilla.tokens
+    assert Training(1e9, 1e9).device_hours(1e15, 0.5) == pytest.approx(6e18 / 5e14 / 3600)
 
 
 def test_mission_prompt_cache_saves_a_billion_tokens_a_day() -> None:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ridgeline.bench.record import Run
+from ridgeline.core.errors import ConfigError
+from ridgeline.planner.prices import TokenCosts, Tokens, token_costs
 
 PRICE_REMEDY = "give --usd-hour, the price of the device per hour"
 ENERGY_REMEDY = "give --watts, the mean power of the device during the run"
@@ -123,6 +125,40 @@ def economics_json(run: Run) -> dict[str, Any]:
     return {**asdict(figures), **{name: getattr(figures, name) for name in names}}
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredLoad:
+    """What the prices of tokens follow from."""
+
+    usd_hour: float | None
+    seconds: float
+    busy_share: float
+    """Share of the run in which the device ran steps."""
+    tokens: Tokens
+    """Of the completed requests."""
+    costs: TokenCosts
+
+
+def measured_load(run: Run) -> MeasuredLoad:
+    """Tokens of a run and their costs. Raises ConfigError for a run against another server, or of an older version."""
+    server, counted = run.facts.get("server") or {}, run.facts.get("counted")
+    facts = server.get("facts", {})
+    if not counted or not server.get("requests") or not {"blocks", "page_tokens"} <= facts.keys():
+        raise ConfigError(
+            "The run has no device seconds of its requests: prices need a run of `ridgeline bench run` against a Ridgeline server.",
+            param="run",
+        )
+    rows = run.completed
+    # Each group of layers holds a page for the same tokens.
+    cache_tokens = facts["blocks"] * facts["page_tokens"] / facts.get("kv_groups", 1)
+    n_input, n_cached, n_output = (
+        sum(getattr(row, name) for row in rows) for name in ("input_tokens", "cached_tokens", "output_tokens")
+    )
+    tokens = Tokens(n_input - n_cached, n_cached, n_output)
+    costs = token_costs(server["requests"], cache_tokens)
+    busy_share = counted["busy_s"] / run.seconds if run.seconds > 0 else 0.0
+    return MeasuredLoad(economics(run).usd_hour, run.seconds, busy_share, tokens, costs)
+
+
 def lines(run: Run) -> list[tuple[str, str]]:
     """(label, text) of each figure, for a table. An unknown figure names its remedy."""
     figures = economics(run)
@@ -149,8 +185,9 @@ def amount(value: float | None, unit: str) -> str:
     """A figure with its unit: "$0.0123", "17.3 J", "unknown"."""
     if value is None:
         return UNKNOWN
-    number = f"{value:,.0f}" if value >= 1e4 else f"{value:.4g}"
-    return f"${number}" if unit == "$" else f"{number} {unit}"
+    number = f"{abs(value):,.0f}" if abs(value) >= 1e4 else f"{abs(value):.4g}"
+    sign = "-" if value < 0 else ""
+    return f"{sign}${number}" if unit == "$" else f"{sign}{number} {unit}"
 
 
 def _price(run: Run) -> tuple[float | None, str]:

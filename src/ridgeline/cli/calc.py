@@ -1,4 +1,5 @@
-"""Calculators: KV cache of a model (kv), cost of tokens and requests (cost), energy (energy), renting or buying (breakeven).
+"""Calculators: KV cache of a model (kv), cost of tokens and requests (cost), energy (energy), renting or buying (breakeven),
+cost of a training and when it pays (training).
 
 Names of options and the output contain the units. `ridgeline calc kv --help` lists the options of one calculator.
 """
@@ -9,57 +10,40 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ridgeline.bench import economics
+from ridgeline.bench.record import read_run
+from ridgeline.cli.calc_kv import OPTIONS as KV_OPTIONS
+from ridgeline.cli.calc_kv import kv
+from ridgeline.cli.calc_lines import Line, Option, flag, number, rent, usd
+from ridgeline.cli.calc_training import OPTIONS as TRAINING_OPTIONS
+from ridgeline.cli.calc_training import training
 from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
-from ridgeline.cli.roofline import read_spec
-from ridgeline.cli.serve import resolve_arguments
-from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.plural import counted
-from ridgeline.core.spec import KV_FORMATS, ModelSpec
 from ridgeline.hardware.probe import resolve_accelerator
 from ridgeline.planner.breakeven import BreakEven
 from ridgeline.planner.cost import Owned, Service
 from ridgeline.planner.energy import Energy, yearly_kwh
-from ridgeline.planner.kv import kv_need, sequences, uniform
+from ridgeline.planner.prices import prices
 
-_SHAPE = ("layers", "heads", "kv_heads", "head_dim")
-_MINIMUM = {"residual": 0, "upkeep": 0, "pue": 1, "carbon_g_kwh": 0, "usd_kwh": 0}
-"""Smallest allowed value, for options whose lower limit is not "above 0"."""
 _OWNED = ("years", "residual", "upkeep", "watts", "pue", "usd_kwh")
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One result of a calculator."""
-
-    name: str
-    """Key in the JSON output; contains the unit."""
-    label: str
-    """Description in the table."""
-    value: float
-    text: str
-    """The value as the table shows it."""
 
 
 def parser() -> Parser:
     parser = parser_for("calc", __doc__ or "", (), model=False)
-    kinds = parser.add_subparsers(dest="kind", metavar="{kv,cost,energy,breakeven}", required=True)
+    kinds = parser.add_subparsers(dest="kind", metavar=f"{{{','.join(KINDS)}}}", required=True)
     for kind, (text, options, _) in KINDS.items():
         subparser = kinds.add_parser(
             kind, help=text, description=text, argument_default=argparse.SUPPRESS, allow_abbrev=False
         )
-        if kind == "kv":
+        if kind in _OF_MODELS:
             subparser.add_argument(
-                "given_model",
-                nargs="?",
-                metavar="MODEL",
-                help="model folder or hub name (or give --layers, --heads and --head-dim)",
+                "given_model", nargs="?", metavar="MODEL", help=f"model folder or hub name (or give {_OF_MODELS[kind]})"
             )
         for name, (value_type, help_text) in options.items():
             subparser.add_argument(
@@ -86,91 +70,83 @@ def _metavar(kind: Callable[[str], Any]) -> str:
     return "N" if kind is whole_number else "X" if kind is finite_number else "NAME"
 
 
-# --- the cache ----------------------------------------------------------------------------------------------------------
-
-
-def kv(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
-    """Size of the KV cache of a model or a shape, for a batch of sequences."""
-    spec = _attention(args, options)
-    dtype = options.get("cache_dtype", spec.dtype)
-    if dtype not in KV_FORMATS:
-        raise ConfigError(
-            f"--cache-dtype {dtype!r} is unknown: use one of {', '.join(KV_FORMATS)}.", param="cache_dtype"
-        )
-    need = kv_need(spec, _count(options, "batch", 1), _count(options, "tokens", 2048), dtype)
-    lines = [
-        Line("token_bytes", "one token", need.token_bytes, bytes_text(need.token_bytes)),
-        Line(
-            "sequence_bytes",
-            f"one sequence of {counted(need.tokens, 'token')}",
-            need.sequence_bytes,
-            _gb(need.sequence_bytes),
-        ),
-        Line("total_bytes", f"batch of {counted(need.batch, 'sequence')}", need.total_bytes, _gb(need.total_bytes)),
-        Line(
-            "common_rule_bytes",
-            "rule of thumb: 2 x batch x tokens x layers x width",
-            need.common_bytes,
-            _gb(need.common_bytes),
-        ),
-        Line("times_less", "rule of thumb / batch", need.saving, f"{need.saving:.2f}"),
-    ]
-    if "on" in options:
-        accelerator = resolve_accelerator(options["on"])
-        fit = sequences(spec, need.tokens, accelerator.memory_bytes, dtype)
-        weights_note = "with the weights" if spec.vocab_size else "without weights"
-        lines.append(
-            Line("sequences_that_fit", f"sequences that fit on {accelerator.name}, {weights_note}", fit, f"{fit:,}")
-        )
-    return lines
-
-
-def _attention(args: Arguments, options: Mapping[str, Any]) -> ModelSpec:
-    """Spec of MODEL, or of a model with the shape given by --layers, --heads and --head-dim."""
-    shaped = [name for name in _SHAPE if name in options]
-    if not shaped:
-        return read_spec(resolve_arguments(args).model)
-    if "model" in args.flags:
-        raise ConfigError(f"MODEL and {_flag(shaped[0])} are given: leave one of them out.", param="model")
-    layers, heads, head_dim = (_count(options, name, None) for name in ("layers", "heads", "head_dim"))
-    kv_heads = _count(options, "kv_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(f"--kv-heads {kv_heads} does not divide --heads {heads}: give a divisor.", param="kv_heads")
-    return uniform(layers, heads, head_dim, kv_heads=kv_heads)
-
-
 # --- money and energy ---------------------------------------------------------------------------------------------------
 
 
 def cost(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
-    """Cost of tokens and requests on rented hardware, or on owned hardware (--price)."""
+    """Cost of tokens and requests on rented hardware, or on owned hardware (--price). With --run: prices from a measured load."""
     if "price" in options and "usd_hour" in options:
         raise ConfigError(
             "--usd-hour is for rented hardware and --price for owned hardware: give one of them.", param="usd_hour"
         )
     if "price" not in options and (unused := [name for name in (*_OWNED, "utilization") if name in options]):
-        raise ConfigError(f"{_flag(unused[0])} applies to owned hardware: give --price too.", param=unused[0])
-    usd_hour = _owned(options).usd_hour(_number(options, "utilization", 1.0)) if "price" in options else _rent(options)
-    tokens_s = _number(options, "tokens_s", None)
-    service = Service(usd_hour, tokens_s, _number(options, "prefills_min", 0.0), _number(options, "output_tokens", 1.0))
+        raise ConfigError(f"{flag(unused[0])} applies to owned hardware: give --price too.", param=unused[0])
+    if "run" in options:
+        return _prices(options)
+    if "paid_share" in options:
+        raise ConfigError("--paid-share applies to the bill of a measured load: give --run too.", param="paid_share")
+    usd_hour = _usd_hour(options)
+    tokens_s = number(options, "tokens_s", None)
+    service = Service(usd_hour, tokens_s, number(options, "prefills_min", 0.0), number(options, "output_tokens", 1.0))
     lines = [
-        _usd("usd_hour", "one hour of the hardware", service.usd_hour),
-        _usd("usd_million_output_tokens", "1M output tokens", service.usd_million_tokens),
+        usd("usd_hour", "one hour of the hardware", service.usd_hour),
+        usd("usd_million_output_tokens", "1M output tokens", service.usd_million_tokens),
     ]
     if "output_tokens" in options:
         answers = f"answers of 1K requests, {service.output_tokens:g} tokens each"
-        lines.append(_usd("usd_thousand_answers", answers, service.decode_usd_thousand))
+        lines.append(usd("usd_thousand_answers", answers, service.decode_usd_thousand))
     if "prefills_min" in options:
-        lines.append(_usd("usd_thousand_prefills", "prompts of 1K requests", service.prefill_usd_thousand))
+        lines.append(usd("usd_thousand_prefills", "prompts of 1K requests", service.prefill_usd_thousand))
     if "output_tokens" in options:
-        lines.append(_usd("usd_thousand_requests", "1K requests, prompts and answers", service.usd_thousand_requests))
+        lines.append(usd("usd_thousand_requests", "1K requests, prompts and answers", service.usd_thousand_requests))
     return lines
+
+
+def _usd_hour(options: Mapping[str, Any]) -> float:
+    """Price of an hour of owned hardware if its price is given, else of rented hardware."""
+    return _owned(options).usd_hour(number(options, "utilization", 1.0)) if "price" in options else rent(options)
+
+
+def _prices(options: Mapping[str, Any]) -> list[Line]:
+    """Prices of input, cached and output tokens that add up to the bill of a recorded run."""
+    if unused := [name for name in ("tokens_s", "prefills_min", "output_tokens") if name in options]:
+        raise ConfigError(f"--run has measured what {flag(unused[0])} states: leave one of them out.", param=unused[0])
+    recorded = economics.measured_load(read_run(Path(options["run"])))
+    given = {"usd_hour", "price", "on"} & options.keys()
+    usd_hour = recorded.usd_hour if recorded.usd_hour and not given else _usd_hour(options)
+    hours, share = recorded.seconds / 3600, number(options, "paid_share", 1.0)
+    bill, tokens = usd_hour * hours * share, recorded.tokens
+    shares = prices(bill, tokens, recorded.costs)
+    paid = f"{share:.0%} of " if share < 1 else ""
+    lines = [
+        Line("bill_usd", f"bill: {paid}{hours:.4g} hours at ${usd_hour:g} an hour", bill, _dollars(bill)),
+        Line(
+            "busy_share",
+            "share of the time in which the device ran steps",
+            recorded.busy_share,
+            f"{recorded.busy_share:.1%}",
+        ),
+    ]
+    for name in ("input", "cached", "output"):
+        price, n_tokens = getattr(shares, name), getattr(tokens, name)
+        part = f"x {n_tokens:,} tokens = {_dollars(price * n_tokens / 1e6)}"
+        lines.append(Line(f"usd_million_{name}", f"1M {name} tokens", price, f"{_dollars(price)}   {part}"))
+    output, cached = shares.output / shares.input, shares.cached / shares.input
+    lines += [
+        Line("output_to_input", "output / input", output, f"{output:.3g}"),
+        Line("cached_to_input", "cached / input", cached, f"{cached:.3g}"),
+    ]
+    return lines
+
+
+def _dollars(value: float) -> str:
+    return economics.amount(value, "$")
 
 
 def energy(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
     """Energy of a device per year and per token. PUE (cooling) and carbon intensity are inputs."""
     factors = {
-        name: _number(options, name, None) for name in ("tokens_s", "pue", "carbon_g_kwh", "usd_kwh") if name in options
+        name: number(options, name, None) for name in ("tokens_s", "pue", "carbon_g_kwh", "usd_kwh") if name in options
     }
     figures = Energy(_watts(options), **factors)
     low, high = figures.peak_watts
@@ -187,7 +163,7 @@ def energy(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
         lines += [
             Line("joules_per_token", "one output token, device only", joules, f"{joules:.3g} J"),
             Line("kwh_million_tokens", "1M output tokens, with cooling", kwh, f"{kwh:.3g} kWh"),
-            _usd(
+            usd(
                 "usd_million_tokens",
                 f"electricity of 1M output tokens at ${figures.usd_kwh:g}/kWh",
                 figures.usd_million_tokens,
@@ -198,12 +174,12 @@ def energy(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
 
 def breakeven(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
     """Utilization above which buying a device is cheaper than renting it, and the payback time."""
-    owned, rent, utilization = _owned(options), _rent(options), _number(options, "utilization", 1.0)
-    comparison = BreakEven(owned, rent)
+    owned, rented, utilization = _owned(options), rent(options), number(options, "utilization", 1.0)
+    comparison = BreakEven(owned, rented)
     months, saved = comparison.payback_months(utilization), comparison.saved_usd(utilization)
     return [
-        _usd("rented_usd_hour", "rented, one hour of use", rent),
-        _usd("owned_usd_hour", f"owned, one hour of use at {utilization:.0%} utilization", owned.usd_hour(utilization)),
+        usd("rented_usd_hour", "rented, one hour of use", rented),
+        usd("owned_usd_hour", f"owned, one hour of use at {utilization:.0%} utilization", owned.usd_hour(utilization)),
         Line(
             "breakeven_utilization",
             "owning is cheaper above a utilization of",
@@ -218,7 +194,7 @@ def breakeven(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
             months,
             f"{months:,.1f} months" if math.isfinite(months) else "never",
         ),
-        _usd("saved_usd", f"saved in {owned.years:g} years", saved),
+        usd("saved_usd", f"saved in {owned.years:g} years", saved),
     ]
 
 
@@ -229,59 +205,20 @@ def _owned(options: Mapping[str, Any]) -> Owned:
     )
     if price is None:
         raise ConfigError("The price of the device is unknown: give --price.", param="price")
-    fields = {name: _number(options, name, None) for name in _OWNED if name in options}
+    fields = {name: number(options, name, None) for name in _OWNED if name in options}
     if accelerator is not None and accelerator.watts and "watts" not in fields:
         fields["watts"] = accelerator.watts
-    return Owned(_number(options, "price", price), **fields)
-
-
-def _rent(options: Mapping[str, Any]) -> float:
-    if "usd_hour" in options:
-        return _number(options, "usd_hour", None)
-    accelerator = resolve_accelerator(options["on"]) if "on" in options else None
-    if accelerator is None or accelerator.rent is None:
-        raise ConfigError("The price of an hour is unknown: give --usd-hour.", param="usd_hour")
-    return accelerator.rent.usd
+    return Owned(number(options, "price", price), **fields)
 
 
 def _watts(options: Mapping[str, Any]) -> float:
     accelerator = resolve_accelerator(options["on"]) if "on" in options else None
-    return _number(options, "watts", accelerator.watts or None if accelerator is not None else None)
+    return number(options, "watts", accelerator.watts or None if accelerator is not None else None)
 
 
-# --- reading and showing ------------------------------------------------------------------------------------------------
+# --- the command line ----------------------------------------------------------------------------------------------------
 
 
-def _number(options: Mapping[str, Any], name: str, default: float | None) -> float:
-    """Value of an option, or `default`. Raises ConfigError if it is missing or out of range (_MINIMUM)."""
-    value = options.get(name, default)
-    if value is None:
-        raise ConfigError(f"{_flag(name)} is missing: give a value.", param=name)
-    if name in options and (value < _MINIMUM[name] if name in _MINIMUM else value <= 0):
-        minimum = f"of at least {_MINIMUM[name]:g}" if name in _MINIMUM else "above 0"
-        raise ConfigError(f"{_flag(name)} is {value:g}: give a number {minimum}.", param=name)
-    if name in ("residual", "utilization") and value > 1:
-        raise ConfigError(f"{_flag(name)} is {value:g}: give a share of at most 1.", param=name)
-    return value
-
-
-def _count(options: Mapping[str, Any], name: str, default: int | None) -> int:
-    return int(_number(options, name, default))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB ({bytes_text(count)})"
-
-
-def _usd(name: str, label: str, value: float) -> Line:
-    return Line(name, label, value, f"${value:,.3f}" if abs(value) < 1000 else f"${value:,.0f}")
-
-
-Option = tuple[Callable[[str], Any], str]
 _ON: dict[str, Option] = {
     "on": (str, "accelerator of the hardware table; supplies price, power and memory that are not given")
 }
@@ -298,16 +235,7 @@ _LIFE: dict[str, Option] = {
 KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str, Any]], list[Line]]]] = {
     "kv": (
         "size of the KV cache of a model or a shape",
-        {
-            "batch": (whole_number, "number of sequences (default: 1)"),
-            "tokens": (whole_number, "tokens per sequence (default: 2048)"),
-            "cache_dtype": (str, f"dtype of the cache: {', '.join(KV_FORMATS)} (default: the model's)"),
-            "layers": (whole_number, "number of layers, instead of MODEL"),
-            "heads": (whole_number, "number of query heads"),
-            "kv_heads": (whole_number, "number of key-value heads (default: --heads)"),
-            "head_dim": (whole_number, "dimension of a head"),
-            **_ON,
-        },
+        {**KV_OPTIONS, **_ON},
         kv,
     ),
     "cost": (
@@ -317,6 +245,14 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str,
             "tokens_s": (finite_number, "output tokens per second"),
             "prefills_min": (finite_number, "prompts processed per minute; adds the cost of prompts"),
             "output_tokens": (finite_number, "mean tokens per answer"),
+            "run": (
+                str,
+                "folder of `ridgeline bench run` against a Ridgeline server: prices of input, cached and output tokens",
+            ),
+            "paid_share": (
+                finite_number,
+                "share of the run's hours that this load pays for (default: 1, idle time too)",
+            ),
             **_LIFE,
             **_ON,
         },
@@ -339,5 +275,8 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str,
         {"usd_hour": (finite_number, "price of one rented hour, in dollars"), **_LIFE, **_ON},
         breakeven,
     ),
+    "training": ("FLOPs and cost of a training, and when it pays: T <= p x N", {**TRAINING_OPTIONS, **_ON}, training),
 }
 """Calculator -> help, options (name -> type, help), function."""
+_OF_MODELS = {"kv": "--layers, --heads and --head-dim", "training": "--params"}
+"""Calculators that take a model -> the options that replace it."""

@@ -209,6 +209,7 @@ def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.de
         "max_num_seqs": plan.max_rows,
         "max_num_batched_tokens": plan.max_step_tokens,
         "max_request_tokens": plan.max_request_tokens,
+        "kv_groups": len(plan.layout.groups),
         "page_tokens": plan.page_tokens,
         "blocks": plan.n_pages,
         "kv_bytes_per_token": spec.kv_bytes_per_token(),

@@ -83,11 +83,6 @@ def usd_per_unit(usd_hour: float, units_s: float) -> float:
     return usd_hour / 3600 / units_s
 
 
-def training_pays(training_usd: float, saved_usd: float, requests: float) -> bool:
-    """Whether a training pays off: training_usd <= saved_usd (per request) * requests."""
-    return training_usd <= saved_usd * requests
-
-
 def tokens_saved(prefix_tokens: float, calls: float) -> float:
     """Prompt tokens that a prefix cache saves if `calls` requests share a prefix."""
     return prefix_tokens * max(0.0, calls - 1)

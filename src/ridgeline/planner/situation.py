@@ -26,9 +26,9 @@ MAX_REQUESTS = 200
 """Recorded requests that a simulation replays: the newest ones."""
 RECORD = (
     "arrived_at", "prompt_tokens", "cached_tokens", "output_tokens", "finish_reasons", "e2e_s", "ttft_s", "tpot_s", "prefix_hashes",
-    "decoding",
+    "decoding", "spent",
 )  # fmt: skip
-"""Fields of a row of GET /requests that `read_situation` reads. A run keeps them."""
+"""Fields of a row of GET /requests that `read_situation` and `prices.token_costs` read. A run keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
