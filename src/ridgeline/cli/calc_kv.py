@@ -12,10 +12,9 @@ from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
-from ridgeline.core.spec import ModelSpec
+from ridgeline.core.spec import KV_FORMATS, ModelSpec
 from ridgeline.hardware.probe import resolve_accelerator
 from ridgeline.planner.kv import (
-    FORMATS,
     Cache,
     cache_of,
     kv_need,
@@ -30,7 +29,7 @@ _SHAPE = ("layers", "heads", "kv_heads", "head_dim")
 OPTIONS: dict[str, Option] = {
     "batch": (whole_number, "number of sequences (default: 1)"),
     "tokens": (whole_number, "tokens per sequence (default: 2048)"),
-    "cache_dtype": (str, f"dtype of the cache: {', '.join(FORMATS)} (default: the model's)"),
+    "cache_dtype": (str, f"dtype of the cache: {', '.join(KV_FORMATS)} (default: the model's)"),
     "window": (whole_number, "sliding window in tokens, in all layers or in those that --global-every leaves"),
     "global_every": (whole_number, "one layer in K without a window, as in 6 for 1 global layer and 5 local ones"),
     "share_layers": (whole_number, "neighbouring layers of one kind (local, global) that share one cache (default: 1)"),
@@ -108,8 +107,10 @@ def _product(cache: Cache, tokens: int, options: Mapping[str, Any]) -> list[Line
 def _cache(spec: ModelSpec, options: Mapping[str, Any]) -> Cache:
     """The cache with the changes that the options name."""
     dtype = options.get("cache_dtype")
-    if dtype is not None and dtype not in FORMATS:
-        raise ConfigError(f"--cache-dtype {dtype!r} is unknown: use one of {', '.join(FORMATS)}.", param="cache_dtype")
+    if dtype is not None and dtype not in KV_FORMATS:
+        raise ConfigError(
+            f"--cache-dtype {dtype!r} is unknown: use one of {', '.join(KV_FORMATS)}.", param="cache_dtype"
+        )
     n_layers = len(spec.layers)
     for name in ("global_every", "share_layers"):
         if name in options and count(options, name, None) > n_layers:

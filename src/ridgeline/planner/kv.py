@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 
 from ridgeline.core.spec import KV_FORMATS, KvFormat, LayerSpec, ModelSpec, Rope
 
-FORMATS = {"int4": KvFormat("int4", "uint8", 4, "float16", 32), **KV_FORMATS}
-"""Formats of the cache that the calculators know. int4: groups of 32 elements with a 16-bit scale, 4.5 bits per element."""
-
 
 @dataclass(frozen=True, slots=True)
 class Cache:
@@ -72,8 +69,8 @@ class Saving:
 
 
 def cache_of(spec: ModelSpec, dtype: str | None = None, latent: int = 0) -> Cache:
-    """The cache of a model. dtype: name in FORMATS; None: that of the spec."""
-    return Cache(spec, FORMATS[dtype] if dtype else spec.kv, latent)
+    """The cache of a model. dtype: name in KV_FORMATS; None: that of the spec."""
+    return Cache(spec, KV_FORMATS[dtype] if dtype else spec.kv, latent)
 
 
 def kv_need(cache: Cache, batch: int, tokens: int) -> KvNeed:
