@@ -2,10 +2,11 @@
 
     python benchmarks/formats.py --model FOLDER --work FOLDER --device cuda [--tasks FILE] [--out benchmarks/results/FILE.json]
 
-Formats are quantized while loading (`-q`), recipes are folders that `ridgeline compress` would write; --work keeps them, and
---build-only makes nothing else. Drift is against the unquantized engine on the same texts, over the most probable tokens of both
-(quality.drift). tok_s: median of greedy answers, one at a time. tok_s_batch: `batch` requests at once, prompts included. Rows that
-the result file has are not measured again. A format that fails is reported at the end, and the others are measured.
+Formats are quantized while loading (`-q`), those of --kv by `--kv-cache-dtype`; recipes are folders that `ridgeline compress` would
+write. --work keeps them, and --build-only makes nothing else. Drift is against the unquantized engine on the same texts, over the
+most probable tokens of both (quality.drift). tok_s: median of greedy answers, one at a time. tok_s_batch: `batch` requests at once,
+prompts included. Rows that the result file has are not measured again. A format that fails is reported at the end, and the others
+are measured.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Table:
         kept = str(self.folder)
         models = {PLAIN: ModelConfig(kept)}
         models |= {name: ModelConfig(kept, quantization=name) for name in names(self.args.formats)}
+        models |= {f"kv-{name}": ModelConfig(kept, kv_cache_dtype=name) for name in names(self.args.kv)}
         return models | {name: ModelConfig(str(self.place(name))) for name in names(self.args.recipes)}
 
     def measure(self, model: ModelConfig) -> Measured:
@@ -122,7 +124,8 @@ class Table:
 
     def tasks(self, model: ModelConfig) -> list[bool]:
         """Which questions a server of the model answers correctly."""
-        flags = {"model": model.model, "quantization": model.quantization, "device": self.args.device}
+        flags = {"model": model.model, "quantization": model.quantization, "kv_cache_dtype": model.kv_cache_dtype}
+        flags["device"] = self.args.device
         flags |= {"kv_cache_memory": str(CACHE_BYTES[self.args.device]), "max_num_seqs": "16"}
         with Hosted(private(resolve(flags, environ=os.environ)), silent) as url:
             return ask(Endpoint(url), self.questions, silent)
@@ -198,6 +201,7 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--formats", default=FORMATS, help="separated by commas")
     parser.add_argument("--recipes", default=RECIPES, help="separated by commas")
+    parser.add_argument("--kv", default="", help="formats of the KV cache, separated by commas: rows kv-NAME")
     parser.add_argument("--build-only", action="store_true", help="compress, and measure nothing")
     parser.add_argument("--texts", type=Path, default=TEXTS, help="texts to judge by")
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens to judge by")

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import KV_FORMATS, KvFormat
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.spec import KV_FORMATS, QUANTIZED_KV, KvFormat
+from ridgeline.llm import LLM
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.models.decoder import Decoder
+from ridgeline.models.hub import resolve_model
 from ridgeline.models.layers import Build
 from ridgeline.models.weights import load_checkpoint
 from ridgeline.ops.reference import REFERENCE
@@ -29,6 +33,7 @@ from tests.engine.runners import PROMPT, DeviceBench
 from tests.models.families import save
 
 CPU = torch.device("cpu")
+COMMON: dict[str, Any] = {"device": "cpu", "threads": 1}
 NORMED = KvFormat("normed-test", "float32", 32, "float32")
 FAMILY = "mistral-window"
 
@@ -120,3 +125,44 @@ def test_another_type_than_the_models_is_another_format(folder: Path) -> None:
     )
     with pytest.raises(ConfigError, match="bfloat16"):
         Decoder(parts, spec.max_len)
+
+
+@pytest.mark.parametrize("name", QUANTIZED_KV)
+def test_a_quantized_cache_gives_the_same_tokens_whatever_the_steps_are(tmp_path: Path, name: str) -> None:
+    """Each token reads what is stored, its own step's keys too: chunks, prefix hits, copies and preemption change nothing."""
+    save("qwen3", tmp_path)
+    model = build(
+        tmp_path, model=ModelConfig(max_model_len=runners.MAX_LEN, kv_cache_dtype=name), ops=REFERENCE, device=CPU
+    )
+    assert model.spec.kv is KV_FORMATS[name]
+    tokens = []
+    for step_tokens, repeated in ((24, True), (64, False)):
+        bench = DeviceBench("qwen3", step_tokens=step_tokens, model=model)
+        bench.submit("greedy", PROMPT * 3, max_tokens=20)
+        bench.submit("choices", PROMPT * 2, n=3, temperature=1.5, seed=2, max_tokens=20)
+        bench.run()
+        if repeated:
+            bench.submit("again", [*PROMPT * 3], max_tokens=20)
+            bench.run()
+            assert bench.scheduler.counts.prefix_hits
+            assert bench.tokens.pop(("again", 0)) == bench.tokens["greedy", 0]
+        tokens.append(bench.tokens)
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("name", QUANTIZED_KV)
+def test_drafts_and_other_operations_give_the_same_answers(name: str) -> None:
+    """The shipped model in float32: without drafts, with drafters that read or write the cache, and batch-invariant."""
+    sampling = SamplingParams(max_tokens=40, temperature=0.0)
+    answers = []
+    for options in (
+        {},
+        {"speculate": "auto"},
+        {"speculate": "recycling"},
+        {"speculate": f"recurrent:{resolve_model(ModelConfig()).parent / 'recurrent'}"},
+        {"deterministic": True},
+    ):
+        llm = LLM(kv_cache_dtype=name, dtype="float32", max_model_len=256, kv_cache_memory=1 << 25, **COMMON, **options)
+        answers.append([llm.generate(text, sampling)[0].text for text in ("Once upon a time", "def add(a, b):")])
+        llm.close()
+    assert all(other == answers[0] for other in answers)

@@ -41,6 +41,8 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("docs/compression.md", "27%"): "cited: Llama-2-7B, Wanda",
     ("docs/compression.md", "88"): "right answers of 183, a share in tasks.json",
     ("docs/compression.md", "95%"): "the level of intervals",
+    ("docs/kv.md", "131,072"): "counted from the shape",
+    ("docs/kv.md", "4,096"): "the 4k of row names",
     ("docs/measures.md", "512"): "a length of prompts, of the command in curves.json",
     ("docs/speculation.md", "512"): "a name: AVX-512",
 }

@@ -17,7 +17,7 @@ from ridgeline.ops.step import KvView
 from ridgeline.ops.table import Ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MIXED = [(40, 7), (1, 1), (90, 40), (33, 1), (70, 5)]
+MIXED = [(40, 7), (1, 1), (45, 30), (33, 1)]
 CASES: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "mixed": (MIXED, {"padding": 3}),
     "decode": ([(1, 1), (17, 1), (64, 1), (33, 1)], {"head_dim": 64}),
@@ -143,6 +143,8 @@ def test_triton(invariant: bool, case: Any, kv_format: KvFormat, shape: Callable
     from ridgeline.ops.triton.invariant import INVARIANT
     from ridgeline.ops.triton.table import TRITON
 
+    if invariant and case.step.ancestors is None and case.view.window is None and DEVICE == "cpu":
+        pytest.skip("slow in the interpreter: windows and trees exercise the same loads")
     triton = INVARIANT if invariant else TRITON
     for dtype in (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,):
         check_attention(triton, case, kv_format, dtype, DEVICE)

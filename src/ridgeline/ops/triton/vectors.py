@@ -69,14 +69,16 @@ def _load_vectors(
             codes = _whole((codes ^ -128).to(tl.uint8, bitcast=True), 128, element)
     vectors = codes
     if BITS > 0:
-        groups: tl.constexpr = 1 if SCALES == 1 else WIDTH // (head_dim // SCALES)
-        number = tl.arange(0, groups)
-        where = scales_ptr + (page * scale_page_stride + place * SCALES)[:, None] + number[None, :]
-        scales = tl.load(where, mask=inside[:, None] & (number < SCALES)[None, :], other=0.0).to(element)
-        if SCALES > 1:
-            scales = tl.broadcast_to(scales[:, :, None], (KEYS, groups, head_dim // SCALES))
-            scales = tl.reshape(scales, (KEYS, WIDTH))
-        vectors = codes.to(element) * scales
+        line = scales_ptr + page * scale_page_stride + place * SCALES
+        if SCALES == 1:
+            scales = tl.load(line, mask=inside, other=0.0)[:, None]
+        else:
+            groups: tl.constexpr = WIDTH // (head_dim // SCALES)
+            number = tl.arange(0, groups)
+            real = inside[:, None] & (number < SCALES)[None, :]
+            scales = tl.load(line[:, None] + number[None, :], mask=real, other=0.0)
+            scales = tl.reshape(tl.broadcast_to(scales[:, :, None], (KEYS, groups, head_dim // SCALES)), (KEYS, WIDTH))
+        vectors = codes.to(element) * scales.to(element)
     return vectors
 
 
