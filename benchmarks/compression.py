@@ -44,7 +44,7 @@ from ridgeline.core.resolve import resolve
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import resolve_model
 from ridgeline.quality.drift import Drift
-from ridgeline.quality.recall import Recall, recall, recall_windows
+from ridgeline.quality.recall import Recall, measure_recall, recall_windows
 from ridgeline.quality.scores import EngineScorer
 from ridgeline.quality.served import Endpoint
 from ridgeline.quality.tasks import ask, count, read_tasks, shipped_tasks
@@ -107,7 +107,9 @@ def recalled(folder: Path, tokenizer: Path) -> Recall:
     local = LocalEngine.start(ModelConfig(str(folder), max_model_len=max(lengths) + 1), engine)
     try:
         scorer = EngineScorer(folder.name, local)
-        return recall(windows, scorer.score([window.window for window in windows], 1, lambda stage, done, total: None))
+        return measure_recall(
+            windows, scorer.score([window.window for window in windows], 1, lambda stage, done, total: None)
+        )
     finally:
         local.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from ridgeline.cli.main import main
+from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.compress.decoder import load_decoder
+from ridgeline.compress.job import Job
+from ridgeline.compress.recipes import read_recipe
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
-from ridgeline.quality.recall import PROSE, WORDS, RecallWindow, recall, recall_windows
+from ridgeline.quality.recall import PROSE, WORDS, RecallWindow, measure_recall, recall_windows
 from ridgeline.quality.scores import EngineScorer, Scores
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -91,12 +96,14 @@ def test_an_answer_counts_if_all_its_tokens_are_the_most_probable(tokenizer: Tok
     windows = recall_windows(tokenizer, 4, [200, 200, 300])
     # Answers of two tokens, which other tokenizers have.
     windows = [replace(window, answers=tuple((a, a + 1) for (a,) in window.answers)) for window in windows]
-    result = recall(windows, [scores_of(windows[0]), scores_of(windows[1], wrong=3), scores_of(windows[2], wrong=1)])
+    result = measure_recall(
+        windows, [scores_of(windows[0]), scores_of(windows[1], wrong=3), scores_of(windows[2], wrong=1)]
+    )
     assert result.answers == 12
     assert result.accuracy.value == pytest.approx(8 / 12)
     assert result.accuracy.low < 8 / 12 < result.accuracy.high
     assert result.probability.value == pytest.approx(np.exp(-1.0))
-    perfect = recall(windows, [scores_of(window) for window in windows])
+    perfect = measure_recall(windows, [scores_of(window) for window in windows])
     assert perfect.accuracy.value == perfect.accuracy.low == perfect.accuracy.high == 1
 
 
@@ -112,7 +119,7 @@ def scored(folder: Path, windows: list[RecallWindow]) -> list[Scores]:
 def test_the_engine_scores_the_answers(model: Path) -> None:
     """Against plain PyTorch on the whole window."""
     windows = recall_windows(Tokenizer.load(model), 3, [200, 250])
-    result = recall(windows, scored(model, windows))
+    result = measure_recall(windows, scored(model, windows))
     decoder, right, probability = load_decoder(model, 512), [], []
     for window in windows:
         with torch.no_grad():
@@ -136,6 +143,20 @@ def test_the_shipped_model_reads_the_list() -> None:
     for window, other in zip(windows, others, strict=True):
         ids = other.window.ids[: other.window.first] + window.window.ids[window.window.first :]
         exchanged.append(replace(window, window=replace(window.window, ids=ids, first=other.window.first)))
-    right, wrong = (recall(group, scored(shipped_model(), group)) for group in (windows, exchanged))
+    right, wrong = (measure_recall(group, scored(shipped_model(), group)) for group in (windows, exchanged))
     assert right.accuracy.value > 1.5 * wrong.accuracy.value
     assert right.probability.low > wrong.probability.high
+
+
+def test_compare_measures_recall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model with one key/value head, not yet trained, reads nothing back. The reference may be a stored one."""
+    Job(Checkpoint(shipped_model()), read_recipe("gqa-1"), [], tmp_path / "pooled").run(quiet)
+    kept, words = str(tmp_path / "kept.jsonl"), ["--recall", "300", "--device", "cpu", "--threads", "1", "--json"]
+    words += ["--kv-cache-memory", "16M"]
+    assert main(["compare", str(shipped_model()), "--save-reference", kept, *words]) == 0
+    assert main(["compare", kept, str(tmp_path / "pooled"), "--min-top1", "0.9", *words]) == 1
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    figures = report["figures"]
+    assert figures["recall_accuracy_reference"]["low"] > 2 * figures["recall_accuracy"]["high"]
+    assert figures["recall_probability_reference"]["value"] > 10 * figures["recall_probability"]["value"]
+    assert report["documents"] == 16 and figures["kl"]["value"] > 1

@@ -126,7 +126,7 @@ def _answer_positions(
     return positions
 
 
-def recall(windows: Sequence[RecallWindow], scores: Sequence[Scores]) -> Recall:
+def measure_recall(windows: Sequence[RecallWindow], scores: Sequence[Scores]) -> Recall:
     """Compute the recall of a model from its scores of the windows, in the same order."""
     accuracies, probabilities = [], []
     for window, window_scores in zip(windows, scores, strict=True):
