@@ -7,6 +7,9 @@ same past, with all logits and activations in float32 (compress.evaluate). The "
 the same with a few inputs 128 times larger (compress.outliers). Speeds are tokens per second of one greedy request behind its
 first token, of an engine in this process: the original's and the result's turn by turn, the best of each.
 
+Rows of gqa-N also have the KV bytes of a token and the recall of pairs from windows of RECALL (quality.recall), with its 95 %
+intervals; "ref" is the original's.
+
 No number format serves LOW_BITS. Their weights are on the grid, but stored in the model's dtype; size_mb is that of packed codes.
 They have no speed, but also answer the shipped questions.
 """
@@ -41,6 +44,8 @@ from ridgeline.core.resolve import resolve
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import resolve_model
 from ridgeline.quality.drift import Drift
+from ridgeline.quality.recall import Recall, measure_recall, recall_windows
+from ridgeline.quality.scores import EngineScorer
 from ridgeline.quality.served import Endpoint
 from ridgeline.quality.tasks import ask, count, read_tasks, shipped_tasks
 from ridgeline.quality.texts import read_texts
@@ -70,12 +75,14 @@ TERNARY_BITS = 1.6
 REQUEST = (64, 128)
 """Tokens of the timed request and of its answer."""
 TURNS = 3
+RECALL = (16, (256,) * 24 + (1024,) * 8)
+"""Pairs of a list, and tokens of the windows."""
 WITH_OUTLIERS = ("rtn-w8a8", "smoothquant-w8a8", "llm-int8")
 RECIPES = (
     *("rtn-int4-g128", "gptq-int4-g128", "rtn-int4-g128-zp", "awq-int4-g128", *WITH_OUTLIERS),
     *("magnitude-50", "wanda-50", "sparsegpt-50", "gptq-int4-g128-zp", "rtn-int8-channel", "rtn-int3-g128"),
     *("gptq-int3-g128", "sparsegpt-2:4", "wanda-2:4", "rtn-int4-g32", "neurons-25", "heads-25", "layers-1"),
-    *("rtn-int4-channel", "gptq-int4-channel", *LOW_BITS),
+    *("rtn-int4-channel", "gptq-int4-channel", *LOW_BITS, "gqa-2", "gqa-1"),
 )
 
 
@@ -89,6 +96,22 @@ def answered(folder: Path) -> list[bool]:
     flags = {"model": str(folder), "device": "cpu", "threads": "1", "kv_cache_memory": "64M", "max_num_seqs": "16"}
     with Hosted(private(resolve(flags, environ=os.environ)), lambda stage, done, total: None) as url:
         return ask(Endpoint(url), read_tasks(shipped_tasks()), lambda stage, done, total: None)
+
+
+@cache
+def recalled(folder: Path, tokenizer: Path) -> Recall:
+    """Recall of a model whose folder may have no tokenizer of its own."""
+    pairs, lengths = RECALL
+    windows = recall_windows(Tokenizer.load(tokenizer), pairs, lengths)
+    engine = EngineConfig(device="cpu", threads=torch.get_num_threads(), kv_cache_memory=64 << 20, max_num_seqs=4)
+    local = LocalEngine.start(ModelConfig(str(folder), max_model_len=max(lengths) + 1), engine)
+    try:
+        scorer = EngineScorer(folder.name, local)
+        return measure_recall(
+            windows, scorer.score([window.window for window in windows], 1, lambda stage, done, total: None)
+        )
+    finally:
+        local.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +141,19 @@ class Run:
         for key, estimate in tally.figures.items():
             interval = [round(estimate.low or 0, 4), round(estimate.high or 0, 4)]
             figures |= {key: round(estimate.value, 4), f"{key}_interval": interval}
+        return figures
+
+    def cache_figures(self, made: Checkpoint) -> dict[str, Any]:
+        """KV bytes of a token and the recall task, and those of the original."""
+        figures: dict[str, Any] = {}
+        for side, checkpoint in (("", made), ("_ref", self.source)):
+            result = recalled(checkpoint.folder, self.source.folder)
+            figures[f"kv_bytes_per_token{side}"] = checkpoint.spec.kv_bytes_per_token()
+            figures["recall_answers"] = result.answers
+            for name, estimate in (("accuracy", result.accuracy), ("probability", result.probability)):
+                figures[f"recall_{name}{side}"] = round(estimate.value, 4)
+                interval = [round(estimate.low or 0, 4), round(estimate.high or 0, 4)]
+                figures[f"recall_{name}{side}_interval"] = interval
         return figures
 
     def speeds(self, recipe: str, folder: Path) -> tuple[float, float]:
@@ -231,9 +267,11 @@ def main() -> None:
                 place = Path(folder) / f"{run.name}-{recipe.replace(':', '-')}"
                 judged = run.measure(recipe, place)
                 speeds = None if recipe in LOW_BITS else run.speeds(recipe, place)
-                measured = (
-                    row(run, recipe, *judged, speeds) | (run.answers(place) if recipe in LOW_BITS else {}) | about
-                )
+                measured = row(run, recipe, *judged, speeds) | about
+                if recipe in LOW_BITS:
+                    measured |= run.answers(place)
+                elif recipe.startswith("gqa-"):
+                    measured |= run.cache_figures(Checkpoint(place))
                 print(
                     f"{run.name:24} {recipe:18} {measured['size_mb']:7.2f} MB  perplexity {measured['perplexity']:8.4f} "
                     f"({measured['perplexity_change']:+8.2%})  KL {measured['kl']:.5f}  top-1 {measured['top1']:.4f}",

@@ -2,10 +2,11 @@
 
     python benchmarks/tuning.py --ids IDS.npy [...] [--device cuda] [--out benchmarks/results/compression.json]
 
-Pruned models are trained with their zeros kept ("+tuned"), weights trained on their grid (QAT, "+tuned"), smaller dense shapes
-trained from the pruned teacher ("+tuned", "+distilled") and from scratch for the same tokens ("+scratch"); lottery tickets
-("ticket-80") stand against random masks as sparse. All but scratch and tickets learn from the original's distributions. The rows
-stand beside those of benchmarks/compression.py, judged on the same texts. The token ids are training/data.py's.
+Pruned models and models with pooled key/value heads are trained as they are made, zeros kept ("+tuned"), weights trained on their
+grid (QAT, "+tuned"), smaller dense shapes trained from the pruned teacher ("+tuned", "+distilled") and from scratch for the same
+tokens ("+scratch"); lottery tickets ("ticket-80") stand against random masks as sparse. All but scratch and tickets learn from the
+original's distributions. The rows stand beside those of benchmarks/compression.py, judged on the same texts. The token ids are
+training/data.py's.
 
 The clock sets how many steps a training has: a share of --seconds, by the pace of its first batches. Rows say the tokens.
 """
@@ -37,6 +38,7 @@ from ridgeline.compress.evaluate import Evaluator
 from ridgeline.compress.inputs import int8_inputs
 from ridgeline.compress.job import Job
 from ridgeline.compress.recipes import read_recipe
+from ridgeline.compress.storage import Bitmask
 from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows
 from ridgeline.compress.tickets import find_tickets, random_like, train_rewound
 from ridgeline.compress.train import Loss, Schedule, TokenRows, Trainer, Training
@@ -138,6 +140,8 @@ class Bench:
         drift = self.run.judge.measure(checkpoint)
         mine = row(self.run, recipe, drift, checkpoint.bytes / 1e6)
         mine |= {"row": f"compression-{self.run.name}-{method}", "method": method, "tuned_tokens": tokens}
+        if recipe.startswith("gqa-"):
+            mine |= self.run.cache_figures(checkpoint)
         if "scratch" in method or "ticket" in method or method.startswith("dense"):
             mine["calibration_tokens"] = 0
         self.record(mine)
@@ -206,15 +210,16 @@ def tuned(bench: Bench, student: TrainableDecoder, seconds: float, training: Tra
     return bench.train(student, loss, scheduled(training, steps_in(seconds, bench, student, loss)))
 
 
-def sparse(pattern: str) -> Experiment:
-    """SparseGPT, then training of what is left."""
+def left(recipe: str) -> Experiment:
+    """The recipe, then training of the weights that it leaves."""
 
     def experiment(bench: Bench, seconds: float) -> None:
-        start = bench.made(f"sparsegpt-{pattern}")
+        start = bench.made(recipe)
         student = trainable_decoder(start, bench.batches.tokens).to(bench.device)
-        keep_zeros(student)
+        if isinstance(start.storage, Bitmask):
+            keep_zeros(student)
         tokens = tuned(bench, faster(student), seconds)
-        bench.tell(f"sparsegpt-{pattern}+tuned", f"sparsegpt-{pattern}", bench.trained(student, start), tokens)
+        bench.tell(f"{recipe}+tuned", recipe, bench.trained(student, start), tokens)
 
     return experiment
 
@@ -296,17 +301,19 @@ def lottery(bench: Bench, seconds: float) -> None:
 
 
 EXPERIMENTS: dict[str, tuple[Experiment, float]] = {
-    "sparsegpt-2:4": (sparse("2:4"), 0.34),
+    "sparsegpt-2:4": (left("sparsegpt-2:4"), 0.34),
     "half": (smaller("half", "distilled", ("layers-3", "neurons-50")), 0.14),
     "rtn-int3-g128": (on_grid("rtn-int3-g128"), 0.08),
     "neurons-25": (smaller("neurons-25", "tuned", ("neurons-25",)), 0.07),
     "tickets": (lottery, 0.045),
-    "sparsegpt-50": (sparse("50"), 0.09),
+    "sparsegpt-50": (left("sparsegpt-50"), 0.09),
     "rtn-int4-channel": (on_grid("rtn-int4-channel"), 0.05),
     "gptq-int4-g128": (on_grid("gptq-int4-g128"), 0.05),
     "gptq-int3-g128": (on_grid("gptq-int3-g128"), 0.08),
     "awq-int4-g128": (on_grid("awq-int4-g128"), 0.05),
     "smoothquant-w8a8": (on_grid("smoothquant-w8a8"), 0.05),
+    "gqa-2": (left("gqa-2"), 0.1),
+    "gqa-1": (left("gqa-1"), 0.1),
 }
 """Name -> what to do, and the share of the time that its first training has."""
 

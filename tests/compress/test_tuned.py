@@ -42,7 +42,16 @@ def judge(model: Path) -> Evaluator:
 
 @pytest.mark.parametrize(
     "recipe",
-    ["sparsegpt-2:4", "magnitude-50", "rtn-int3-g32", "gptq-int3-g32", "awq-int4-g32", "neurons-25", "layers-1"],
+    [
+        "sparsegpt-2:4",
+        "magnitude-50",
+        "rtn-int3-g32",
+        "gptq-int3-g32",
+        "awq-int4-g32",
+        "neurons-25",
+        "layers-1",
+        "gqa-1",
+    ],
 )
 def test_training_brings_the_answers_back(model: Path, judge: Evaluator, recipe: str, tmp_path: Path) -> None:
     Job(Checkpoint(model), read_recipe(recipe), texts(), tmp_path / "plain").run(quiet)
@@ -187,4 +196,5 @@ def test_one_command_from_checkpoint_to_card(
     assert card["recipe"] == "gptq-int3-g32" and card["quality"]["kl"]["value"] > 0
     assert "Trained afterwards to match the original: 3 steps" in (out / "README.md").read_text()
     assert card["speed"]["tok_s"]["after"] > 0
+    assert card["kv_bytes_per_token"]["after"] == card["kv_bytes_per_token"]["before"]
     assert (out / "tokenizer.json").is_file() and not list(tmp_path.glob(".*"))

@@ -61,6 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-mha": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 4}),
     "qwen3-window": ("Qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 33, "layer_types": MIXED}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": ROPES}),

@@ -293,6 +293,9 @@ def test_compare_asks_servers(model: Path, tmp_path: Path, capsys: pytest.Captur
         (("{model}", "--text", "{model}/config.json", "--window", "1M"), "--window is 1048576: give at most"),
         (("{model}", "--text", "{model}/config.json", "--overlap", "-1"), "--overlap is -1"),
         (("{model}", "--window", "64"), "--window applies to texts"),
+        (("{model}", "--recall", "512"), "--recall is 512: give at most 511"),
+        (("{model}", "--recall", "100"), "but a window has 100"),
+        (("{model}", "--recall", "400", "--text", "t"), "--recall generates its own texts: leave --text out"),
         (
             ("{model}", "--text", "{model}/config.json", "--min-top1", "95"),
             "--min-top1 is 95: give a value from 0 to 1 (a share, not a percentage)",

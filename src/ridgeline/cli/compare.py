@@ -4,7 +4,8 @@ for CI.
 REFERENCE and CANDIDATE are model folders, hub names, or addresses (http://...) of servers of the OpenAI API; REFERENCE may
 also be a file that --save-reference wrote. The exit status is 1 if a limit is broken. The KL divergence uses the most probable
 tokens that both models report (--top) and treats all other tokens as one. It is a lower bound, close to the true value for
-20 tokens. Questions (--tasks) are sent through the API; for that, a model folder is served on a port of this machine.
+20 tokens. --recall N measures on generated windows of N tokens how well both models read numbers back from a list. Questions
+(--tasks) are sent through the API; for that, a model folder is served on a port of this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from ridgeline.core.sampling import MAX_LOGPROBS
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
-from ridgeline.quality.drift import Drift, by_document, measure, token_drift
+from ridgeline.quality.drift import Drift, Estimate, by_document, measure, token_drift
+from ridgeline.quality.recall import RecallWindow, measure_recall, recall_windows
 from ridgeline.quality.scores import EngineScorer, Scorer, Scores, StoredScorer, store
 from ridgeline.quality.served import Endpoint, ServerScorer
 from ridgeline.quality.tasks import Question, Tally, ask, count, read_tasks
@@ -42,6 +44,7 @@ from ridgeline.quality.verdict import LIMITS, UNITS, Check, Comparison, check_li
 from ridgeline.text.tokenizer import Tokenizer
 
 WINDOW = 1024
+RECALL_PAIRS, RECALL_WINDOWS = 16, 16
 _SCHEMES = ("http://", "https://")
 _SHOWN = {
     "perplexity_reference": ("perplexity of the reference", "{:.4f}"),
@@ -51,6 +54,10 @@ _SHOWN = {
     "kl_p99": ("KL, 99th percentile", "{:.4f}"),
     "top1": ("same most probable token", "{:.3%}"),
     "logprob_change": ("change of log-probability", "{:+.5f}"),
+    "recall_accuracy_reference": ("recalled numbers of the reference", "{:.2%}"),
+    "recall_accuracy": ("recalled numbers of the candidate", "{:.2%}"),
+    "recall_probability_reference": ("probability of a number, reference", "{:.2%}"),
+    "recall_probability": ("probability of a number, candidate", "{:.2%}"),
     "task_accuracy_reference": ("correct answers of the reference", "{:.2%}"),
     "task_accuracy": ("correct answers of the candidate", "{:.2%}"),
     "task_drop": ("loss of correct answers", "{:+.2%}"),
@@ -73,6 +80,12 @@ def parser() -> Parser:
         type=whole_number,
         metavar="N",
         help="tokens at the start of a window that repeat the end of the previous one (default: 0)",
+    )
+    texts.add_argument(
+        "--recall",
+        type=whole_number,
+        metavar="N",
+        help=f"instead of --text: {RECALL_WINDOWS} windows of N tokens, each with a list of {RECALL_PAIRS} numbers to read back",
     )
     texts.add_argument(
         "--tasks", metavar="FILE", help="JSON lines with questions and their answers (docs/compression.md)"
@@ -179,7 +192,23 @@ def _drift(sides: Sides, top: int, stages: Stages) -> Drift | None:
         token_drift(reference_scores, candidate_scores)
         for reference_scores, candidate_scores in zip(reference, candidate, strict=True)
     ]
-    return measure(by_document(drifts, [window.document for window in sequences]))
+    drift = measure(by_document(drifts, [window.document for window in sequences]))
+    return replace(drift, figures={**drift.figures, **_recall_figures(sides.recall, reference, candidate)})
+
+
+def _recall_figures(
+    windows: list[RecallWindow], reference: list[Scores], candidate: list[Scores]
+) -> dict[str, Estimate]:
+    """Return the figures of --recall; none without windows."""
+    if not windows:
+        return {}
+    before, after = measure_recall(windows, reference), measure_recall(windows, candidate)
+    return {
+        "recall_accuracy_reference": before.accuracy,
+        "recall_accuracy": after.accuracy,
+        "recall_probability_reference": before.probability,
+        "recall_probability": after.probability,
+    }
 
 
 class Sides:
@@ -197,6 +226,8 @@ class Sides:
     def _check(self) -> None:
         """Raise ConfigError for an option that is out of range or would have no effect."""
         options = self._options
+        if "recall" in options and "text" in options:
+            raise ConfigError("--recall generates its own texts: leave --text out.", param="recall")
         for name, minimum in (("window", 2), ("overlap", 0), ("limit_tokens", 1)):
             if name not in options:
                 continue
@@ -234,8 +265,8 @@ class Sides:
 
     @property
     def has_texts(self) -> bool:
-        """Whether there are texts to score: those of --text, or those of stored scores."""
-        return "text" in self._options or self._stored is not None
+        """Whether there are texts to score: those of --text or --recall, or those of stored scores."""
+        return "text" in self._options or "recall" in self._options or self._stored is not None
 
     @property
     def has_candidate(self) -> bool:
@@ -251,22 +282,25 @@ class Sides:
         if "save_reference" in self._options:
             store(Path(self._options["save_reference"]), self._options["reference"], sequences, scores)
 
+    @cached_property
+    def recall(self) -> list[RecallWindow]:
+        """The windows of --recall; empty without the option."""
+        if "recall" not in self._options:
+            return []
+        length = self._fitting("recall", self._options["recall"])
+        return recall_windows(self.tokenizer, RECALL_PAIRS, [length] * RECALL_WINDOWS)
+
     def windows(self) -> list[Window]:
         options = self._options
+        if self.recall:
+            return [window.window for window in self.recall]
         if "text" not in options:
             if self._stored is None:
-                raise ConfigError("There is nothing to compare: give --text FILE or --tasks FILE.", param="text")
+                raise ConfigError(
+                    "There is nothing to compare: give --text FILE, --recall N or --tasks FILE.", param="text"
+                )
             return self._stored.windows()
-        length = options.get("window", WINDOW)
-        for side in ("reference", "candidate"):
-            with suppress(_NoFolder):
-                limit = read_model(self._folder(side))[0].max_len - 1
-                if "window" in options and length > limit:
-                    raise ConfigError(
-                        f"--window is {length}: give at most {limit}, so that it fits into the context of the model.",
-                        param="window",
-                    )
-                length = min(length, limit)
+        length = self._fitting("window", options.get("window", WINDOW))
         texts = read_texts(Path(options["text"]))
         tokenizer = self.tokenizer
         sequences = windows(
@@ -282,6 +316,19 @@ class Sides:
                 kept.append(sequence)
                 tokens += sequence.tokens
         return kept
+
+    def _fitting(self, name: str, length: int) -> int:
+        """Return the length limited to the contexts of both models. Raises ConfigError if the option `name` exceeds it."""
+        for side in ("reference", "candidate"):
+            with suppress(_NoFolder):
+                limit = read_model(self._folder(side))[0].max_len - 1
+                if name in self._options and length > limit:
+                    raise ConfigError(
+                        f"--{name} is {length}: give at most {limit}, so that it fits into the context of the model.",
+                        param=name,
+                    )
+                length = min(length, limit)
+        return length
 
     def scores(self, side: str, sequences: list[Window], top: int, stages: Stages) -> list[Scores]:
         """Score the sequences with one model. Raises ConfigError or EngineFailed."""

@@ -321,7 +321,7 @@ def _recipes(*, requested: bool) -> int:
         "recipes:",
         *lines,
         "",
-        "Names for other bits (3, 4, 8), groups (g32, g64, channel), shares and patterns follow the same scheme.",
+        "Names for other bits (3, 4, 8), groups (g32, g64, channel), shares, patterns and counts follow the same scheme.",
     ]
     print("\n".join(lines), file=sys.stdout if requested else sys.stderr)
     if not requested:
@@ -336,6 +336,9 @@ def _show(console: Console, contents: dict[str, Any], out: Path) -> None:
     table.add_row("weight files", before, bytes_text(sizes["after"]))
     if memory["before"] is not None and memory["after"] is not None:
         table.add_row("weights in memory", bytes_text(memory["before"]), bytes_text(memory["after"]))
+    cache = contents["kv_bytes_per_token"]
+    if cache["before"] != cache["after"]:
+        table.add_row("KV cache per token", bytes_text(cache["before"]), bytes_text(cache["after"]))
     if quality is not None:
         change = f"{quality['perplexity_change']['value']:+.2%}"
         perplexity = f"{quality['perplexity']['value']:.4f} ({change})"

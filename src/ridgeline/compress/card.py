@@ -1,4 +1,4 @@
-"""The card of a compressed model: the recipe, and size, memory, speed, perplexity, drift and tasks before and after."""
+"""The card of a compressed model: the recipe, and size, memory, KV cache, speed, perplexity, drift and tasks before and after."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def card(
     """Build the card as JSON data.
 
     Sizes are bytes of the weight files, None for a served original without them. Memory is the size of the weights when served,
-    None if no engine serves the format.
+    None if no engine serves the format. KV bytes are those of a token in the cache of all layers, in the model's dtype.
 
     Args:
         pair: the original and the compressed model.
@@ -67,6 +67,7 @@ def card(
         "size_bytes": {"before": source.bytes or None, "after": result.bytes},
         "parameters": {"before": source.spec.params, "after": result.spec.params},
         "memory_bytes": {"before": _memory(source.folder), "after": _memory(result.folder)},
+        "kv_bytes_per_token": {"before": source.spec.kv_bytes_per_token(), "after": result.spec.kv_bytes_per_token()},
         "quality": None if drift is None else _quality(drift),
         "speed": None if served is None or served.speed is None else _speed(served.device, *served.speed),
         "tasks": None if served is None or served.tasks is None else _tasks(served.tasks),
@@ -136,8 +137,10 @@ def _rows(content: Mapping[str, Any]) -> Sequence[str]:
         return "not measured" if count is None else f"{count / 1e6:,.2f} MB"
 
     sizes, memory, count = content["size_bytes"], content["memory_bytes"], content["parameters"]
+    cache = content["kv_bytes_per_token"]
     rows = [row("weight files", size(sizes["before"]), size(sizes["after"]))]
     rows.append(row("weights in memory", size(memory["before"]), size(memory["after"])))
+    rows.append(row("KV cache, bytes per token", f"{cache['before']:,}", f"{cache['after']:,}"))
     rows.append(row("parameters", f"{count['before']:,}", f"{count['after']:,}"))
     if (quality := content["quality"]) is not None:
         before, after = quality["perplexity_reference"]["value"], quality["perplexity"]["value"]

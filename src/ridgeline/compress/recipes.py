@@ -17,7 +17,18 @@ from ridgeline.core.spec import GROUPS
 from ridgeline.quant.layouts import Layout, Published
 
 Method = Literal[
-    "rtn", "gptq", "awq", "smoothquant", "magnitude", "wanda", "sparsegpt", "heads", "neurons", "layers", "distill"
+    "rtn",
+    "gptq",
+    "awq",
+    "smoothquant",
+    "magnitude",
+    "wanda",
+    "sparsegpt",
+    "heads",
+    "neurons",
+    "layers",
+    "gqa",
+    "distill",
 ]
 NO_GRID = Grid(8)
 
@@ -37,6 +48,7 @@ EXAMPLES = {
     "neurons-25": "a quarter of the feed-forward neurons removed: a smaller dense model",
     "heads-25": "a quarter of the attention heads removed",
     "layers-2": "two layers removed",
+    "gqa-2": "key/value heads averaged in groups until two remain (gqa-1: multi-query attention): a smaller KV cache",
     "distill": "a model of another shape (--student-config, --student) trained on the original's outputs for --tune FILE",
 }
 """Recipes listed by the help. Other bits, groups, shares and patterns follow the same naming scheme."""
@@ -49,7 +61,7 @@ DRAFTERS = {
 
 _QUANTIZED = re.compile(r"(rtn|gptq|awq)-int([348])-(?:g(\d+)|channel)(-zp|-sym)?(-actorder|-ordered)?")
 _SPARSE = re.compile(r"(magnitude|wanda|sparsegpt)-(?:(\d+):(\d+)|(\d+))")
-_STRUCTURED = re.compile(r"(heads|neurons|layers)-(\d+)")
+_STRUCTURED = re.compile(r"(heads|neurons|layers|gqa)-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +76,12 @@ class Recipe:
     alpha: float = ALPHA
     pattern: Pattern = field(default=Pattern(0.0))
     amount: float = 0.0
-    """Share of heads or neurons, or number of layers, that are removed."""
+    """Share of heads or neurons, or number of layers, that are removed. For gqa the number of key/value heads that remain."""
 
     @property
     def needs_texts(self) -> bool:
         """Whether the method needs calibration texts."""
-        return self.method not in ("rtn", "magnitude", "distill")
+        return self.method not in ("rtn", "magnitude", "gqa", "distill")
 
     @property
     def bits(self) -> int | None:
@@ -85,9 +97,10 @@ def read_recipe(name: str) -> Recipe:
         return _sparse(name, match)
     if match := _STRUCTURED.fullmatch(name):
         method, count = match[1], int(match[2])
-        if method != "layers" and not 0 < count < 100:
+        is_share = method in ("heads", "neurons")
+        if is_share and not 0 < count < 100:
             raise ConfigError(f"The recipe {name!r} has a percentage of {count}: give 1 to 99.", param="recipe")
-        amount = float(count) if method == "layers" else count / 100
+        amount = count / 100 if is_share else float(count)
         return Recipe(name, method, Floats(), amount=amount)  # type: ignore[arg-type]
     if name == "distill":
         return Recipe(name, "distill", Floats())

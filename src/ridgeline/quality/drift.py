@@ -126,6 +126,14 @@ def measure(documents: Sequence[TokenDrift], resamples: int = RESAMPLES, seed: i
     return Drift(int(sums[:, 0].sum()), len(documents), figures)
 
 
+def bootstrap_mean(values: Floats, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+    """Return the mean of independent values [n] with the percentile interval of a bootstrap."""
+    chosen = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(values[chosen].mean(1), [tail, 100 - tail])
+    return Estimate(float(values.mean()), float(low), float(high))
+
+
 def _figures(sums: Floats) -> dict[str, Floats]:
     """Compute means from sums [5] or [5, resamples] of tokens, kl, same, and reference and candidate log-probabilities."""
     tokens, kl, same, reference, candidate = sums

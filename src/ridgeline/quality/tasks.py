@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ridgeline.core.errors import ConfigError, EngineFailed
-from ridgeline.quality.drift import CONFIDENCE, RESAMPLES, Estimate
+from ridgeline.quality.drift import Estimate, bootstrap_mean
 from ridgeline.quality.scores import Progress
 from ridgeline.quality.served import CONCURRENT_REQUESTS, Endpoint
 
@@ -255,8 +255,4 @@ def _accuracy(correct: Sequence[bool]) -> Estimate:
 
 
 def _drop(reference: Sequence[bool], correct: Sequence[bool]) -> Estimate:
-    change = np.array(reference, np.float64) - np.array(correct, np.float64)
-    chosen = np.random.default_rng(0).integers(len(change), size=(RESAMPLES, len(change)))
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(change[chosen].mean(1), [tail, 100 - tail])
-    return Estimate(float(change.mean()), float(low), float(high))
+    return bootstrap_mean(np.array(reference, np.float64) - np.array(correct, np.float64))
