@@ -7,8 +7,8 @@ same past, with all logits and activations in float32 (compress.evaluate). The "
 the same with a few inputs 128 times larger (compress.outliers). Speeds are tokens per second of one greedy request behind its
 first token, of an engine in this process: the original's and the result's turn by turn, the best of each.
 
-Rows of gqa-N also have the KV bytes of a token and the recall of pairs from windows of RECALL (quality.recall), with its 95 %
-intervals; "ref" is the original's.
+Rows of gqa-N and gqa-N-pca also have the KV bytes of a token and the recall of pairs from windows of RECALL (quality.recall), with
+95 % intervals; "ref" is the original's.
 
 No number format serves LOW_BITS. Their weights are on the grid, but stored in the model's dtype; size_mb is that of packed codes.
 They have no speed, but also answer the shipped questions.
@@ -82,7 +82,7 @@ RECIPES = (
     *("rtn-int4-g128", "gptq-int4-g128", "rtn-int4-g128-zp", "awq-int4-g128", *WITH_OUTLIERS),
     *("magnitude-50", "wanda-50", "sparsegpt-50", "gptq-int4-g128-zp", "rtn-int8-channel", "rtn-int3-g128"),
     *("gptq-int3-g128", "sparsegpt-2:4", "wanda-2:4", "rtn-int4-g32", "neurons-25", "heads-25", "layers-1"),
-    *("rtn-int4-channel", "gptq-int4-channel", *LOW_BITS, "gqa-2", "gqa-1"),
+    *("rtn-int4-channel", "gptq-int4-channel", *LOW_BITS, "gqa-2", "gqa-1", "gqa-2-pca", "gqa-1-pca"),
 )
 
 

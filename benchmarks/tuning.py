@@ -314,6 +314,8 @@ EXPERIMENTS: dict[str, tuple[Experiment, float]] = {
     "smoothquant-w8a8": (on_grid("smoothquant-w8a8"), 0.05),
     "gqa-2": (left("gqa-2"), 0.1),
     "gqa-1": (left("gqa-1"), 0.1),
+    "gqa-2-pca": (left("gqa-2-pca"), 0.1),
+    "gqa-1-pca": (left("gqa-1-pca"), 0.1),
 }
 """Name -> what to do, and the share of the time that its first training has."""
 

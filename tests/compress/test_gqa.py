@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from ridgeline.cli.main import main
 from ridgeline.compress.checkpoint import Checkpoint
+from ridgeline.compress.evaluate import Evaluator
 from ridgeline.compress.recipes import read_recipe
 from ridgeline.core.errors import ConfigError
 
 from ..cli.conftest import tiny
 from ..models.families import save
-from .test_compress import logits, made, model, texts
+from .test_compress import logits, made, model, sequences, texts
 from .test_tuned import with_tokenizer
 
 __all__ = ["model", "tiny"]
@@ -50,6 +52,56 @@ def test_pooled_heads_are_means_and_computed_as_such(family: str, heads: int, tm
     torch.testing.assert_close(logits(tmp_path / "out", ids), expected, rtol=1e-3, atol=2e-3)
 
 
+def several(model: Path, folder: Path) -> Path:
+    """The model with four key/value heads in place of two, which its queries and its output projection use as the same two.
+
+    Keys differ by a factor and an angle for each rotated pair, values by a matrix.
+    """
+    draw, dim = torch.Generator().manual_seed(2), 16
+    tensors = load_file(model / "model.safetensors")
+    for index in range(3):
+        q, k, v, o = (f"model.layers.{index}.self_attn.{name}_proj.weight" for name in "qkvo")
+        factors = torch.randn(4, dim // 2, dtype=torch.complex64, generator=draw).unsqueeze(-1)
+        mixing = torch.eye(dim) + 0.4 * torch.randn(4, dim, dim, generator=draw)
+
+        def turned(weight: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+            first, second = weight.unflatten(0, (4, dim)).chunk(2, 1)
+            pairs = torch.complex(first, second) * by
+            return torch.cat((pairs.real, pairs.imag), 1).flatten(0, 1)
+
+        def repeated(weight: torch.Tensor) -> torch.Tensor:
+            return weight.unflatten(0, (2, dim)).repeat_interleave(2, 0).flatten(0, 1)
+
+        tensors[k] = turned(repeated(tensors[k]), factors)
+        tensors[q] = turned(tensors[q], 1 / factors.conj())
+        tensors[v] = (mixing @ repeated(tensors[v]).unflatten(0, (4, dim))).flatten(0, 1)
+        tensors[o] = (
+            (tensors[o].unflatten(1, (4, dim)).transpose(0, 1) @ mixing.inverse()).transpose(0, 1).flatten(1, 2)
+        )
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 4}))
+    return folder
+
+
+def test_components_find_heads_that_are_the_same(model: Path, tmp_path: Path) -> None:
+    """Heads that are used as one are pooled without any loss, where the mean loses almost everything."""
+    source = several(model, tmp_path / "several")
+    judge = Evaluator(Checkpoint(source), sequences())
+    assert Evaluator(Checkpoint(model), sequences()).measure(Checkpoint(source)).figures["kl"].value < 1e-5
+    folder = made(source, "gqa-2-pca", tmp_path / "out")
+    assert folder.spec.layers[0].n_kv_heads == 2 and folder.config["num_attention_heads"] == 4
+    assert judge.measure(folder).figures["kl"].value < 1e-5
+    assert judge.measure(made(source, "gqa-2", tmp_path / "mean")).figures["kl"].value > 0.1
+
+
+def test_components_lose_less_than_the_mean(model: Path, tmp_path: Path) -> None:
+    judge = Evaluator(Checkpoint(model), sequences())
+    mean, components = (judge.measure(made(model, name, tmp_path / name)) for name in ("gqa-1", "gqa-1-pca"))
+    assert components.figures["kl"].value < 0.8 * mean.figures["kl"].value
+
+
 def test_transformers_reads_a_model_with_pooled_heads(tmp_path: Path) -> None:
     save("qwen2", tmp_path / "source")
     made(tmp_path / "source", "gqa-1", tmp_path / "out")
@@ -67,6 +119,9 @@ def test_transformers_reads_a_model_with_pooled_heads(tmp_path: Path) -> None:
         ("llama-mha-bias", "gqa-3", "has 4 key/value heads.*groups of equal size: give gqa-1 or gqa-2"),
         ("llama-mha-bias", "gqa-8", "give gqa-1 or gqa-2"),
         ("llama-mha-bias", "gqa-0", "give gqa-1 or gqa-2"),
+        ("llama-gqa", "gqa-2-pca", "already has 2 key/value heads.*give gqa-1-pca"),
+        ("llama-mha-bias", "gqa-2-pca", "without norms and biases. Give gqa-2, and train the result"),
+        ("qwen3", "gqa-1-pca", "without norms and biases. Give gqa-1"),
         ("llama-mqa-tied", "gqa-1", "already has 1 key/value head,.*it cannot have fewer"),
     ],
 )

@@ -78,7 +78,7 @@ class Job:
         if recipe.method == "layers":
             check_layers(int(recipe.amount), len(self._layers))
         self._target: LayerSpec | None = None
-        if recipe.method in ("heads", "neurons", "gqa"):
+        if recipe.method in ("heads", "neurons") or recipe.pools_heads:
             self._target = pruned_layer_spec(recipe, source.spec)
 
     def run(self, progress: Progress) -> None:

@@ -28,6 +28,7 @@ Method = Literal[
     "neurons",
     "layers",
     "gqa",
+    "gqa-pca",
     "distill",
 ]
 NO_GRID = Grid(8)
@@ -49,6 +50,7 @@ EXAMPLES = {
     "heads-25": "a quarter of the attention heads removed",
     "layers-2": "two layers removed",
     "gqa-2": "key/value heads averaged in groups until two remain (gqa-1: multi-query attention): a smaller KV cache",
+    "gqa-2-pca": "two key/value heads that are principal components of their groups on calibration texts",
     "distill": "a model of another shape (--student-config, --student) trained on the original's outputs for --tune FILE",
 }
 """Recipes listed by the help. Other bits, groups, shares and patterns follow the same naming scheme."""
@@ -61,7 +63,8 @@ DRAFTERS = {
 
 _QUANTIZED = re.compile(r"(rtn|gptq|awq)-int([348])-(?:g(\d+)|channel)(-zp|-sym)?(-actorder|-ordered)?")
 _SPARSE = re.compile(r"(magnitude|wanda|sparsegpt)-(?:(\d+):(\d+)|(\d+))")
-_STRUCTURED = re.compile(r"(heads|neurons|layers|gqa)-(\d+)")
+_STRUCTURED = re.compile(r"(heads|neurons|layers)-(\d+)")
+_POOLED = re.compile(r"gqa-(\d+)(-pca)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,17 @@ class Recipe:
     alpha: float = ALPHA
     pattern: Pattern = field(default=Pattern(0.0))
     amount: float = 0.0
-    """Share of heads or neurons, or number of layers, that are removed. For gqa the number of key/value heads that remain."""
+    """Share of heads or neurons, or number of layers, that are removed. For gqa and gqa-pca, the key/value heads that remain."""
 
     @property
     def needs_texts(self) -> bool:
         """Whether the method needs calibration texts."""
         return self.method not in ("rtn", "magnitude", "gqa", "distill")
+
+    @property
+    def pools_heads(self) -> bool:
+        """Whether the result has fewer key/value heads and all query heads."""
+        return self.method in ("gqa", "gqa-pca")
 
     @property
     def bits(self) -> int | None:
@@ -97,11 +105,12 @@ def read_recipe(name: str) -> Recipe:
         return _sparse(name, match)
     if match := _STRUCTURED.fullmatch(name):
         method, count = match[1], int(match[2])
-        is_share = method in ("heads", "neurons")
-        if is_share and not 0 < count < 100:
+        if method != "layers" and not 0 < count < 100:
             raise ConfigError(f"The recipe {name!r} has a percentage of {count}: give 1 to 99.", param="recipe")
-        amount = count / 100 if is_share else float(count)
+        amount = float(count) if method == "layers" else count / 100
         return Recipe(name, method, Floats(), amount=amount)  # type: ignore[arg-type]
+    if match := _POOLED.fullmatch(name):
+        return Recipe(name, "gqa-pca" if match[2] else "gqa", Floats(), amount=float(match[1]))
     if name == "distill":
         return Recipe(name, "distill", Floats())
     if name in ("rtn-w8a8", "smoothquant-w8a8"):

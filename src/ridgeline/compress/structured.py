@@ -2,9 +2,8 @@
 
 Heads and neurons with the lowest cost are removed, where the cost assumes that the others compensate (the optimal brain
 surgeon for column blocks). The others are refitted to the calibration texts by least squares. Layers are removed by the
-smallest change of the direction of the residual stream. Key/value heads are averaged in groups of neighbours, whose query heads
-then share one head.
-Sources: Hassibi and Stork 1993; Kurtic et al. 2023 (ZipLM); Men et al. 2024 (ShortGPT); Ainslie et al. 2023 (GQA).
+smallest change of the direction of the residual stream. Key/value heads are pooled as compress.pooling says.
+Sources: Hassibi and Stork 1993; Kurtic et al. 2023 (ZipLM); Men et al. 2024 (ShortGPT).
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.compress.gptq import DAMPENING
+from ridgeline.compress.pooling import pool_by_components, pool_by_mean, pooled_heads
 from ridgeline.compress.recipes import Recipe
 from ridgeline.compress.statistics import Statistics
 from ridgeline.compress.storage import Tensors
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.plural import counted
 from ridgeline.core.spec import LayerSpec, ModelSpec
 
 WIDTH_MULTIPLE = 32
@@ -69,8 +68,8 @@ def pruned_layer_spec(recipe: Recipe, spec: ModelSpec) -> LayerSpec:
         for other in spec.layers
     ):
         raise ConfigError(f"The recipe {recipe.name} is not possible: the layers of the model differ in width.")
-    if recipe.method == "gqa":
-        return replace(layer, n_kv_heads=_pooled_heads(recipe, layer.n_kv_heads))
+    if recipe.pools_heads:
+        return replace(layer, n_kv_heads=pooled_heads(recipe, spec))
     if recipe.method == "neurons":
         unit = WIDTH_MULTIPLE if layer.d_ff % WIDTH_MULTIPLE == 0 else 1
         width = max(unit, round(layer.d_ff * (1 - recipe.amount) / unit) * unit)
@@ -85,27 +84,14 @@ def pruned_layer_spec(recipe: Recipe, spec: ModelSpec) -> LayerSpec:
     return pruned
 
 
-def _pooled_heads(recipe: Recipe, heads: int) -> int:
-    """Return the number of key/value heads that remain of `heads`. Raises ConfigError that lists the possible numbers."""
-    wanted = int(recipe.amount)
-    if 0 < wanted < heads and heads % wanted == 0:
-        return wanted
-    possible = [f"gqa-{count}" for count in range(1, heads) if heads % count == 0]
-    reason = "already has" if wanted == heads else "has"
-    remedy = f"give {' or '.join(possible)}" if possible else "it cannot have fewer"
-    raise ConfigError(
-        f"The recipe {recipe.name} is not possible: the model {reason} {counted(heads, 'key/value head')}, which are averaged in "
-        f"groups of equal size: {remedy}.",
-        param="recipe",
-    )
-
-
 def prune_layer(
     recipe: Recipe, layer: LayerSpec, target: LayerSpec, weights: Tensors, statistics: Mapping[str, Statistics]
 ) -> Tensors:
     """Prune the weights of one layer to the shape `target`. A KV head is removed together with its query heads."""
     if recipe.method == "gqa":
-        return pool_kv_heads(layer, target, weights)
+        return pool_by_mean(layer, target.n_kv_heads, weights)
+    if recipe.method == "gqa-pca":
+        return pool_by_components(layer, target.n_kv_heads, weights, statistics["self_attn.k_proj"].moment)
     if recipe.method == "neurons":
         consumer, producers, size = "mlp.down_proj", {"mlp.gate_proj": 1, "mlp.up_proj": 1}, 1
         count = target.d_ff
@@ -123,21 +109,6 @@ def prune_layer(
             if name in weights:
                 pruned[name] = weights[name][_members(kept, rows)]
     return pruned
-
-
-def pool_kv_heads(layer: LayerSpec, target: LayerSpec, weights: Tensors) -> Tensors:
-    """Replace each group of neighbouring key/value heads by its mean. Other weights stay.
-
-    Query heads keep their order: those of a group are neighbours too, so they read the group's head.
-    Source: Ainslie et al. 2023, section 2.1.
-    """
-    size = layer.n_kv_heads // target.n_kv_heads
-    pooled = dict(weights)
-    for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias"):
-        if (rows := weights.get(f"self_attn.{name}")) is not None:
-            groups = rows.unflatten(0, (target.n_kv_heads, size, layer.head_dim))
-            pooled[f"self_attn.{name}"] = groups.mean(1).flatten(0, 1)
-    return pooled
 
 
 def _members(blocks: torch.Tensor, size: int) -> torch.Tensor:
