@@ -218,7 +218,8 @@ def left(recipe: str) -> Experiment:
         student = trainable_decoder(start, bench.batches.tokens).to(bench.device)
         if isinstance(start.storage, Bitmask):
             keep_zeros(student)
-        tokens = tuned(bench, faster(student), seconds)
+        rate = default_rate(read_recipe(recipe))
+        tokens = tuned(bench, faster(student), seconds, replace(TUNING, matrix_lr=rate, vector_lr=rate / 2))
         bench.tell(f"{recipe}+tuned", recipe, bench.trained(student, start), tokens)
 
     return experiment

@@ -36,6 +36,7 @@ from ridgeline.compress.recipes import DRAFTERS, EXAMPLES, Recipe, read_recipe
 from ridgeline.compress.student import check_student
 from ridgeline.compress.texts import calibration_rows, default_calibration, evaluation_windows, split
 from ridgeline.compress.tuned import (
+    FITTED_RATE,
     GRID_RATE,
     INT8_RATE,
     MAX_PASSES,
@@ -133,7 +134,8 @@ def _add_training(parser: Parser) -> None:
         "--tune-rate",
         type=finite_number,
         metavar="X",
-        help=f"learning rate (default: {RATE}; {GRID_RATE} for rounded weights, {INT8_RATE} for those of 8 bits)",
+        help=f"learning rate (default: {RATE}; {FITTED_RATE} for gqa-N-pca, {GRID_RATE} for rounded weights, {INT8_RATE} for those "
+        "of 8 bits)",
     )
 
 

@@ -32,10 +32,10 @@ from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.text.tokenizer import Tokenizer
 
 STEPS, ROWS = 300, 16
-INT8_RATE, GRID_RATE, RATE = 1e-5, 3e-4, 3e-3
-"""Default learning rates for weights in 8 bits, for other rounded weights, and for pruned ones.
+INT8_RATE, GRID_RATE, FITTED_RATE, RATE = 1e-5, 3e-4, 1e-3, 3e-3
+"""Default learning rates for weights in 8 bits, for other rounded weights, for heads pooled by components, and for pruned weights.
 
-Rounded weights start near the optimum, and large steps leave it."""
+A start near the optimum needs small steps: large ones leave it."""
 MAX_PASSES = 2
 """Maximum passes over the texts by default. With more passes a student overfits to few texts."""
 SAVES = 20
@@ -84,7 +84,7 @@ def default_steps(ids: int, rows: int, length: int) -> int:
 def default_rate(recipe: Recipe) -> float:
     """Return the default learning rate of a recipe."""
     if not isinstance(recipe.storage, Integers):
-        return RATE
+        return FITTED_RATE if recipe.method == "gqa-pca" else RATE
     return INT8_RATE if recipe.bits == 8 else GRID_RATE
 
 
