@@ -101,6 +101,7 @@ def test_an_engine_that_is_killed_with_requests_in_flight_comes_back(tmp_path: P
         asking = begun(server, 5)
         os.kill(server.engine_pid, signal.SIGKILL)
         failed(asking)
+        server.until_logged("restarting the engine")  # until then, refusals name the loss alone
         health, later = server.send("GET", "/health"), server.complete()
         assert health.status == 503 and "SIGKILL" in health.error["message"]
         assert (later.status, later.error["code"]) == (503, "unavailable") and later.headers["retry-after"]
