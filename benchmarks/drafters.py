@@ -30,7 +30,7 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.models.hub import resolve_model
 from ridgeline.speculation.host import HostDrafter
-from ridgeline.speculation.lookahead import Lookahead
+from ridgeline.speculation.lookahead import DraftShape, Lookahead
 from ridgeline.speculation.ngram import NGram
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -235,7 +235,9 @@ def lookahead(work: Sequence[Case], model: Model, arguments: argparse.Namespace)
                 prompt, said = case.prompt[-MODEL_PROMPT:], case.answer[:MODEL_ANSWER]
                 model.start(temperature, seed)
                 target = Forced(prompt + said, model) if way == "forced" else model
-                answer(Lookahead(*shape), target, Case(case.kind, prompt, said), (64, arguments.depth), tally)
+                answer(
+                    Lookahead(DraftShape(*shape)), target, Case(case.kind, prompt, said), (64, arguments.depth), tally
+                )
             name = "lookahead " + ",".join(map(str, shape))
             row = {"row": f"{name}, {way}", "drafter": name, "work": way}
             yield row | tally.row(arguments.query_cost)

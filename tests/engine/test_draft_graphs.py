@@ -20,7 +20,7 @@ from ridgeline.engine.shape import Sizes
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import NoDrafter
 from ridgeline.speculation.host import HostDrafter
-from ridgeline.speculation.lookahead import Lookahead
+from ridgeline.speculation.lookahead import DraftShape, Lookahead
 from ridgeline.speculation.ngram import NGram
 from ridgeline.speculation.recycling import Recycling
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
@@ -79,7 +79,7 @@ def test_what_the_device_drafts(name: str) -> None:
     check(bench, with_graphs(bench))
 
 
-@pytest.mark.parametrize("host", [NGram(min_chance=0.0), Lookahead(columns=2, ngram=3)], ids=["quotes", "lookahead"])
+@pytest.mark.parametrize("host", [NGram(min_chance=0.0), Lookahead(DraftShape(2, 3, 3))], ids=["quotes", "lookahead"])
 def test_what_the_host_drafts(host: HostDrafter) -> None:
     speculation = Speculator(host, None, Controller((0, 1, 2, 4, 6), fixed=True))
     bench = DeviceBench(speculation=speculation, host_drafts=6, step_tokens=TOKENS)
@@ -96,6 +96,9 @@ class Guesses:
 
     def start(self, tokens: Sequence[int]) -> Guesses:
         return self
+
+    def nodes(self, chain: int, cost: float) -> int:
+        return chain
 
     def propose(self, nodes: int, depth: int) -> Draft:
         return Draft.of(range(7, 7 + nodes), [-1] * nodes if next(self._branches) else range(-1, nodes - 1))

@@ -32,6 +32,7 @@ WAYS = (
     "auto",
     "reference",
     "lookahead",
+    "lookahead:w=4,n=5,g=4",
     "recycling",
     f"draft:{shipped_model()}",
     f"medusa:{ASSETS / 'medusa'}",
@@ -164,6 +165,8 @@ def test_what_auto_means() -> None:
 def test_what_users_of_vllm_write() -> None:
     actual = wanted('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}')
     assert (actual.host, actual.max_nodes, actual.sizes) == (("reference",), 5, (0, 1, 2, 3, 4, 5))  # type: ignore[attr-defined]
+    actual = wanted("reference+lookahead:n=5,g=8")
+    assert (actual.host, actual.lookahead, actual.max_nodes) == (("reference", "lookahead"), (7, 5, 8), 60)  # type: ignore[attr-defined]
     actual = wanted('{"model": "some/folder", "num_speculative_tokens": 3}')
     assert (actual.device, actual.folder, actual.max_nodes) == ("draft", Path("some/folder"), 3)  # type: ignore[attr-defined]
 
@@ -174,6 +177,8 @@ def test_what_users_of_vllm_write() -> None:
         ("eagle", {}, "'eagle' is unknown"),
         ("draft", {}, "must name a folder"),
         ("recycling:x", {}, "must not name a folder"),
+        ("lookahead:w=15,n=5,g=15", {}, "a draft has at most 63"),
+        ("reference+lookahead:x", {}, "'x' is not one of w=, n= and g="),
         ("recycling+medusa:x", {}, "'medusa:x' cannot be joined to 'recycling'"),
         ('{"method": "eagle3", "model": "x"}', {}, "'eagle3' is unknown"),
         ("{nonsense", {}, "cannot be read"),

@@ -344,16 +344,16 @@ def test_new_shapes_without_end_are_regret() -> None:
 
 def test_nodes_worth_verifying_for_one_request() -> None:
     controller = Controller((0, 1, 2, 4, 8))
-    assert controller.host_nodes(1, 0.95) == 8
+    assert controller.host_nodes(1, 0.95)[0] == 8
     controller.measure_undrafted(1, 1.0)
     for _ in range(50):
         controller.measure(asked(1, 1.1, 1.0, 4.0))
-    assert controller.host_nodes(1, 0.95) == 8
-    assert 1 <= controller.host_nodes(1, 0.3) <= 3
-    assert controller.host_nodes(1, 0.0) == 1
+    assert controller.host_nodes(1, 0.95)[0] == 8
+    assert 1 <= controller.host_nodes(1, 0.3)[0] <= 3
+    assert controller.host_nodes(1, 0.0)[0] == 1
     for _ in range(50):
         controller.measure(asked(1, 2.9, 1.0, 4.0))
-    assert controller.host_nodes(1, 0.5) == 1
+    assert controller.host_nodes(1, 0.5)[0] == 1
 
 
 def test_questions_without_an_answer_tell_that_plain_steps_have_become_shorter() -> None:

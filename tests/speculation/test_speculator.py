@@ -26,6 +26,9 @@ class Listener:
         self.truth, self.text, self.asked = list(truth), list(tokens), 0
         self.drawn: list[tuple[Draft, list[int]]] = []
 
+    def nodes(self, chain: int, cost: float) -> int:
+        return chain
+
     def propose(self, nodes: int, depth: int) -> Draft:
         self.asked += 1
         assert self.text == self.truth[: len(self.text)]

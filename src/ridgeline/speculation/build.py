@@ -143,7 +143,7 @@ def _recycling(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -
     return recycling, DeviceTraits(min(wanted.max_nodes, len(recycling.parents)), recycling.parents)
 
 
-HOST_DRAFTERS = {"reference": _ngram, "lookahead": lambda wanted, target, encode: Lookahead()}
+HOST_DRAFTERS = {"reference": _ngram, "lookahead": lambda wanted, target, encode: Lookahead(wanted.lookahead)}
 DEVICE_DRAFTERS = {
     "": lambda wanted, target, folder, dummy: (NoDrafter(), None),
     "draft": _draft_model,

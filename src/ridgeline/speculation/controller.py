@@ -127,11 +127,13 @@ class Controller:
     def _call_price(self, batch: BatchState, rows: int) -> float:
         return min(CAP, max(_LEAST_PRICE, _CALLS * batch.call_time) / rows)
 
-    def host_nodes(self, rows: int, acceptance: float) -> int:
-        """Nodes of a host chain: the acceptance probability of the last one still exceeds its cost."""
-        largest, time = self.sizes[-1], min(0.5, max(self._of(rows).node_time, 0.01))
-        depth = int(math.log(time) / math.log(min(0.99, max(acceptance, 0.01))))
-        return largest if self.fixed else min(largest, max(1, depth))
+    def host_nodes(self, rows: int, acceptance: float) -> tuple[int, float]:
+        """Nodes of a host chain: the acceptance probability of the last one still exceeds its cost. And that cost; 0 if the largest
+        drafts are wanted."""
+        if self.fixed:
+            return self.sizes[-1], 0.0
+        cost = min(0.5, max(self._of(rows).node_time, 0.01))
+        return min(self.sizes[-1], max(1, int(math.log(cost) / math.log(min(0.99, max(acceptance, 0.01)))))), cost
 
     def idle_steps(self, rows: int, host: bool, device: bool) -> int:
         """Plain steps until the next decision, after a step without drafts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeline.core.draft import EMPTY_DRAFT, Draft
+from ridgeline.core.draft import EMPTY_DRAFT, MAX_DRAFT, Draft
 from ridgeline.speculation.host import HostDrafter, Proposer
 
 
@@ -25,10 +25,16 @@ class FirstProposer:
 
     def __init__(self, proposers: Sequence[Proposer]) -> None:
         self._proposers = tuple(proposers)
+        self._nodes = [MAX_DRAFT] * len(proposers)
+        """What each drafter found worth its nodes when it was last asked."""
+
+    def nodes(self, chain: int, cost: float) -> int:
+        self._nodes = [proposer.nodes(chain, cost) for proposer in self._proposers]
+        return max(self._nodes)
 
     def propose(self, nodes: int, depth: int) -> Draft:
-        for proposer in self._proposers:
-            draft = proposer.propose(nodes, depth)
+        for most, proposer in zip(self._nodes, self._proposers, strict=True):
+            draft = proposer.propose(min(nodes, most), min(depth, most))
             if draft.tokens:
                 return draft
         return EMPTY_DRAFT

@@ -12,6 +12,10 @@ from ridgeline.core.draft import Draft
 class Proposer(Protocol):
     """The state of a host drafter for one request."""
 
+    def nodes(self, chain: int, cost: float) -> int:
+        """Most nodes of a draft that pay. chain: nodes of a chain that pay by what the request kept so far; cost: time of a node,
+        in undrafted steps (0: nodes are free)."""
+
     def propose(self, nodes: int, depth: int) -> Draft:
         """A draft of at most `nodes` nodes and at most `depth` levels behind the last observed token, likeliest nodes first."""
 

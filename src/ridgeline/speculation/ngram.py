@@ -134,6 +134,9 @@ class NGramProposer:
         self._source: tuple[Text, int] | None = None
         """Place at which the last copy continues. It is compared even if the anchor has many more recent places."""
 
+    def nodes(self, chain: int, cost: float) -> int:
+        return chain
+
     def propose(self, nodes: int, depth: int) -> Draft:
         matches = self._exact()
         if not matches or matches[0][0] < SURE:

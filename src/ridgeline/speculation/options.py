@@ -12,6 +12,7 @@ from ridgeline.core.config import EngineConfig
 from ridgeline.core.draft import MAX_DRAFT
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
+from ridgeline.speculation.lookahead import SHAPE, DraftShape, read_shape
 
 
 class DrafterKind(NamedTuple):
@@ -22,14 +23,14 @@ class DrafterKind(NamedTuple):
     nodes: int
     """Default number of nodes of its largest draft."""
     argument: str = ""
-    """What follows its name: "", an optional "[:FILE]", or a required ":FOLDER"."""
+    """What follows its name: "", an optional "[:FILE]" or "[:SIZES]", or a required ":FOLDER"."""
     chains: bool = False
     """It can propose chains only, which --deterministic requires."""
 
 
 DRAFTERS: Mapping[str, DrafterKind] = {
     "reference": DrafterKind(on_host=True, nodes=11, argument="[:FILE]"),
-    "lookahead": DrafterKind(on_host=True, nodes=30),
+    "lookahead": DrafterKind(on_host=True, nodes=SHAPE.nodes, argument="[:w=W,n=N,g=G]"),
     "recycling": DrafterKind(on_host=False, nodes=12),
     "recurrent": DrafterKind(on_host=False, nodes=7, argument=":FOLDER", chains=True),
     "draft": DrafterKind(on_host=False, nodes=4, argument=":FOLDER", chains=True),
@@ -44,12 +45,14 @@ METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lo
 class Wanted:
     """The parsed option `speculate`.
 
-    host: names of host drafters, in order. documents: file with a text for the reference drafter. device: name of the device
-    drafter, or "". folder: weights of the device drafter. max_nodes: nodes of the largest draft. chains: drafts may not branch.
+    host: names of host drafters, in order. documents: file with a text for the reference drafter. lookahead: shape of its
+    largest draft. device: name of the device drafter, or "". folder: weights of the device drafter. max_nodes: nodes of the
+    largest draft. chains: drafts may not branch.
     """
 
     host: tuple[str, ...] = ()
     documents: Path | None = None
+    lookahead: DraftShape = SHAPE
     device: str = ""
     folder: Path | None = None
     max_nodes: int = 0
@@ -83,7 +86,9 @@ def read_wanted(config: EngineConfig, model_draft: Path | None = None) -> Wanted
         if argument and not kind.argument:
             raise refusal(f"{part!r} must not name a folder")
         path = Path(argument) if argument else None
-        if kind.on_host:
+        if name == "lookahead":
+            wanted = replace(wanted, host=(*wanted.host, name), lookahead=read_shape(argument))
+        elif kind.on_host:
             wanted = replace(wanted, host=(*wanted.host, name), documents=path or wanted.documents)
         elif wanted.device:
             raise refusal(f"{part!r} cannot be joined to {wanted.device!r}")
@@ -97,7 +102,7 @@ def read_wanted(config: EngineConfig, model_draft: Path | None = None) -> Wanted
             "two, or leave --speculate out.",
             param="speculate",
         )
-    largest = nodes or max(DRAFTERS[name].nodes for name in names)
+    largest = nodes or max(wanted.lookahead.nodes if name == "lookahead" else DRAFTERS[name].nodes for name in names)
     return replace(wanted, max_nodes=min(MAX_DRAFT, largest), chains=config.deterministic)
 
 

@@ -156,7 +156,7 @@ class Speculator(Speculation):
             state.proposer.observe(new_tokens, EMPTY_DRAFT, new_tokens[:1])
         state.observed = len(tokens)
         capacity = min(self.max_nodes, self._host_nodes, request.limit - request.expected - 1)
-        nodes = min(capacity, self._controller.host_nodes(self._rows, state.acceptance))
+        nodes = min(capacity, state.proposer.nodes(*self._controller.host_nodes(self._rows, state.acceptance)))
         draft = state.proposer.propose(nodes, nodes) if nodes > 0 else EMPTY_DRAFT
         # Penalties count the tokens of a row from its start, which requires a chain.
         return draft.chain() if request.sampling.penalized else draft
