@@ -104,10 +104,10 @@ def test_file_and_rest() -> None:
 def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
     """What they ask for is so anyway, and is said; or it is not, and is refused."""
     words = [
-        "--tensor-parallel-size",
+        "--pipeline-parallel-size",
         "1",
         "--trust_remote_code",
-        "-tp=1",
+        "-pp=1",
         "--swap-space",
         "4",
     ]

@@ -81,7 +81,7 @@ def test_what_nothing_helps_names_the_smallest_device_and_what_is_not_built() ->
         "No option makes it fit: use a smaller model, or NVIDIA B200 SXM (179.06 GiB), which holds it with weights in "
         in message
     )
-    assert "Offload to host memory and parallelism over several devices are not built yet." in message
+    assert "Offload to host memory and parallelism over several GPUs are not built yet." in message
     larger = refusal(deployment(replace(LLAMA_405B, layers=LLAMA_405B.layers * 2), "h200"))
     assert "use a smaller model, or a device with more than" in larger
     on_cpu = refusal(replace(deployment(LLAMA_70B, "h200"), memory=Memory("cpu", 20 * GIB)))

@@ -41,6 +41,7 @@ SAID = {
     "enforce_eager": "true",
     "deterministic": "true",
     "threads": "3",
+    "tensor_parallel_size": "2",
     "calibration": "calibration.json",
     "host": "0.0.0.0",
     "port": "0",

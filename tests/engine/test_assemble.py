@@ -14,7 +14,7 @@ import pytest
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.spec import KV_FORMATS
-from ridgeline.engine import assemble as module
+from ridgeline.engine import rank as module
 from ridgeline.engine.assemble import assemble
 from tests.models.families import save
 

@@ -160,3 +160,16 @@ def test_an_engine_does_not_outlive_its_service(tmp_path: Path):
         server.process.kill()
         assert gone(engine)
         asking.join(TIMEOUT_S)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_with_requests_in_flight_comes_back(tmp_path: Path):
+    with served(tmp_path, "--max-model-len", "4096", "--tensor-parallel-size", "2") as server:
+        (follower,) = set(server.processes()) - {server.process.pid, server.engine_pid, *server.children()}
+        asking = begun(server, 3)
+        os.kill(follower, signal.SIGKILL)
+        failed(asking)
+        log = server.until_logged("ready again")
+        assert "A rank of the model is lost: rank 1 has ended with status -9." in log
+        assert gone(follower) and server.complete(max_tokens=8).status == 200
+        assert server.metric("engine_restarts_total") == 1

@@ -23,11 +23,13 @@ class ForeignOption:
     """Whether the switch is accepted; False: always an error."""
 
 
-_ONE_DEVICE = ForeignOption("a server runs on one device, so start one server per device", ("1",))
+_ONE_DEVICE = ForeignOption(
+    "layers are not divided into stages and a server has one engine: use --tensor-parallel-size, or start one server per device",
+    ("1",),
+)
 _NO_REQUEST_LOG = ForeignOption("requests are counted and never logged")
 _TEMPLATE = "the chat template defines the format of tool calls and reasoning"
 FOREIGN: Mapping[str, ForeignOption] = {
-    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), _ONE_DEVICE),
     **dict.fromkeys(
         ("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp", "--dp", "--dp-size"), _ONE_DEVICE
     ),

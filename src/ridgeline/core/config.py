@@ -70,7 +70,8 @@ class EngineConfig:
     draft_tokens: int | None = option(None, "maximum draft tokens per request and step", "--num-speculative-tokens")
     enforce_eager: bool = option(False, "run without CUDA graphs; on a CPU, without compiled operations")
     deterministic: bool = option(False, "the tokens of a request do not depend on other requests; slower")
-    threads: int | None = option(None, "CPU threads for the model (default: one per available core)")
+    threads: int | None = option(None, "CPU threads of a process that runs the model (default: one per available core)")
+    tensor_parallel_size: int = option(1, "processes that share each layer of the model", "-tp", "--tp", "--tp-size")
     calibration: str = option("", "file that `ridgeline calibrate` wrote, for accurate predictions of step times")
 
 

@@ -1,8 +1,8 @@
 """The memory plan of a model, or a refusal with the best command that works.
 
 The search tries every number format of weights and cache that the device serves, memory and batch options, and context lengths.
-Each candidate is planned by the same function that refused the user's options. Offload to host memory and parallelism over several
-devices are not among them, because the engine does not have them yet.
+Each candidate is planned by the same function that refused the user's options. Offload to host memory and other numbers of ranks
+are not among them.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ _FORMAT_NAMES = {"dtype": "computation", "quantization": "weights", "kv_cache_dt
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A model with the user's options on a device.
+    """A model with the user's options on a device, or its part on each of several.
 
-    spec: with the dtype, number formats and max_len as served. space: what may be changed if it does not fit.
+    spec: of the whole model, with the dtype, number formats and max_len as served. space: what may be changed if it does not fit.
     """
 
     spec: ModelSpec
@@ -139,9 +139,9 @@ class Deployment:
     space: Space = field(default_factory=Space)
 
     def planner(self, spec: ModelSpec, change: Mapping[str, object]) -> Planner:
-        """Planner for another spec and a change of memory or batch options."""
+        """Planner for one rank of another spec, with a change of memory or batch options."""
         engine = replace(self.engine, **change)  # type: ignore[arg-type]
-        return Planner(spec, engine, self.memory, self.drafters)
+        return Planner(spec.on_rank(engine.tensor_parallel_size), engine, self.memory, self.drafters)
 
 
 def size(deployment: Deployment) -> MemoryPlan:
@@ -311,7 +311,7 @@ def _no_remedy(deployment: Deployment) -> str:
             larger = f"{name} ({_gib(count)})"
             larger += f", which holds it with {candidates[0]}" if candidates[0].change else ""
             break
-    others = "Offload to host memory and parallelism over several devices are"
+    others = "Offload to host memory and parallelism over several GPUs are"
     if deployment.memory.kind == "cpu":
         others = "Parallelism over several machines is"
     return f"No option makes it fit: use a smaller model, or {larger}. {others} not built yet."

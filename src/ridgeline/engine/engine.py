@@ -6,6 +6,7 @@ import math
 import random
 import time
 from array import array
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,7 +43,8 @@ class Setup:
     """Constants of the served model.
 
     fingerprint: hash of the weights and the KV format. Engines share prefixes only if their fingerprints are equal.
-    seed: seeds the generator of seeds for requests without one. facts: the content of Ready and of the "stats" reply.
+    seed: seeds the generator of seeds for requests without one. facts: the content of Ready and of the "stats" reply. check: raises
+    EngineFailed if another rank is lost; called in every turn.
     """
 
     max_len: int
@@ -54,6 +56,7 @@ class Setup:
     grammars: GrammarCache | None = None
     account: Account = field(default_factory=Account)
     late: LateCompiles = field(default_factory=LateCompiles)
+    check: Callable[[], None] = lambda: None
 
 
 class Engine:
@@ -224,6 +227,7 @@ class Engine:
 
     def turn(self) -> Deltas | None:
         """Run one turn of the loop. Returns None if there is nothing to report."""
+        self.setup.check()
         scheduler, before = self._scheduler, self._scheduler.last_step
         if self._waiting:
             self._take_compiled()

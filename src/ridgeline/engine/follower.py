@@ -1,0 +1,105 @@
+"""A following rank: `python -m ridgeline.engine.follower FD`, where FD is one end of a socket pair.
+
+It loads its share of the model and runs the plans that the first rank sends, in their order. It ends when the first rank closes the
+socket, and at its own first failed step: ranks that continued differently would compute different keys and values.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+
+import torch
+
+from ridgeline.core.errors import EngineFailed, RidgelineError
+from ridgeline.engine.rank import Stages, load_rank, plan_rank
+from ridgeline.engine.rank_link import (
+    BEAT_S,
+    CONNECT_S,
+    Beat,
+    Done,
+    Hello,
+    Link,
+    Lost,
+    Ready,
+    checksum,
+    decode_order,
+    decode_step,
+    encode,
+)
+from ridgeline.engine.runner import Runner
+from ridgeline.parallel.mesh import connect
+
+log = logging.getLogger(__name__)
+
+
+def main(fd: int) -> int:
+    """Follow until the first rank closes the socket; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = Link(socket.socket(fileno=fd))
+    try:
+        _serve(link)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the first rank has closed the socket
+    except RidgelineError as error:
+        reason = error.message
+    except Exception as error:
+        log.exception("a following rank ends because of an unexpected error")
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        return 0
+    with suppress(OSError):
+        link.send(encode(Lost(reason)))
+    return 1
+
+
+def _serve(link: Link) -> None:
+    body = link.receive()
+    if body is None:
+        return
+    order = decode_order(body)
+    stages = Stages(0.0, lambda stage, done, total: None)
+    rank = plan_rank(order.model, order.engine, stages)
+    link.send(encode(Hello(rank.identity)))
+    store = torch.distributed.FileStore(order.store, order.size)
+    loaded = load_rank(rank, connect(order.rank, order.size, store, CONNECT_S), stages)
+    gc.freeze()
+    link.send(encode(Ready()))
+    threading.Thread(target=_beat, args=(link,), daemon=True).start()
+    follow(link, loaded.runner, order.epoch, rank.plan.steps_in_flight)
+
+
+def follow(link: Link, runner: Runner, epoch: str, steps_in_flight: int) -> None:
+    """Run the plans that arrive until the socket is closed. Raises EngineFailed at a step that failed or was not the next one."""
+    number = collected = 0
+    while (body := link.receive()) is not None:
+        runner.launch(decode_step(body, epoch, number))
+        number += 1
+        while number - collected > steps_in_flight:
+            result = runner.collect()
+            if result.error is not None:
+                raise EngineFailed(f"step {collected} failed: {result.error}")
+            link.send(encode(Done(collected, checksum(result))))
+            collected += 1
+    runner.close()
+
+
+def _beat(link: Link) -> None:
+    """Send a Beat every BEAT_S seconds. Ends the process when the first rank is gone, even in the middle of a step."""
+    pause = threading.Event()
+    while not pause.wait(BEAT_S):
+        try:
+            link.send(encode(Beat()))
+        except OSError:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

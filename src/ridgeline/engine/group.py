@@ -1,0 +1,287 @@
+"""Several processes that share one model (tensor parallelism). The first rank has the scheduler. It starts the others, sends them
+every plan, and watches them.
+
+All ranks draw the same tokens: noise depends on seed and position alone, and sums over ranks are bitwise equal on each. So the
+first rank's results stand for all. Each rank reports a checksum of its tokens, and a difference ends the group. A rank that ends,
+stops or differs loses the engine, whose requests end with the reason; the service starts another one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from ridgeline.core.config import EngineConfig
+from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.engine.loop import Runner
+from ridgeline.engine.rank import RankPlan
+from ridgeline.engine.rank_link import (
+    CONNECT_S,
+    Done,
+    FromRank,
+    Hello,
+    Link,
+    Lost,
+    RankOrder,
+    Ready,
+    checksum,
+    decode_up,
+    encode,
+    encode_step,
+)
+from ridgeline.parallel.mesh import ONE_DEVICE, Mesh, connect
+from ridgeline.wire.frames import FrameBuffer
+
+SILENT_S = 4.0
+"""Seconds without a message after which a rank that was ready counts as lost."""
+_REASON_S, _END_S = 1.0, 5.0
+"""Seconds to wait for the reason of a failed step, and for a rank to end."""
+
+
+class Group:
+    """The ranks of an engine. This one is a single rank: nobody follows. As a context it closes the group if its body fails."""
+
+    mesh: Mesh = ONE_DEVICE
+
+    def lead(self, runner: Runner) -> Runner:
+        """The runner of all ranks, from the first rank's own. Waits until all ranks have loaded their shares."""
+        return runner
+
+    def check(self) -> None:
+        """Raise EngineFailed if a rank is lost."""
+
+    def close(self) -> None:
+        """End the other ranks."""
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.close()
+
+
+def start_group(rank: RankPlan) -> Group:
+    """Start the following ranks of an engine, and connect to them. Raises EngineFailed or ConfigError if one does not start."""
+    return Group() if rank.config.tensor_parallel_size == 1 else RankGroup(rank)
+
+
+class Follower:
+    """The first rank's record of another rank."""
+
+    def __init__(self, process: subprocess.Popen[bytes], link: Link) -> None:
+        self.process, self.link = process, link
+        self.frames = FrameBuffer()
+        self.identity: Mapping[str, str] | None = None
+        self.ready = False
+        self.heard = time.monotonic()
+
+
+class RankGroup(Group):
+    """Followers are processes on this host. A thread reads what they send."""
+
+    def __init__(self, rank: RankPlan) -> None:
+        self.failure = ""
+        """Why a rank is lost. Once set, every step fails with it."""
+        self._epoch = secrets.token_hex(4)
+        self._changed = threading.Condition()
+        self._checksums: dict[int, int] = {}
+        self._closing = False
+        self._folder = Path(tempfile.mkdtemp(prefix="ridgeline-ranks-"))
+        size, store = rank.config.tensor_parallel_size, str(self._folder / "store")
+        # The sizes that this rank chose, so that all ranks agree on every block.
+        chosen = {
+            name: value for name, value in rank.plan.chosen.items() if name in {f.name for f in fields(EngineConfig)}
+        }
+        engine = replace(rank.config, **chosen, threads=torch.get_num_threads())  # type: ignore[arg-type]
+        model = replace(rank.model, max_model_len=rank.plan.max_len, model=str(rank.folder))
+        self.followers = [
+            _start(RankOrder(model, engine, number, size, store, self._epoch)) for number in range(1, size)
+        ]
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        try:
+            self._wait(lambda follower: follower.identity is not None)
+            self._compare(rank.identity)
+            self.mesh = connect(0, size, torch.distributed.FileStore(store, size), CONNECT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def lead(self, runner: Runner) -> Runner:
+        self._wait(lambda follower: follower.ready)
+        return GroupRunner(runner, self)
+
+    def check(self) -> None:
+        if self.failure:
+            raise EngineFailed(self.failure)
+
+    def send(self, number: int, plan: StepPlan) -> None:
+        """Send a plan to every follower. Raises EngineFailed."""
+        body = encode_step(self._epoch, number, plan)
+        try:
+            for follower in self.followers:
+                follower.link.send(body)
+        except OSError as error:
+            raise EngineFailed(self.reason(f"a rank does not take step {number}: {error}")) from None
+
+    def reason(self, otherwise: str) -> str:
+        """Why a step failed: what the lost rank said, which may arrive a moment after its connection broke."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure, _REASON_S)
+        return self.failure or otherwise
+
+    def record(self, number: int, result: StepResult) -> None:
+        """Compare the first rank's tokens of a step with the others'. Raises EngineFailed."""
+        if not self._agrees(number, checksum(result)):
+            self._fail(f"rank 0 drew other tokens than another rank in step {number}")
+        self._checksums.pop(number - 256, None)
+        self.check()
+
+    def close(self) -> None:
+        self._closing = True
+        for follower in self.followers:
+            with suppress(OSError):  # it has ended
+                follower.link.sock.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + _END_S
+        for follower in self.followers:
+            try:
+                follower.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                follower.process.kill()
+                follower.process.wait()
+            follower.link.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Read what the followers send until one is lost or the group closes."""
+        with selectors.DefaultSelector() as selector:
+            for number, follower in enumerate(self.followers, 1):
+                selector.register(follower.link.sock, selectors.EVENT_READ, (number, follower))
+            while not (self.failure or self._closing):
+                try:
+                    for key, _ in selector.select(SILENT_S / 4):
+                        self._read(*key.data)
+                except (OSError, ValueError):  # closed meanwhile
+                    return
+                for number, follower in enumerate(self.followers, 1):
+                    if follower.ready and time.monotonic() - follower.heard > SILENT_S:
+                        self._fail(f"rank {number} has sent nothing for {SILENT_S:g} s")
+
+    def _read(self, number: int, follower: Follower) -> None:
+        try:
+            data = follower.link.sock.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        follower.heard = time.monotonic()
+        if not data:
+            if not self._closing:
+                self._fail(f"rank {number} has ended{_status(follower.process)}")
+            return
+        follower.frames.feed(data)
+        for body in follower.frames.take():
+            self._take(number, follower, decode_up(body))
+
+    def _take(self, number: int, follower: Follower, message: FromRank) -> None:
+        if isinstance(message, Lost):
+            self._fail(f"rank {number}: {message.reason}")
+        elif isinstance(message, Done) and not self._agrees(message.number, message.checksum):
+            self._fail(f"rank {number} drew other tokens than another rank in step {message.number}")
+        with self._changed:
+            if isinstance(message, Hello):
+                follower.identity = message.identity
+            follower.ready = follower.ready or isinstance(message, Ready)
+            self._changed.notify_all()
+
+    def _agrees(self, number: int, value: int) -> bool:
+        """Whether the checksum of a rank's step equals the first one that arrived for the step."""
+        return self._checksums.setdefault(number, value) == value
+
+    def _fail(self, reason: str) -> None:
+        """A rank is lost: end all of them, which also ends a collective in which this rank waits for one."""
+        with self._changed:
+            self.failure = self.failure or f"A rank of the model is lost: {reason}."
+            self._changed.notify_all()
+        for follower in self.followers:
+            follower.process.kill()
+
+    def _wait(self, reached: Callable[[Follower], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or all(map(reached, self.followers)))
+        self.check()
+
+    def _compare(self, first: Mapping[str, str]) -> None:
+        for number, follower in enumerate(self.followers, 1):
+            for name, value in first.items():
+                other = (follower.identity or {}).get(name)
+                if other != value:
+                    raise ConfigError(
+                        f"Rank {number} has {name} {other}, rank 0 has {value}: all ranks need the same versions and the same "
+                        "model."
+                    )
+
+
+class GroupRunner:
+    """The runner of all ranks: every plan goes to the followers, then to the first rank's own runner."""
+
+    def __init__(self, runner: Runner, group: RankGroup) -> None:
+        self._runner, self._group = runner, group
+        self._launched = self._collected = 0
+
+    def launch(self, plan: StepPlan) -> None:
+        self._group.check()
+        self._group.send(self._launched, plan)
+        self._launched += 1
+        self._runner.launch(plan)
+
+    def collect(self) -> StepResult:
+        """Raises EngineFailed for a failed step: another rank may have gone on from it."""
+        result = self._runner.collect()
+        if result.error is not None:
+            raise EngineFailed(self._group.reason(f"A step failed on rank 0: {result.error}"))
+        self._group.record(self._collected, result)
+        self._collected += 1
+        return result
+
+    def close(self) -> None:
+        self._runner.close()
+        self._group.close()
+
+
+def _start(order: RankOrder) -> Follower:
+    """Start a process and send it its order."""
+    leading, following = socket.socketpair()
+    with following:
+        command = [sys.executable, "-m", "ridgeline.engine.follower", str(following.fileno())]
+        process = subprocess.Popen(command, pass_fds=[following.fileno()], stdin=subprocess.DEVNULL)
+    follower = Follower(process, Link(leading))
+    with suppress(OSError):  # it has ended: the watcher says so
+        follower.link.send(encode(order))
+    return follower
+
+
+def _status(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended, in words; empty if it still runs."""
+    try:
+        return f" with status {process.wait(_REASON_S)}"
+    except subprocess.TimeoutExpired:
+        return ""

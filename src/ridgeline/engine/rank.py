@@ -1,0 +1,199 @@
+"""One rank's part of an engine: the memory plan, made before any weight is read, then its share of the weights and its runner.
+
+An engine on one device has one rank. With several, each process does all of this for itself; the first also has the scheduler
+(`assemble`), and the others follow it (`follower`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.fit import Deployment, size
+from ridgeline.core.sizing import Memory, MemoryPlan
+from ridgeline.core.spec import ModelSpec
+from ridgeline.engine.graph_shapes import draft_limits
+from ridgeline.engine.runner import Runner, build_runner
+from ridgeline.engine.shape import Sizes
+from ridgeline.hardware.probe import host_memory
+from ridgeline.hardware.serving import space_here
+from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
+from ridgeline.models.config import read_model
+from ridgeline.models.fingerprint import content_hash
+from ridgeline.models.hub import resolve_model
+from ridgeline.models.weights import Progress
+from ridgeline.ops.choose import choose, choose_invariant
+from ridgeline.ops.table import Ops
+from ridgeline.parallel.mesh import Mesh
+from ridgeline.speculation.build import memory_of_drafters, open_drafters
+from ridgeline.speculation.device import DeviceDrafter
+from ridgeline.speculation.interface import Speculation
+from ridgeline.speculation.options import Wanted
+from ridgeline.text.tokenizer import Tokenizer
+
+
+class Stages:
+    """Measures the stages of the start-up in seconds. A stage begins where the stage before it ends. A stage that reports progress
+    ends with its last report."""
+
+    def __init__(self, imports_s: float, tell: Progress) -> None:
+        self.seconds = {"imports": round(imports_s, 3)} if imports_s else {}
+        self._tell, self._last = tell, time.perf_counter()
+
+    def ends(self, name: str) -> None:
+        """All time since the last end was spent on `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
+        self._last = now
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Forward the progress of a stage and extend the stage to now."""
+        self.ends(stage)
+        self._tell(stage, done, total)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What a rank knows before it reads weights. spec: of the whole model as served. plan: of this rank's memory."""
+
+    model: ModelConfig
+    config: EngineConfig
+    device: torch.device
+    folder: Path
+    spec: ModelSpec
+    wanted: Wanted
+    plan: MemoryPlan
+    ops: Ops
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What must be equal on all ranks, by name."""
+        weights = self.model.load_format != "dummy"
+        return {
+            "ridgeline": version("ridgeline"),
+            "torch": str(torch.__version__),
+            "the model": content_hash(self.folder, weights=weights).hex()[:16],
+            "blocks": str(self.plan.n_pages),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """A rank that is ready to run steps."""
+
+    model: LoadedModel
+    runner: Runner
+    speculation: Speculation
+    drafter: DeviceDrafter
+
+
+def plan_rank(model: ModelConfig, config: EngineConfig, stages: Stages) -> RankPlan:
+    """Read the model's config and plan the memory of one rank. Raises ConfigError, UnsupportedModel, DoesNotFit."""
+    device = _device(config)
+    _finish(device)
+    stages.ends("device")
+    folder = resolve_model(model)
+    checkpoint, _ = read_model(folder)
+    spec = served_spec(checkpoint, model)
+    wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
+    ranks = config.tensor_parallel_size
+    _check_ranks(config, wanted, device)
+    space = space_here(device.type, checkpoint.quantization)
+    plan = size(Deployment(spec, config, _memory(device, ranks), model, drafter_memory, space))
+    ops = _operations(config, spec, device)
+    stages.ends("config")
+    return RankPlan(model, config, device, folder, spec, wanted, plan, ops)
+
+
+def load_rank(rank: RankPlan, mesh: Mesh, stages: Stages) -> LoadedRank:
+    """Load the rank's share of the weights, and make its drafters and its runner."""
+    plan, wanted, device = rank.plan, rank.wanted, rank.device
+    loaded = build(rank.folder, model=rank.model, ops=rank.ops, device=device, mesh=mesh, progress=stages.progress)
+    sizes = Sizes(
+        plan.max_rows,
+        plan.max_step_tokens,
+        plan.max_len,
+        plan.n_pages,
+        graphs=device.type == "cuda" and not rank.config.enforce_eager,
+        drafts=wanted.sizes if wanted.device else (),
+        host_drafts=wanted.max_nodes if wanted.host else 0,
+    )
+    encode, dummy = _encoder(rank.folder), rank.model.load_format == "dummy"
+    speculation, drafter = open_drafters(wanted, loaded, encode, draft_limits(sizes, rank.spec), dummy)
+    _finish(device)
+    stages.ends("weights")
+    runner = build_runner(loaded, plan.layout, sizes, stages.progress, drafter)
+    stages.ends("runner")
+    return LoadedRank(loaded, runner, speculation, drafter)
+
+
+def _check_ranks(config: EngineConfig, wanted: Wanted, device: torch.device) -> None:
+    """Raise ConfigError for what several ranks cannot do."""
+    ranks, reason = config.tensor_parallel_size, ""
+    if ranks == 1:
+        return
+    if ranks < 1:
+        reason = "give the number of processes that share the model, 1 or more"
+    elif device.type != "cpu":
+        reason = "several ranks run on CPUs only so far: leave it out, or use --device cpu"
+    elif wanted.device == "recurrent":
+        reason = (
+            "a recurrent draft reads keys and values of all heads, and each rank has a part: use --speculate reference"
+        )
+    elif config.deterministic and ranks > 2:
+        reason = "with --deterministic at most 2 are possible, because the order of a longer sum depends on the batch"
+    if reason:
+        raise ConfigError(f"--tensor-parallel-size is {ranks}: {reason}.", param="tensor_parallel_size")
+
+
+def _device(config: EngineConfig) -> torch.device:
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = available if config.device == "auto" else config.device
+    if kind == "cuda" and available == "cpu":
+        raise ConfigError("--device is cuda, but torch finds no GPU: use --device cpu.", param="device")
+    if kind == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(config.threads or max(1, cores // config.tensor_parallel_size))
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Ops:
+    """The operations for the spec's dtype. Raises ConfigError if `deterministic` needs operations that do not exist."""
+    dtype = DTYPES[spec.dtype]
+    if not config.deterministic:
+        return choose(device, dtype, eager=config.enforce_eager)
+    ops = choose_invariant(device, dtype)
+    if spec.quantization and not ops.matmul.has_kernel(spec.quantization):
+        others = [f"--quantization {name}" for name in ("fp8", "int8") if ops.matmul.has_kernel(name)]
+        raise ConfigError(
+            f"--deterministic does not support --quantization {spec.quantization} on {device.type}: use "
+            f"{' or '.join([*others, 'no quantization'])}.",
+            param="deterministic",
+        )
+    return ops
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for enqueued work, so that its time counts for the stage that enqueued it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory(device: torch.device, ranks: int) -> Memory:
+    """Memory of the device. Of a CPU only free memory counts, of which each rank has an equal part."""
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (host_memory()[1] // ranks,) * 2
+    return Memory(device.type, total, total - free)
+
+
+def _encoder(folder: Path) -> Callable[[str], list[int]]:
+    """A function that encodes text without special tokens. It loads the tokenizer when it is called."""
+    return lambda text: Tokenizer.load(folder).encode(text, add_special_tokens=False)

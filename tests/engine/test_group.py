@@ -1,0 +1,233 @@
+"""One model over several processes: the same tokens as on one, and an end with a reason when a process is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.core.plan import Join, StepPlan, Transfer
+from ridgeline.core.sampling import Grammar, SamplingParams
+from ridgeline.engine.group import GroupRunner
+from ridgeline.engine.local import LocalEngine
+from ridgeline.engine.rank_link import ARRAYS, decode_step, encode_step
+from ridgeline.models.hub import shipped_model
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.wire.messages import Submit
+from tests.models.families import save
+
+CONFIG = EngineConfig(device="cpu", kv_cache_memory=1 << 24, max_num_seqs=4, max_num_batched_tokens=24, threads=1)
+Answers = dict[str, list[int]]
+
+numbers = st.integers(-(1 << 31), (1 << 31) - 1)
+
+
+@given(
+    arrays=st.lists(st.lists(st.integers(-128, 127), max_size=4), min_size=len(ARRAYS), max_size=len(ARRAYS)),
+    tokens=st.lists(numbers, min_size=1, max_size=4),
+    masks=st.dictionaries(st.integers(0, 9), st.binary(max_size=4)),
+    scores=st.dictionaries(st.integers(0, 9), st.lists(numbers)),
+    number=st.integers(0, 9),
+)
+def test_a_plan_arrives_as_it_was_sent(
+    arrays: list[list[int]], tokens: list[int], masks: dict[int, bytes], scores: dict[int, list[int]], number: int
+) -> None:
+    plan = StepPlan(number, bound=7, ahead=2, masks=masks, score_ids=scores, cancels=tokens)
+    for (name, code), values in zip(ARRAYS.items(), arrays, strict=True):
+        setattr(plan, name, array(code, values))
+    sampling = SamplingParams(temperature=0.5, grammar=Grammar("regex", "a+"), logit_bias={3: 1.5})
+    plan.joins = [Join(0, 1, array("i", tokens), 1, 0, 9, (2, 3), 5, 0, sampling)]
+    plan.transfers = [Transfer(1, (4, 5), "own blocks", (1, 2))]
+    sent = decode_step(encode_step("e", number, plan), "e", number)
+    sent.joins = [replace(join, tokens=array("i", join.tokens)) for join in sent.joins]
+    sent.transfers = [
+        replace(transfer, blocks=tuple(transfer.blocks), pages=tuple(transfer.pages)) for transfer in sent.transfers
+    ]
+    assert sent == plan
+    for epoch, expected in (("other", number), ("e", number + 1)):
+        with pytest.raises(EngineFailed, match=f"step {number} of group e arrived instead of step {expected} of"):
+            decode_step(encode_step("e", number, plan), epoch, expected)
+
+
+@contextmanager
+def opened(folder: Path, config: EngineConfig, **model: object) -> Iterator[LocalEngine]:
+    engine = LocalEngine.start(ModelConfig(str(folder), dtype="float32", **model), config)  # type: ignore[arg-type]
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def requests() -> Iterator[Submit]:
+    """Prompts that share a prefix, more than run at once, with everything that a plan can carry."""
+    shared = [5, 9, 2, 77, 41, 200, 13, 8, 300, 11, 6, 17, 18, 19, 20, 21, 22]
+    kinds = (
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.9, max_tokens=20, seed=3, logprobs=2),
+        SamplingParams(temperature=0.7, max_tokens=20, seed=4, repetition_penalty=1.3, top_p=0.9),
+        SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1),
+        SamplingParams(temperature=0.8, max_tokens=16, seed=5, n=2),
+    )
+    for number, sampling in enumerate((*kinds, *kinds)):
+        yield Submit(str(number), [*shared, number + 30, *shared[: 3 * number]], sampling, arrival=0.0)
+
+
+def answers(engine: LocalEngine) -> Answers:
+    tokens: Answers = {}
+    for delta in engine.run(requests()):
+        tokens.setdefault(f"{delta.id}/{delta.choice}", []).extend(delta.tokens)
+    return tokens
+
+
+CASES = {
+    "grouped heads": ("llama-gqa", {}, {}),
+    "one KV head": ("llama-mqa-tied", {}, {}),
+    "windows": ("gemma2", {}, {}),
+    "int8": ("llama-gqa", {"quantization": "int8"}, {}),
+    "int8 cache": ("llama-gqa", {"kv_cache_dtype": "int8"}, {}),
+    "drafts": ("llama-gqa", {}, {"speculate": "reference+lookahead"}),
+    "few blocks": ("llama-gqa", {"max_model_len": 128}, {"kv_cache_memory": 13 * 12_288}),
+    "deterministic": ("qwen3", {}, {"deterministic": True}),
+}
+
+
+LONG = ("one KV head", "int8", "int8 cache", "deterministic")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES])
+def test_two_ranks_say_what_one_says(case: str, tmp_path: Path) -> None:
+    family, model, engine = CASES[case]
+    save(family, tmp_path)
+    config = replace(CONFIG, **engine)  # type: ignore[arg-type]
+    with opened(tmp_path, config, **model) as single:
+        expected = answers(single)
+    # Bytes of the cache are per rank: half of them are as many blocks.
+    halves = replace(config, tensor_parallel_size=2, kv_cache_memory=(config.kv_cache_memory or 0) // 2)
+    with opened(tmp_path, halves, **model) as two:
+        assert answers(two) == expected
+        assert two.engine.setup.facts["tensor_parallel_size"] == 2
+        assert answers(two) == expected, "from cached prefixes"
+
+
+def test_four_ranks_with_fewer_kv_heads(tmp_path: Path) -> None:
+    save("llama-gqa", tmp_path)
+    with opened(tmp_path, CONFIG) as single, opened(tmp_path, replace(CONFIG, tensor_parallel_size=4)) as four:
+        assert answers(four) == answers(single)
+        layouts = [engine.engine.loop.scheduler.layout for engine in (single, four)]
+    assert layouts[1].page_bytes == layouts[0].page_bytes // 2, "two KV heads: four ranks hold one each, twice"
+
+
+def test_grammars_and_a_draft_model_over_two_ranks() -> None:
+    encode = Tokenizer.load(shipped_model()).encode
+    sampling = SamplingParams(temperature=0.8, seed=2, max_tokens=40, grammar=Grammar("regex", "[a-z ]{30,40}"))
+    submits = [Submit(name, encode("Once", add_special_tokens=False), sampling, arrival=0.0) for name in "ab"]
+    tokens = []
+    for ranks in (1, 2):
+        config = replace(
+            CONFIG, tensor_parallel_size=ranks, speculate=f"draft:{shipped_model()}", kv_cache_memory=1 << 26
+        )
+        with opened(shipped_model(), config) as engine:
+            tokens.append([(delta.id, token) for delta in engine.run(submits) for token in delta.tokens])
+    assert sorted(tokens[0]) == sorted(tokens[1]) and len(tokens[0]) > 10
+
+
+def ended_within(seconds: float, pids: list[int]) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() and "Z" not in _state(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+@pytest.mark.parametrize(
+    ("blow", "reason"),
+    [(signal.SIGKILL, "rank 2 has ended with status -9"), (signal.SIGSTOP, "rank 2 has sent nothing for 4 s")],
+)
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.long)], ids=["in a step", "idle"])
+def test_a_lost_rank_ends_the_engine(blow: signal.Signals, reason: str, busy: bool, tmp_path: Path) -> None:
+    """Within five seconds, with the reason, and no process stays."""
+    save("llama-gqa", tmp_path)
+    with opened(tmp_path, replace(CONFIG, tensor_parallel_size=4)) as engine:
+        runner = engine.engine.loop.runner
+        assert isinstance(runner, GroupRunner)
+        pids = [follower.process.pid for follower in runner._group.followers]
+        if busy:
+            for request in requests():
+                engine.submit(request)
+            engine.engine.turn()
+        os.kill(pids[1], blow)
+        began = time.monotonic()
+        with pytest.raises(EngineFailed, match=f"A rank of the model is lost: {reason}"):
+            while time.monotonic() - began < 10:
+                engine.engine.turn()
+                time.sleep(0.01)
+        assert time.monotonic() - began < 5.5
+        engine._open.clear()
+    assert ended_within(1.0, pids)
+
+
+def test_a_rank_that_draws_other_tokens_ends_the_engine(tmp_path: Path) -> None:
+    save("llama-gqa", tmp_path)
+    with opened(tmp_path, replace(CONFIG, tensor_parallel_size=2)) as engine:
+        runner = engine.engine.loop.runner
+        assert isinstance(runner, GroupRunner)
+        collect: Callable[..., object] = runner._runner.collect
+
+        def other_tokens() -> object:
+            result = collect()
+            result.tokens[:] = [token ^ 1 for token in result.tokens]  # type: ignore[attr-defined]
+            return result
+
+        runner._runner.collect = other_tokens  # type: ignore[method-assign, assignment]
+        for request in requests():
+            engine.submit(request)
+        with pytest.raises(EngineFailed, match="drew other tokens than another rank in step"):
+            for _ in range(100):
+                engine.engine.turn()
+                time.sleep(0.01)
+        engine._open.clear()
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        (
+            "llama-gqa",
+            {"tensor_parallel_size": 3},
+            "4 heads and a feed-forward width of 96 cannot be split over 3 devices",
+        ),
+        ("llama-gqa", {"tensor_parallel_size": 0}, "give the number of processes"),
+        ("llama-gqa", {"tensor_parallel_size": 4, "deterministic": True}, "with --deterministic at most 2"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused(
+    family: str, options: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    save(family, tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        LocalEngine.start(ModelConfig(str(tmp_path)), replace(CONFIG, **options))  # type: ignore[arg-type]
+
+
+def test_a_recurrent_draft_is_refused() -> None:
+    config = replace(CONFIG, tensor_parallel_size=2, speculate=f"recurrent:{shipped_model().parent / 'recurrent'}")
+    with pytest.raises(ConfigError, match="a recurrent draft reads keys and values of all heads"):
+        LocalEngine.start(ModelConfig(), config)
