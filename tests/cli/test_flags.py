@@ -104,10 +104,10 @@ def test_file_and_rest() -> None:
 def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
     """What they ask for is so anyway, and is said; or it is not, and is refused."""
     words = [
-        "--pipeline-parallel-size",
+        "--data-parallel-size",
         "1",
         "--trust_remote_code",
-        "-pp=1",
+        "-dp=1",
         "--swap-space",
         "4",
     ]

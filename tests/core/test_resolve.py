@@ -42,6 +42,7 @@ SAID = {
     "deterministic": "true",
     "threads": "3",
     "tensor_parallel_size": "2",
+    "pipeline_parallel_size": "2",
     "calibration": "calibration.json",
     "host": "0.0.0.0",
     "port": "0",

@@ -52,6 +52,7 @@ class Shape:
     luck: float = 0.0
     parents: tuple[int, ...] = ()
     pace_s: float = 0.0
+    stages: int = 1
 
 
 class Bench:
@@ -61,7 +62,7 @@ class Bench:
         shape = Shape(**options)
         self.clock = Clock()
         self.leases = Leases(shape.layout, shape.blocks, prefix_cache=shape.prefix_cache)
-        limits = Limits(shape.rows, shape.step_tokens, 256, shape.pace_s)
+        limits = Limits(shape.rows, shape.step_tokens, 256, shape.pace_s, shape.stages)
         self.scheduler = Scheduler(shape.layout, self.leases, limits, admission(shape.batching), shape.speculation)
         self.runner = FakeRunner(
             shape.layout,

@@ -49,15 +49,15 @@ def test_a_plan_arrives_as_it_was_sent(
     sampling = SamplingParams(temperature=0.5, grammar=Grammar("regex", "a+"), logit_bias={3: 1.5})
     plan.joins = [Join(0, 1, array("i", tokens), 1, 0, 9, (2, 3), 5, 0, sampling)]
     plan.transfers = [Transfer(1, (4, 5), "own blocks", (1, 2))]
-    sent = decode_step(encode_step("e", number, plan), "e", number)
+    sent, collected = decode_step(encode_step("e", number, 3, plan), "e", number)
     sent.joins = [replace(join, tokens=array("i", join.tokens)) for join in sent.joins]
     sent.transfers = [
         replace(transfer, blocks=tuple(transfer.blocks), pages=tuple(transfer.pages)) for transfer in sent.transfers
     ]
-    assert sent == plan
+    assert (sent, collected) == (plan, 3)
     for epoch, expected in (("other", number), ("e", number + 1)):
         with pytest.raises(EngineFailed, match=f"step {number} of group e arrived instead of step {expected} of"):
-            decode_step(encode_step("e", number, plan), epoch, expected)
+            decode_step(encode_step("e", number, 3, plan), epoch, expected)
 
 
 @contextmanager
@@ -102,24 +102,37 @@ CASES = {
 }
 
 
-LONG = ("one KV head", "int8", "int8 cache", "deterministic")
+SHORT = {("grouped heads", "two ranks"), ("few blocks", "two stages"), ("drafts", "both"), ("windows", "two stages")}
+TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+WAYS = {
+    "two ranks": TENSOR,
+    "two stages": PIPELINE,
+    "three stages": {"pipeline_parallel_size": 3},
+    "both": TENSOR | PIPELINE,
+}
+TRIED = [
+    pytest.param(case, way, marks=[pytest.mark.long] * ((case, way) not in SHORT)) for case in CASES for way in WAYS
+]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES])
-def test_two_ranks_say_what_one_says(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "way"), TRIED)
+def test_ranks_say_what_one_says(case: str, way: str, tmp_path: Path) -> None:
     family, model, engine = CASES[case]
     save(family, tmp_path)
     config = replace(CONFIG, **engine)  # type: ignore[arg-type]
     with opened(tmp_path, config, **model) as single:
         expected = answers(single)
-    # Bytes of the cache are per rank: half of them are as many blocks.
-    halves = replace(config, tensor_parallel_size=2, kv_cache_memory=(config.kv_cache_memory or 0) // 2)
-    with opened(tmp_path, halves, **model) as two:
-        assert answers(two) == expected
-        assert two.engine.setup.facts["tensor_parallel_size"] == 2
-        assert answers(two) == expected, "from cached prefixes"
+    # Bytes of the cache are per rank: with half of the heads, half of them are as many blocks.
+    sizes = WAYS[way]
+    memory = (config.kv_cache_memory or 0) // sizes.get("tensor_parallel_size", 1)
+    parts = replace(config, **sizes, kv_cache_memory=memory)
+    with opened(tmp_path, parts, **model) as several:
+        assert answers(several) == expected
+        assert several.engine.setup.facts["options"]["tensor_parallel_size"] == parts.tensor_parallel_size
+        assert answers(several) == expected, "from cached prefixes"
 
 
+@pytest.mark.long
 def test_four_ranks_with_fewer_kv_heads(tmp_path: Path) -> None:
     save("llama-gqa", tmp_path)
     with opened(tmp_path, CONFIG) as single, opened(tmp_path, replace(CONFIG, tensor_parallel_size=4)) as four:
@@ -159,14 +172,21 @@ def _state(pid: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("blow", "reason"),
-    [(signal.SIGKILL, "rank 2 has ended with status -9"), (signal.SIGSTOP, "rank 2 has sent nothing for 4 s")],
+    ("blow", "busy", "reason"),
+    [
+        (signal.SIGKILL, True, "rank 2 has ended with status -9"),
+        pytest.param(signal.SIGKILL, False, "rank 2 has ended with status -9", marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, True, "rank 2 has sent nothing for 4 s", marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, False, "rank 2 has sent nothing for 4 s", marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.long)], ids=["in a step", "idle"])
-def test_a_lost_rank_ends_the_engine(blow: signal.Signals, reason: str, busy: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 4}, TENSOR | PIPELINE], ids=["ranks", "stages"])
+def test_a_lost_rank_ends_the_engine(
+    sizes: dict[str, int], blow: signal.Signals, busy: bool, reason: str, tmp_path: Path
+) -> None:
     """Within five seconds, with the reason, and no process stays."""
     save("llama-gqa", tmp_path)
-    with opened(tmp_path, replace(CONFIG, tensor_parallel_size=4)) as engine:
+    with opened(tmp_path, replace(CONFIG, **sizes)) as engine:
         runner = engine.engine.loop.runner
         assert isinstance(runner, GroupRunner)
         pids = [follower.process.pid for follower in runner._group.followers]
@@ -215,8 +235,15 @@ def test_a_rank_that_draws_other_tokens_ends_the_engine(tmp_path: Path) -> None:
             {"tensor_parallel_size": 3},
             "4 heads and a feed-forward width of 96 cannot be split over 3 devices",
         ),
-        ("llama-gqa", {"tensor_parallel_size": 0}, "give the number of processes"),
-        ("llama-gqa", {"tensor_parallel_size": 4, "deterministic": True}, "with --deterministic at most 2"),
+        ("llama-gqa", {"tensor_parallel_size": 0}, "give a number of processes, 1 or more"),
+        ("llama-gqa", {"tensor_parallel_size": 4, "deterministic": True}, "with --deterministic 2 are possible"),
+        ("llama-gqa", {"pipeline_parallel_size": 4}, "give 1 to 3, the number of layers"),
+        ("llama-gqa", {"pipeline_parallel_size": 2, "steps_in_flight": 1}, "leave --steps-in-flight out"),
+        (
+            "llama-gqa",
+            {"pipeline_parallel_size": 2, "speculate": "recycling"},
+            "a drafter on the device drafts on one stage",
+        ),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(
@@ -229,5 +256,5 @@ def test_what_several_ranks_cannot_do_is_refused(
 
 def test_a_recurrent_draft_is_refused() -> None:
     config = replace(CONFIG, tensor_parallel_size=2, speculate=f"recurrent:{shipped_model().parent / 'recurrent'}")
-    with pytest.raises(ConfigError, match="a recurrent draft reads keys and values of all heads"):
+    with pytest.raises(ConfigError, match="a recurrent draft reads all heads"):
         LocalEngine.start(ModelConfig(), config)

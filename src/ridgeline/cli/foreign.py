@@ -23,16 +23,14 @@ class ForeignOption:
     """Whether the switch is accepted; False: always an error."""
 
 
-_ONE_DEVICE = ForeignOption(
-    "layers are not divided into stages and a server has one engine: use --tensor-parallel-size, or start one server per device",
+_ONE_ENGINE = ForeignOption(
+    "a server has one engine: start one server per replica",
     ("1",),
 )
 _NO_REQUEST_LOG = ForeignOption("requests are counted and never logged")
 _TEMPLATE = "the chat template defines the format of tool calls and reasoning"
 FOREIGN: Mapping[str, ForeignOption] = {
-    **dict.fromkeys(
-        ("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp", "--dp", "--dp-size"), _ONE_DEVICE
-    ),
+    **dict.fromkeys(("--data-parallel-size", "-dp", "--dp", "--dp-size"), _ONE_ENGINE),
     **dict.fromkeys(("--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"), _NO_REQUEST_LOG),
     "--trust-remote-code": ForeignOption(
         "code in a model folder is never executed, and a model that needs it is refused"

@@ -72,7 +72,15 @@ class EngineConfig:
     deterministic: bool = option(False, "the tokens of a request do not depend on other requests; slower")
     threads: int | None = option(None, "CPU threads of a process that runs the model (default: one per available core)")
     tensor_parallel_size: int = option(1, "processes that share each layer of the model", "-tp", "--tp", "--tp-size")
+    pipeline_parallel_size: int = option(
+        1, "stages of layers, each of --tensor-parallel-size processes", "-pp", "--pp-size"
+    )
     calibration: str = option("", "file that `ridgeline calibrate` wrote, for accurate predictions of step times")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that run the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,8 @@ class Deployment:
     def planner(self, spec: ModelSpec, change: Mapping[str, object]) -> Planner:
         """Planner for one rank of another spec, with a change of memory or batch options."""
         engine = replace(self.engine, **change)  # type: ignore[arg-type]
-        return Planner(spec.on_rank(engine.tensor_parallel_size), engine, self.memory, self.drafters)
+        rank = spec.on_rank(engine.tensor_parallel_size)
+        return Planner(rank, engine, self.memory, self.drafters)
 
 
 def size(deployment: Deployment) -> MemoryPlan:

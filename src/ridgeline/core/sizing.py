@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import DTYPE_BYTES, KvLayout, LayerSpec, ModelSpec, kv_layout
+from ridgeline.core.stages import stage_layout, stage_spec, stages
 
 GIB = 1 << 30
 CUDA_CONTEXT = GIB
@@ -132,11 +133,16 @@ class Planner:
     def __init__(
         self, spec: ModelSpec, engine: EngineConfig, memory: Memory, drafters: DrafterMemory = DrafterMemory()
     ) -> None:
-        """spec: with the dtype, number formats and max_len as served. Raises ConfigError for options that contradict each other."""
+        """spec: with the dtype, number formats and max_len as served. With several stages each has the memory that the largest one
+        needs, so that all have as many blocks. Raises ConfigError for options that contradict each other."""
         self._spec, self._engine, self._memory, self._drafters = spec, engine, memory, drafters
         self._options = _options(engine, memory)
-        self._layout = kv_layout(spec, self._options["block_size"], drafter_layers=drafters.layers)
-        self._weight_bytes = spec.weight_bytes
+        layout = kv_layout(spec, self._options["block_size"], drafter_layers=drafters.layers)
+        parts = stages(spec, engine.pipeline_parallel_size)
+        if len(parts) > 1:
+            layout = max((stage_layout(layout, part, spec) for part in parts), key=lambda cut: cut.page_bytes)
+        self._layout = layout
+        self._weight_bytes = max(stage_spec(spec, part).weight_bytes for part in parts)
 
     def plan(self, max_len: int | None = None) -> tuple[MemoryPlan, int]:
         """The plan, and the bytes that are missing for one sequence of max_len tokens (0 or less: it fits).
@@ -189,6 +195,7 @@ class Planner:
 def _options(engine: EngineConfig, memory: Memory) -> dict[str, int]:
     """Values of the options that depend on the hardware: the user's, otherwise the defaults."""
     chosen = hardware_defaults(memory.kind, memory.total)
+    chosen["steps_in_flight"] += engine.pipeline_parallel_size - 1
     chosen.update({name: value for name in chosen if (value := getattr(engine, name)) is not None})
     rows, step_tokens = chosen["max_num_seqs"], chosen["max_num_batched_tokens"]
     if engine.max_num_seqs is None:

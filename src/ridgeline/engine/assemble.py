@@ -56,7 +56,13 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         grammars = _grammars(folder, spec)
         stages.ends("grammar")
         leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching)
-        limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len, reader_pace(config.reader_pace))
+        limits = Limits(
+            plan.max_rows,
+            plan.max_step_tokens,
+            plan.max_len,
+            reader_pace(config.reader_pace),
+            config.pipeline_parallel_size,
+        )
         scheduler = Scheduler(plan.layout, leases, limits, policy, loaded.speculation)
         setup = Setup(
             max_len=plan.max_len,

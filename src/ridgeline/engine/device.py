@@ -78,7 +78,7 @@ class DeviceStep:
         # Graphs may have up to twice as many rows, for padding.
         longest = max(step_tokens, 2 * rows.ints.shape[0]) + 1
         self._count = torch.arange(longest, dtype=torch.int32, device=device)
-        spec = model.spec
+        spec = model.rank_spec
         kv_format = store.layout.format
         assert kv_format == spec.kv, "the cache is laid out for another format than the operations were checked for"
         facts = (

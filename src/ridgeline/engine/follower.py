@@ -34,7 +34,7 @@ from ridgeline.engine.rank_link import (
     encode,
 )
 from ridgeline.engine.runner import Runner
-from ridgeline.parallel.mesh import connect
+from ridgeline.parallel.mesh import connect_stages
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,9 @@ def _serve(link: Link) -> None:
     stages = Stages(0.0, lambda stage, done, total: None)
     rank = plan_rank(order.model, order.engine, stages)
     link.send(encode(Hello(rank.identity)))
-    store = torch.distributed.FileStore(order.store, order.size)
-    loaded = load_rank(rank, connect(order.rank, order.size, store, CONNECT_S), stages)
+    store = torch.distributed.FileStore(order.store, order.engine.ranks)
+    mesh = connect_stages(order.rank, rank.stages, order.engine.tensor_parallel_size, store, CONNECT_S)
+    loaded = load_rank(rank, mesh, stages)
     gc.freeze()
     link.send(encode(Ready()))
     threading.Thread(target=_beat, args=(link,), daemon=True).start()
@@ -80,15 +81,23 @@ def follow(link: Link, runner: Runner, epoch: str, steps_in_flight: int) -> None
     """Run the plans that arrive until the socket is closed. Raises EngineFailed at a step that failed or was not the next one."""
     number = collected = 0
     while (body := link.receive()) is not None:
-        runner.launch(decode_step(body, epoch, number))
+        plan, needed = decode_step(body, epoch, number)
+        while collected < needed:
+            collected = _collect(link, runner, collected)
+        runner.launch(plan)
         number += 1
         while number - collected > steps_in_flight:
-            result = runner.collect()
-            if result.error is not None:
-                raise EngineFailed(f"step {collected} failed: {result.error}")
-            link.send(encode(Done(collected, checksum(result))))
-            collected += 1
+            collected = _collect(link, runner, collected)
     runner.close()
+
+
+def _collect(link: Link, runner: Runner, number: int) -> int:
+    """Report the oldest step, with this number. Returns the next number."""
+    result = runner.collect()
+    if result.error is not None:
+        raise EngineFailed(f"step {number} failed: {result.error}")
+    link.send(encode(Done(number, checksum(result))))
+    return number + 1
 
 
 def _beat(link: Link) -> None:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -44,7 +45,7 @@ from ridgeline.engine.rank_link import (
     encode,
     encode_step,
 )
-from ridgeline.parallel.mesh import ONE_DEVICE, Mesh, connect
+from ridgeline.parallel.mesh import ONE_DEVICE, Mesh, connect_stages
 from ridgeline.wire.frames import FrameBuffer
 
 SILENT_S = 4.0
@@ -80,7 +81,7 @@ class Group:
 
 def start_group(rank: RankPlan) -> Group:
     """Start the following ranks of an engine, and connect to them. Raises EngineFailed or ConfigError if one does not start."""
-    return Group() if rank.config.tensor_parallel_size == 1 else RankGroup(rank)
+    return Group() if rank.config.ranks == 1 else RankGroup(rank)
 
 
 class Follower:
@@ -105,37 +106,36 @@ class RankGroup(Group):
         self._checksums: dict[int, int] = {}
         self._closing = False
         self._folder = Path(tempfile.mkdtemp(prefix="ridgeline-ranks-"))
-        size, store = rank.config.tensor_parallel_size, str(self._folder / "store")
+        size, store = rank.config.ranks, str(self._folder / "store")
+        self._stages = rank.config.pipeline_parallel_size
         # The sizes that this rank chose, so that all ranks agree on every block.
-        chosen = {
-            name: value for name, value in rank.plan.chosen.items() if name in {f.name for f in fields(EngineConfig)}
-        }
+        names = {entry.name for entry in fields(EngineConfig)} - {"steps_in_flight"}
+        chosen = {name: value for name, value in rank.plan.chosen.items() if name in names}
         engine = replace(rank.config, **chosen, threads=torch.get_num_threads())  # type: ignore[arg-type]
         model = replace(rank.model, max_model_len=rank.plan.max_len, model=str(rank.folder))
-        self.followers = [
-            _start(RankOrder(model, engine, number, size, store, self._epoch)) for number in range(1, size)
-        ]
+        self.followers = [_start(RankOrder(model, engine, number, store, self._epoch)) for number in range(1, size)]
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
         try:
             self._wait(lambda follower: follower.identity is not None)
             self._compare(rank.identity)
-            self.mesh = connect(0, size, torch.distributed.FileStore(store, size), CONNECT_S)
+            ranks = torch.distributed.FileStore(store, size)
+            self.mesh = connect_stages(0, rank.stages, rank.config.tensor_parallel_size, ranks, CONNECT_S)
         except BaseException:
             self.close()
             raise
 
     def lead(self, runner: Runner) -> Runner:
         self._wait(lambda follower: follower.ready)
-        return GroupRunner(runner, self)
+        return GroupRunner(runner, self) if self._stages == 1 else PipelineRunner(runner, self)
 
     def check(self) -> None:
         if self.failure:
             raise EngineFailed(self.failure)
 
-    def send(self, number: int, plan: StepPlan) -> None:
+    def send(self, number: int, collected: int, plan: StepPlan) -> None:
         """Send a plan to every follower. Raises EngineFailed."""
-        body = encode_step(self._epoch, number, plan)
+        body = encode_step(self._epoch, number, collected, plan)
         try:
             for follower in self.followers:
                 follower.link.send(body)
@@ -249,8 +249,11 @@ class GroupRunner:
 
     def launch(self, plan: StepPlan) -> None:
         self._group.check()
-        self._group.send(self._launched, plan)
+        self._group.send(self._launched, self._collected, plan)
         self._launched += 1
+        self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> None:
         self._runner.launch(plan)
 
     def collect(self) -> StepResult:
@@ -265,6 +268,22 @@ class GroupRunner:
     def close(self) -> None:
         self._runner.close()
         self._group.close()
+
+
+class PipelineRunner(GroupRunner):
+    """The runner of all stages. The last stage, which is the first rank, runs a step when it is collected: until then it would wait
+    for the stages before it, which could not be given the next step."""
+
+    def __init__(self, runner: Runner, group: RankGroup) -> None:
+        super().__init__(runner, group)
+        self._sent: deque[StepPlan] = deque()
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._sent.append(plan)
+
+    def collect(self) -> StepResult:
+        self._runner.launch(self._sent.popleft())
+        return super().collect()
 
 
 def _start(order: RankOrder) -> Follower:

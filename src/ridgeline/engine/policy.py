@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.engine.request import Request
 
 STATIC_PATIENCE_S = 10.0
 """A static batch starts after this time even if it is not full, so that no request waits forever."""
@@ -21,12 +22,21 @@ STATIC_PATIENCE_S = 10.0
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of the scheduler. rows: device rows, without the scratch row 0. pace_s: seconds in which a person reads a token; a
-    streamed request that is ahead of its reader leaves its part of a step to prompts. 0: no request does."""
+    streamed request that is ahead of its reader leaves its part of a step to prompts. 0: no request does. stages: of a pipeline."""
 
     rows: int
     step_tokens: int
     max_len: int
     pace_s: float = 0.0
+    stages: int = 1
+
+    def held(self, running: Sequence[Request]) -> set[Request]:
+        """The running requests that a step of a pipeline leaves out: those whose last token is being drawn, and those beyond the
+        share of one stage. So each stage has a step of its own."""
+        if self.stages == 1:
+            return set()
+        ready = [request for request in running if request.expected == len(request.tokens)]
+        return set(running).difference(ready[: -(-len(running) // self.stages)])
 
 
 class Waiting(Protocol):

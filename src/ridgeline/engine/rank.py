@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,10 +19,13 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Deployment, size
 from ridgeline.core.sizing import Memory, MemoryPlan
-from ridgeline.core.spec import ModelSpec
+from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
+from ridgeline.core.stages import stage_layout
+from ridgeline.core.stages import stages as stages_of
 from ridgeline.engine.graph_shapes import draft_limits
 from ridgeline.engine.runner import Runner, build_runner
 from ridgeline.engine.shape import Sizes
+from ridgeline.engine.stage import runner_kind
 from ridgeline.hardware.probe import host_memory
 from ridgeline.hardware.serving import space_here
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
@@ -62,7 +65,11 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What a rank knows before it reads weights. spec: of the whole model as served. plan: of this rank's memory."""
+    """What a rank knows before it reads weights.
+
+    spec: of the whole model as served. plan: of a rank's memory, the same for all; its layout is that of the largest stage. stages:
+    the layers of each stage.
+    """
 
     model: ModelConfig
     config: EngineConfig
@@ -72,6 +79,7 @@ class RankPlan:
     wanted: Wanted
     plan: MemoryPlan
     ops: Ops
+    stages: tuple[slice, ...]
 
     @property
     def identity(self) -> dict[str, str]:
@@ -104,13 +112,14 @@ def plan_rank(model: ModelConfig, config: EngineConfig, stages: Stages) -> RankP
     checkpoint, _ = read_model(folder)
     spec = served_spec(checkpoint, model)
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
-    ranks = config.tensor_parallel_size
-    _check_ranks(config, wanted, device)
+    for option, reason in _refusals(config, wanted, device):
+        raise ConfigError(f"--{option.replace('_', '-')} is {getattr(config, option)}: {reason}.", param=option)
+    parts = stages_of(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
-    plan = size(Deployment(spec, config, _memory(device, ranks), model, drafter_memory, space))
+    plan = size(Deployment(spec, config, _memory(device, config.ranks), model, drafter_memory, space))
     ops = _operations(config, spec, device)
     stages.ends("config")
-    return RankPlan(model, config, device, folder, spec, wanted, plan, ops)
+    return RankPlan(model, config, device, folder, spec, wanted, plan, ops, parts)
 
 
 def load_rank(rank: RankPlan, mesh: Mesh, stages: Stages) -> LoadedRank:
@@ -130,28 +139,38 @@ def load_rank(rank: RankPlan, mesh: Mesh, stages: Stages) -> LoadedRank:
     speculation, drafter = open_drafters(wanted, loaded, encode, draft_limits(sizes, rank.spec), dummy)
     _finish(device)
     stages.ends("weights")
-    runner = build_runner(loaded, plan.layout, sizes, stages.progress, drafter)
+    runner = build_runner(loaded, _layout(rank, mesh), sizes, stages.progress, drafter, runner_kind(mesh.stage))
     stages.ends("runner")
     return LoadedRank(loaded, runner, speculation, drafter)
 
 
-def _check_ranks(config: EngineConfig, wanted: Wanted, device: torch.device) -> None:
-    """Raise ConfigError for what several ranks cannot do."""
-    ranks, reason = config.tensor_parallel_size, ""
-    if ranks == 1:
-        return
-    if ranks < 1:
-        reason = "give the number of processes that share the model, 1 or more"
-    elif device.type != "cpu":
-        reason = "several ranks run on CPUs only so far: leave it out, or use --device cpu"
-    elif wanted.device == "recurrent":
-        reason = (
-            "a recurrent draft reads keys and values of all heads, and each rank has a part: use --speculate reference"
+def _layout(rank: RankPlan, mesh: Mesh) -> KvLayout:
+    """The layout of the cache of a rank, drafters included."""
+    if mesh.stage.count == 1:
+        return rank.plan.layout
+    spec = rank.spec.on_rank(mesh.size)
+    return stage_layout(kv_layout(spec, rank.plan.page_tokens), mesh.stage.layers, spec)
+
+
+def _refusals(config: EngineConfig, wanted: Wanted, device: torch.device) -> Iterator[tuple[str, str]]:
+    """What several ranks cannot do: the option, and the reason with a remedy."""
+    tensor, pipeline = "tensor_parallel_size", "pipeline_parallel_size"
+    for option in (tensor, pipeline):
+        if getattr(config, option) < 1:
+            yield option, "give a number of processes, 1 or more"
+        if getattr(config, option) > 1 and device.type != "cpu":
+            yield option, "several ranks run on CPUs only so far: leave it out, or use --device cpu"
+    if config.tensor_parallel_size > 1 and wanted.device == "recurrent":
+        yield tensor, "a recurrent draft reads all heads, and each rank has a part of them: use --speculate reference"
+    if config.tensor_parallel_size > 2 and config.deterministic:
+        yield tensor, "with --deterministic 2 are possible, because the order of a longer sum depends on the batch"
+    if config.pipeline_parallel_size > 1 and wanted.device:
+        yield (
+            pipeline,
+            "a drafter on the device drafts on one stage, and all need its drafts: use --speculate reference",
         )
-    elif config.deterministic and ranks > 2:
-        reason = "with --deterministic at most 2 are possible, because the order of a longer sum depends on the batch"
-    if reason:
-        raise ConfigError(f"--tensor-parallel-size is {ranks}: {reason}.", param="tensor_parallel_size")
+    if config.pipeline_parallel_size > 1 and config.steps_in_flight is not None:
+        yield pipeline, "leave --steps-in-flight out: each stage has a step of its own"
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -161,7 +180,7 @@ def _device(config: EngineConfig) -> torch.device:
         raise ConfigError("--device is cuda, but torch finds no GPU: use --device cpu.", param="device")
     if kind == "cpu":
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(config.threads or max(1, cores // config.tensor_parallel_size))
+        torch.set_num_threads(config.threads or max(1, cores // max(1, config.ranks)))
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

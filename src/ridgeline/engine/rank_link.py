@@ -31,7 +31,6 @@ class RankOrder(msgspec.Struct, frozen=True):
     model: ModelConfig
     engine: EngineConfig
     rank: int
-    size: int
     store: str
     epoch: str
 
@@ -74,10 +73,12 @@ ARRAYS = {
 
 
 class StepFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A plan on its way. arrays: bytes in the order of ARRAYS."""
+    """A plan on its way. collected: steps whose results the first rank has, and which its rows may continue. arrays: bytes in the
+    order of ARRAYS."""
 
     epoch: str
     number: int
+    collected: int
     arrays: list[bytes]
     joins: list[Join]
     transfers: list[Transfer]
@@ -92,24 +93,25 @@ class StepFrame(msgspec.Struct, frozen=True, array_like=True):
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.tolist())
 _step_decoder = msgspec.msgpack.Decoder(StepFrame)
 _up_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_REST = StepFrame.__struct_fields__[3:]
+_REST = StepFrame.__struct_fields__[4:]
 
 
-def encode_step(epoch: str, number: int, plan: StepPlan) -> bytes:
-    """The frame of a plan; `number` counts the plans of the epoch."""
+def encode_step(epoch: str, number: int, collected: int, plan: StepPlan) -> bytes:
+    """The frame of a plan; `number` counts the plans of the epoch, `collected` the results."""
     arrays = [getattr(plan, name).tobytes() for name in ARRAYS]
-    return _encoder.encode(StepFrame(epoch, number, arrays, *(getattr(plan, name) for name in _REST)))
+    return _encoder.encode(StepFrame(epoch, number, collected, arrays, *(getattr(plan, name) for name in _REST)))
 
 
-def decode_step(body: bytes, epoch: str, number: int) -> StepPlan:
-    """The plan of a frame. Raises EngineFailed unless it is the expected one of the epoch."""
+def decode_step(body: bytes, epoch: str, number: int) -> tuple[StepPlan, int]:
+    """The plan of a frame, and how many results the first rank has. Raises EngineFailed unless it is the expected
+    one."""
     frame = _step_decoder.decode(body)
     if (frame.epoch, frame.number) != (epoch, number):
         raise EngineFailed(f"step {frame.number} of group {frame.epoch} arrived instead of step {number} of {epoch}")
     values: dict[str, Any] = {name: getattr(frame, name) for name in _REST}
     for (name, code), data in zip(ARRAYS.items(), frame.arrays, strict=True):
         values[name] = array(code, data)
-    return StepPlan(**values)
+    return StepPlan(**values), frame.collected
 
 
 def checksum(result: StepResult) -> int:

@@ -39,17 +39,19 @@ def build_runner(
     sizes: Sizes,
     progress: Progress | None = None,
     drafter: DeviceDrafter = NoDrafter(),
+    kind: type[Runner] | None = None,
 ) -> Runner:
     """A runner on the device of the model's weights. Allocates the KV cache and, on a GPU, compiles kernels and captures graphs.
 
     Args:
         layout: includes the layers of the drafter.
         progress: called with (stage, done, total).
+        kind: class of the runner (engine.stage); None: Runner.
     Raises:
         ConfigError: if the row table is too large.
     """
     with torch.inference_mode():
-        runner = Runner(model, layout, sizes, drafter)
+        runner = (kind or Runner)(model, layout, sizes, drafter)
         runner.prepare(progress or (lambda stage, done, total: None))
     return runner
 
@@ -62,7 +64,7 @@ class Runner:
         self._cuda, self._inference = self.device.type == "cuda", torch.inference_mode()
         self.rows = RowTable(layout, sizes.rows, sizes.max_len, model.spec.vocab_size, self.device)
         self.store = KvStore(layout, (*model.rank_spec.layers, *drafter.layers), sizes.blocks, self.device)
-        self._step = DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
+        self._step = self._make_step(model, sizes, drafter)
         self.late = LateCompiles()
         """Kernels compiled after `prepare`."""
         self._sizes = sizes
@@ -70,6 +72,9 @@ class Runner:
         self._before: Clock | None = None
         """Clock of the step collected last."""
         self._pending: deque[Pending | StepResult] = deque()
+
+    def _make_step(self, model: LoadedModel, sizes: Sizes, drafter: DeviceDrafter) -> DeviceStep:
+        return DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
 
     def _make_executor(self) -> Executor:
         if not self._cuda:

@@ -203,12 +203,12 @@ class Scheduler:
         """
         step = self._next
         self._speculation.limit(self.running)
-        ahead = self._ahead(now)
-        budget = self._continue_running(step, self.limits.step_tokens, ahead)
+        ahead, held = self._ahead(now), self.limits.held(self.running)
+        budget = self._continue_running(step, self.limits.step_tokens, ahead | held)
         if self.waiting:
             budget = self._admit(step, budget, now)
         if ahead and (self.waiting or not step.chunks):  # no prompt gains, or one waits for their rows and blocks
-            self._continue_running(step, budget, set(step.requests))
+            self._continue_running(step, budget, held.union(step.requests))
         if step.requests:
             step.drop_drafts(self._speculation.limits.prompt_tokens)
             step.state_rows(self._recent_steps)

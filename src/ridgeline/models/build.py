@@ -10,6 +10,7 @@ import torch
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec, resolve_format
+from ridgeline.core.stages import stage_spec
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import Build
@@ -42,8 +43,8 @@ class LoadedModel:
 
     @property
     def rank_spec(self) -> ModelSpec:
-        """The spec of this rank's share: the heads whose keys and values its KV cache stores."""
-        return self.spec.on_rank(self.mesh.size)
+        """The spec of this rank's share: the layers and heads whose keys and values its KV cache stores."""
+        return stage_spec(self.spec.on_rank(self.mesh.size), self.mesh.stage.layers)
 
 
 def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
@@ -117,7 +118,7 @@ def build(
     checkpoint, defaults = read_model(model_dir)
     spec = served_spec(checkpoint, model)
     dtype = DTYPES[spec.dtype]
-    if mesh.size > 1:
+    if mesh.size > 1 or mesh.stage.count > 1:
         ops = replace(ops, capture=Uncaptured)  # a CPU captures only kernel calls, not collectives
     dummy = model.load_format == "dummy" or device.type == "meta"
     weight_format = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))

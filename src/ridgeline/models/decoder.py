@@ -20,10 +20,22 @@ from ridgeline.quant.unquantized import UnquantizedFormat
 class Decoder:
     """Embedding, layers, final norm, head. For inference; it never synchronizes with the host, so CUDA graphs can capture it.
 
-    Head and embedding are not quantized. A tied head uses the embedding matrix.
+    Head and embedding are not quantized. A tied head uses the embedding matrix. A stage of a pipeline has its layers only: the
+    first stage embeds, the last one has norm and head.
     """
 
-    __slots__ = ("spec", "layers", "embedding", "final_norm", "head", "scale", "_build", "_unquantized", "_run")
+    __slots__ = (
+        "spec",
+        "stage",
+        "layers",
+        "embedding",
+        "final_norm",
+        "head",
+        "scale",
+        "_build",
+        "_unquantized",
+        "_run",
+    )
 
     def __init__(self, build: Build, max_len: int) -> None:
         """Allocates weights on build.device, and rotary tables for max_len + SPARE_POSITIONS positions.
@@ -36,16 +48,19 @@ class Decoder:
                 f"A KV cache in {spec.kv.name} is not supported by the operations {build.ops.name!r} for a model in "
                 f"{spec.dtype}: use {' or '.join(known)}."
             )
-        self.spec, self._build = spec, build
+        self.spec, self._build, self.stage = spec, build, build.mesh.stage
+        layers = spec.layers[self.stage.layers]
         tables: dict[Rope, torch.Tensor] = {}
-        for rope in {layer.rope for layer in spec.layers}:
+        for rope in {layer.rope for layer in layers}:
             tables[rope] = rope_table(rope, max_len + SPARE_POSITIONS, build.device)
-        self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in spec.layers)
-        self.embedding = torch.empty(spec.vocab_size, spec.d_model, dtype=build.dtype, device=build.device)
+        self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in layers)
+        embeds = self.stage.first or (self.stage.last and spec.tied)
+        self.embedding = torch.empty(spec.vocab_size * embeds, spec.d_model, dtype=build.dtype, device=build.device)
         self.final_norm = build.vector(spec.d_model)
         self._unquantized = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
         vocabulary = Part(spec.vocab_size, spec.vocab_size)
-        self.head = None if spec.tied else self._unquantized.create(LinearShape(spec.d_model, (vocabulary,)), Share())
+        headless = spec.tied or not self.stage.last
+        self.head = None if headless else self._unquantized.create(LinearShape(spec.d_model, (vocabulary,)), Share())
         # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
         self._run: RunLayers = self._run_layers
@@ -53,7 +68,7 @@ class Decoder:
     def load_embedding(self, tensor: torch.Tensor) -> None:
         """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
         self.embedding.copy_(tensor)
-        if self.spec.tied:
+        if self.spec.tied and self.stage.last:
             self.head = self._unquantized.adopt(self.embedding)
 
     def restrict_vocabulary(self, ids: torch.Tensor) -> None:
@@ -87,9 +102,17 @@ class Decoder:
             wanted: int32 [W], query tokens whose hidden states are needed; None: all. For the other tokens the last layer only
                 writes keys and values.
         Returns:
-            hidden states after the final norm, [T, d_model] or [W, d_model], in the model's dtype.
+            hidden states after the final norm, [T, d_model] or [W, d_model], in the model's dtype. A stage before the last sends
+            the residual stream to the next one and returns it.
         """
-        stream = self._build.ops.tokenwise.embed(self.embedding, tokens, self.scale)
+        if self.stage.first:
+            stream = self._build.ops.tokenwise.embed(self.embedding, tokens, self.scale)
+        else:
+            stream = self.stage.receive(self.embedding.new_empty(len(tokens), self.spec.d_model))
+        if not self.stage.last:
+            stream = self._run(stream, views, step)
+            self.stage.send(stream)
+            return stream
         if wanted is None or len(wanted) >= len(tokens):
             stream = self._run(stream, views, step)
             stream = stream if wanted is None else stream.index_select(0, wanted)
@@ -120,7 +143,7 @@ class Decoder:
             [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16) for tensor in _tensors_of(layer)]
             for layer in self.layers
         )
-        return [(spec, *form) for spec, form in zip(self.spec.layers, forms, strict=True)]
+        return [(spec, *form) for spec, form in zip(self.spec.layers[self.stage.layers], forms, strict=True)]
 
     def with_layers(self, layers: Sequence[int]) -> Decoder:
         """A decoder of the layers with these indices, with shared weights, for warm-up. Its results are meaningless."""

@@ -69,16 +69,17 @@ class Target:
 
 def targets(decoder: Decoder) -> dict[str, Target]:
     """Every tensor that the decoder needs, by its name in checkpoints without prefix."""
-    spec = decoder.spec
-    tensor_targets = {
-        EMBEDDING: Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_embedding),
-        FINAL_NORM: _norm(decoder.final_norm),
-    }
+    spec, stage = decoder.spec, decoder.stage
+    tensor_targets: dict[str, Target] = {}
+    if len(decoder.embedding):
+        tensor_targets[EMBEDDING] = Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_embedding)
+    if stage.last:
+        tensor_targets[FINAL_NORM] = _norm(decoder.final_norm)
     if decoder.head is not None and not spec.tied:
         tensor_targets[HEAD] = Target(
             Expected((spec.vocab_size, spec.d_model)), "weight", partial(decoder.head.load, 0, "weight")
         )
-    for index, layer in enumerate(decoder.layers):
+    for index, layer in enumerate(decoder.layers, stage.layers.start or 0):
         for name, target in _layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
             tensor_targets[f"layers.{index}.{name}"] = target
     return tensor_targets
@@ -172,8 +173,8 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                 key = short_name(name)
                 target = wanted.pop(key, None)
                 if target is None:
-                    tied = key == HEAD and decoder.spec.tied
-                    if not UNUSED.search(name) and not tied and not _no_bias(key, get()):
+                    elsewhere = (key == HEAD and decoder.spec.tied) or _of_another_stage(key, decoder)
+                    if not UNUSED.search(name) and not elsewhere and not _no_bias(key, get()):
                         unknown.append(name)
                     continue
                 tensor = get()
@@ -194,6 +195,16 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
         torch.cuda.empty_cache()  # return the memory of temporary tensors, for the KV cache
     if progress is not None:
         progress("weights", total, total)
+
+
+def _of_another_stage(name: str, decoder: Decoder) -> bool:
+    """Whether a tensor that the decoder does not need belongs to another stage of its pipeline."""
+    if decoder.stage.count == 1:
+        return False
+    layers = range(len(decoder.spec.layers))
+    layer = re.match(r"layers\.(\d+)\.", name)
+    others = set(layers) - set(layers[decoder.stage.layers])
+    return name in (EMBEDDING, FINAL_NORM, HEAD) if layer is None else int(layer[1]) in others
 
 
 def _no_bias(name: str, tensor: torch.Tensor) -> bool:
