@@ -49,7 +49,6 @@ def test_keys_learn_from_every_layer_that_reads_them(tmp_path: Path) -> None:
 
 def test_a_trained_model_is_served(tmp_path: Path) -> None:
     """save_decoder writes what the engine's decoder loads."""
-    (tmp_path / "start").mkdir()
     save("windows-shared", tmp_path / "start")
     decoder = load_decoder(tmp_path / "start")
     config = json.loads((tmp_path / "start" / "config.json").read_text())

@@ -159,6 +159,7 @@ def save_sharing(sharing: Sharing, folder: Path, dtype: torch.dtype) -> torch.nn
     tensors = {name: value for name, value in model.state_dict().items() if not name.startswith(unread)}
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
+    folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.clone() for name, value in tensors.items()}, folder / "model.safetensors")
     ours = {"model_type": "ridgeline", "architectures": ["RidgelineForCausalLM"], "torch_dtype": str(dtype)[6:]}
     (folder / "config.json").write_text(json.dumps({**SMALL, **keys, **ours}))
