@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6210
+HEART_STATEMENTS = 6220
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -83,7 +83,9 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/operations.py": "calculators",
     "core/plural.py": "messages of commands",
     "core/reach.py": "messages of commands",
+    "core/quantization.py": "start-up: the option --quantization",
     "core/resolve.py": "start-up: options",
+    "core/sharing.py": "start-up: which layers share a cache",
     "core/sizing.py": "start-up: what fits into memory",
     "core/slo.py": "judges requests in service and bench",
     "core/workload.py": "workloads of benchmarks and planning",

@@ -122,7 +122,7 @@ class Partly(Speculator):
 @pytest.mark.parametrize(
     ("family", "depth"),
     [
-        *(("llama-gqa", 0), ("mistral-window", 1), ("gemma3", 1)),
+        *(("llama-gqa", 0), ("mistral-window", 1), ("gemma3", 1), ("windows-shared", 1)),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (("llama-gqa", 1), ("mistral-window", 0), ("gemma3", 0))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 SMALL = {
     "vocab_size": 320,
@@ -70,6 +73,8 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: object) -> torch.nn.Module:
     """Write family `name` into `folder`; returns transformers' model, biases and norms made non-trivial."""
+    if name in SHARING:
+        return save_sharing(SHARING[name], folder, dtype)
     kind, extra = FAMILIES[name]
     config = getattr(transformers, f"{kind}Config")(**{**SMALL, **extra})
     config._attn_implementation = "eager"
@@ -83,6 +88,91 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
                 value.normal_(0.0, 0.5 / config.hidden_size**0.5)
     model.save_pretrained(folder, **options)
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """A model with shared caches. layers: (window, layer whose keys and values it reads) of each. keys: of config.json."""
+
+    layers: tuple[tuple[int | None, int | None], ...]
+    keys: dict[str, object]
+
+
+SHARING = {
+    "cla": Sharing(
+        ((None, None), (None, 0), (None, 0), (None, None), (None, 3)),
+        {"cla_share_factor": 3, "num_key_value_heads": 1, "head_dim": 32},
+    ),
+    "yoco": Sharing(
+        ((None, None), (None, None), (None, 1), (None, 1)),
+        {"num_kv_shared_layers": 2, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "windows-shared": Sharing(
+        ((20, None), (20, 0), (None, None), (20, None), (20, 3), (None, 2)),
+        {"cla_share_factor": 2, "sliding_window": 20, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "gemma3n-like": Sharing(
+        ((24, None), (None, None), (24, None), (24, 2), (24, 2), (None, 1)),
+        {
+            "num_kv_shared_layers": 3,
+            "sliding_window": 24,
+            "layer_types": [*["sliding_attention", "full_attention"], *["sliding_attention"] * 3, "full_attention"],
+        },
+    ),
+}
+
+
+def save_sharing(sharing: Sharing, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """transformers' Llama, whose attention function reads the keys and values that another layer made. The checkpoint lacks weights
+    of keys and values that no layer reads."""
+    n, seen = len(sharing.layers), {}
+
+    def attention(module, query, key, value, _, **options):
+        window, source = sharing.layers[module.layer_idx]
+        seen[module.layer_idx] = key, value
+        key, value = seen[module.layer_idx if source is None else source]
+        places = torch.arange(key.shape[2])
+        back = places[-query.shape[2] :].unsqueeze(1) - places
+        mask = (back >= 0) & (back < (window or len(places)))
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+        scores = (query @ key.mT * options["scaling"]).masked_fill(~mask, float("-inf"))
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("shared", attention)
+    kinds = sharing.keys.get("layer_types")
+    keys = {**sharing.keys, "num_hidden_layers": n}
+    if isinstance(kinds, list):
+        keys["layer_types"] = (kinds * n)[:n]
+    config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": n, **_known(sharing.keys)})
+    config._attn_implementation = "shared"
+    torch.manual_seed(7)
+    model = transformers.LlamaForCausalLM(config).eval().to(dtype)
+    with torch.no_grad():
+        for value in (value for value in model.parameters() if value.dim() == 1):
+            value.add_(torch.randn_like(value) * 0.2)
+    unread = tuple(
+        f"model.layers.{index}.self_attn.{part}_proj."
+        for index, (_, source) in enumerate(sharing.layers)
+        if source is not None
+        for part in "kv"
+    )
+    tensors = {name: value for name, value in model.state_dict().items() if not name.startswith(unread)}
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.clone() for name, value in tensors.items()}, folder / "model.safetensors")
+    ours = {"model_type": "ridgeline", "architectures": ["RidgelineForCausalLM"], "torch_dtype": str(dtype)[6:]}
+    (folder / "config.json").write_text(json.dumps({**SMALL, **keys, **ours}))
+    return model
+
+
+def _known(keys: dict[str, object]) -> dict[str, object]:
+    """The keys that Llama has too."""
+    return {
+        key: keys[key]
+        for key in ("num_key_value_heads", "head_dim", "attention_bias", "tie_word_embeddings")
+        if key in keys
+    }
 
 
 def save_with_images(folder: Path) -> torch.nn.Module:

@@ -24,6 +24,7 @@ CASES = {
     "one KV head on both ranks": ("llama-mqa-tied", "", False),
     "biases": ("llama-mha-bias", "", True),
     "windows and post norms": ("gemma2", "", True),
+    "shared caches": ("windows-shared", "", True),
     "int8": ("llama-gqa", "int8", False),
     "int4 in groups": ("llama-wide", "int4-g32", False),
 }

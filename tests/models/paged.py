@@ -71,7 +71,10 @@ class PagedRows:
                 layer = self.spec.layers[index]
                 scale = self.spec.scale_of(layer)
                 views[index] = KvView(self.store.kv[index], table, slots, layer.window, layer.softcap, scale)
-        return views  # type: ignore[return-value]
+        sources = (
+            index if layer.share_from is None else layer.share_from for index, layer in enumerate(self.spec.layers)
+        )
+        return [views[source] for source in sources]  # type: ignore[misc]
 
     def _forget(self, rows: Sequence[int]) -> None:
         tokens = self.layout.page_tokens

@@ -144,9 +144,58 @@ def test_yarn_stretches_the_context():
     assert spec.layers[0].rope.attention_factor == pytest.approx(1.1386294)
 
 
+SIBLING = {
+    **{key: value for key, value in LLAMA.items() if key not in ("pretraining_tp", "rope_scaling")},
+    "architectures": ["RidgelineForCausalLM"],
+    "model_type": "ridgeline",
+    "num_hidden_layers": 6,
+}
+
+
+def sources(**keys: object) -> list[int | None]:
+    return [layer.share_from for layer in read_spec({**SIBLING, **keys}).layers]
+
+
+def test_layers_that_share_keys_and_values():
+    """Groups, and last layers that read the last layer of their kind before them."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    windows = {"sliding_window": 1024, "layer_types": kinds}
+    assert sources() == [None] * 6
+    assert sources(cla_share_factor=2) == [None, 0, None, 2, None, 4]
+    assert sources(cla_share_factor=3, **windows) == [None, 0, None, 0, None, 2]
+    assert sources(num_kv_shared_layers=3) == [None, None, None, 2, 2, 2]
+    assert sources(num_kv_shared_layers=3, **windows) == [None, None, None, 1, 1, 2]
+    assert sources(num_kv_shared_layers=2, cla_share_factor=2) == [None, 0, None, 2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6.*at most 5"),
+        ({"cla_share_factor": 7}, "cla_share_factor 7.*at most 6"),
+        ({"cla_share_factor": 0}, "cla_share_factor is 0"),
+        ({"num_kv_shared_layers": True}, "num_kv_shared_layers is True"),
+        (
+            {
+                "num_kv_shared_layers": 3,
+                "sliding_window": 8,
+                "layer_types": ["full_attention"] * 5 + ["sliding_attention"],
+            },
+            "Layer 5 with a window of 8 .*first 3 layers.*fewer layers share",
+        ),
+    ],
+)
+def test_sharing_that_no_layer_can_serve_is_refused(change, said):
+    with pytest.raises(ConfigError, match=said):
+        read_spec({**SIBLING, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}, "gemma3n.*AltUp, LAuReL"),
+        ({"model_type": "gemma4_text", "num_kv_shared_layers": 2}, "gemma4_text.*norms of values"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
         ({"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, "Phi3ForCausalLM.*Supported: Llama.*Gemma3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "Mixtral"),

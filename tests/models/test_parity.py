@@ -13,7 +13,7 @@ from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.cpu import CPU
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Ops
-from tests.models.families import FAMILIES, save
+from tests.models.families import FAMILIES, SHARING, save
 from tests.models.paged import PagedRows
 
 LENGTH = 90
@@ -28,7 +28,7 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(3, 320) for _ in range(LENGTH)] for _ in range(2)]
 
 
-@pytest.fixture(params=sorted(FAMILIES), scope="module")
+@pytest.fixture(params=sorted([*FAMILIES, *SHARING]), scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp(request.param)
     theirs = save(request.param, folder)
@@ -70,7 +70,7 @@ def test_chunks_and_decode_of_two_rows(pair):
     in_chunks(model, expected)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3-window", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3-window", "gemma2", "gemma3", *SHARING])
 def test_with_the_operations_of_a_cpu(name, tmp_path):
     theirs = save(name, tmp_path)
     with torch.inference_mode():

@@ -47,6 +47,10 @@ class Cache:
         return self.k[:, :, :end], self.v[:, :, :end]
 
 
+KeysValues = tuple[Tensor, Tensor]
+"""Keys and values of one layer, [rows, kv_heads, tokens, head_dim] each."""
+
+
 class Norm(nn.Module):
     """RMSNorm over the last dimension with float32 statistics. Gemma's norm scales by (1 + weight)."""
 
@@ -83,29 +87,33 @@ def attention_mask(queries: int, keys: int, window: int | None, device: torch.de
 
 
 class Attention(nn.Module):
+    """Attention with its projections. A layer that shares another layer's keys and values projects queries only."""
+
     def __init__(self, spec: ModelSpec, layer: LayerSpec) -> None:
         super().__init__()
-        if layer.share_from is not None:
-            raise UnsupportedModel(f"{spec.architecture} cannot be trained: its layers share keys and values.")
         self.layer, self.scale = layer, spec.scale_of(layer)
         q_width, kv_width = layer.n_heads * layer.head_dim, layer.n_kv_heads * layer.head_dim
         self.q_proj = nn.Linear(spec.d_model, q_width, bias=spec.qkv_bias)
-        self.k_proj = nn.Linear(spec.d_model, kv_width, bias=spec.qkv_bias)
-        self.v_proj = nn.Linear(spec.d_model, kv_width, bias=spec.qkv_bias)
+        if layer.written_heads:
+            self.k_proj = nn.Linear(spec.d_model, kv_width, bias=spec.qkv_bias)
+            self.v_proj = nn.Linear(spec.d_model, kv_width, bias=spec.qkv_bias)
+            self.k_norm = Norm(layer.head_dim, spec) if spec.qk_norm else nn.Identity()
         self.o_proj = nn.Linear(q_width, spec.d_model, bias=spec.out_bias)
         self.q_norm = Norm(layer.head_dim, spec) if spec.qk_norm else nn.Identity()
-        self.k_norm = Norm(layer.head_dim, spec) if spec.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: Cache | None) -> Tensor:
-        rows, tokens, _ = x.shape
-        q, k, v = (
-            linear(x).view(rows, tokens, -1, self.layer.head_dim).transpose(1, 2)
-            for linear in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
-        if cache is not None:
-            k, v = cache.add(k, v)
-        return self.o_proj(self.mix(q, k, v).transpose(1, 2).reshape(rows, tokens, -1))
+    def forward(
+        self, x: Tensor, rotary: Tensor, cache: Cache | None, shared: KeysValues | None
+    ) -> tuple[Tensor, KeysValues]:
+        """shared: keys and values of the layer that this one shares. Returns the output, and the keys and values attended to."""
+        q = rotate(self.q_norm(self._heads(self.q_proj, x)), rotary)
+        if shared is None:
+            k, v = rotate(self.k_norm(self._heads(self.k_proj, x)), rotary), self._heads(self.v_proj, x)
+            shared = (k, v) if cache is None else cache.add(k, v)
+        return self.o_proj(self.mix(q, *shared).transpose(1, 2).flatten(2)), shared
+
+    def _heads(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """The heads of a projection, [rows, heads, tokens, head_dim]."""
+        return linear(x).view(*x.shape[:2], -1, self.layer.head_dim).transpose(1, 2)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute softmax(q k^T) v with causal mask, window and logit softcap."""
@@ -155,13 +163,16 @@ class Layer(nn.Module):
             self.pre_feedforward_layernorm = Norm(spec.d_model, spec)
             self.post_feedforward_layernorm = Norm(spec.d_model, spec)
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: Cache | None) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), rotary, cache)
+    def forward(
+        self, x: Tensor, rotary: Tensor, cache: Cache | None = None, shared: KeysValues | None = None
+    ) -> tuple[Tensor, KeysValues]:
+        """Return the stream after the layer, and the keys and values attended to; see Attention."""
+        attended, keys_values = self.self_attn(self.input_layernorm(x), rotary, cache, shared)
         if self.post_norms:
             x = x + self.post_attention_layernorm(attended)
-            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), keys_values
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x)), keys_values
 
 
 class TrainableDecoder(nn.Module):
@@ -208,11 +219,12 @@ class TrainableDecoder(nn.Module):
         return self.embed_tokens.weight if self.spec.tied else self.lm_head.weight
 
     def cache(self, rows: int, capacity: int) -> list[Cache]:
-        """Allocate caches of all layers for `rows` rows of at most `capacity` tokens, in the embedding's type."""
+        """Allocate caches of all layers for `rows` rows of at most `capacity` tokens, in the embedding's type. The cache of a layer
+        that shares keys and values is empty."""
         weight = self.embed_tokens.weight
 
         def empty(layer: LayerSpec) -> Tensor:
-            return weight.new_empty(rows, layer.n_kv_heads, capacity, layer.head_dim)
+            return weight.new_empty(rows, layer.written_heads, capacity, layer.head_dim)
 
         return [Cache(empty(layer), empty(layer)) for layer in self.spec.layers]
 
@@ -225,9 +237,14 @@ class TrainableDecoder(nn.Module):
         streams = [self.embed_tokens(ids)]
         if self.spec.embed_scale != 1.0:  # Gemma rounds it to the type of the weights
             streams[0] = streams[0] * torch.tensor(self.spec.embed_scale, dtype=self.embed_tokens.weight.dtype)
+        keys_values: list[KeysValues] = []
         for index, layer in enumerate(self.layers):
             rotary = getattr(self, f"rotary_{self.rope_of[index]}")[start:end]
-            streams.append(layer(streams[-1], rotary, cache[index] if cache else None))
+            source = self.spec.layers[index].share_from
+            shared = None if source is None else keys_values[source]
+            stream, attended = layer(streams[-1], rotary, cache[index] if cache else None, shared)
+            streams.append(stream)
+            keys_values.append(attended)
         return streams
 
     def hidden(self, ids: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:

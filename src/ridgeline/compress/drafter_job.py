@@ -204,7 +204,11 @@ class DrafterJob:
 
 def attended_layer(spec: ModelSpec) -> int:
     """Return the last layer that a recurrent draft can attend to: without a window and a softcap. Raises ConfigError."""
-    able = [index for index, layer in enumerate(spec.layers) if layer.window is None and layer.softcap is None]
+    able = [
+        index
+        for index, layer in enumerate(spec.layers)
+        if layer.window is None and layer.softcap is None and layer.share_from is None
+    ]
     if not able:
         raise ConfigError(
             f"A recurrent draft cannot attend to {spec.architecture}, whose layers all have a window or a softcap: use the recipe "

@@ -82,8 +82,13 @@ class LayerwiseRunner:
             max_tokens: tokens of the longest text.
             device: where layers run.
         Raises:
-            UnsupportedModel: the texts exceed the context of the model.
+            UnsupportedModel: the texts exceed the context of the model, or its layers share keys and values.
         """
+        if any(layer.share_from is not None for layer in spec.layers):
+            raise UnsupportedModel(
+                f"{spec.architecture} cannot be compressed or compared here: its layers share keys and values, and this command "
+                "runs one layer at a time. Serve it with --quantization instead."
+            )
         if max_tokens > spec.max_len:
             raise UnsupportedModel(
                 f"Texts of {max_tokens} tokens exceed the context of the model ({spec.max_len} tokens): lower --length."
@@ -116,7 +121,7 @@ class LayerwiseRunner:
     def run(self, index: int, layer: Layer, streams: Streams) -> Streams:
         """Return the streams after a layer."""
         rotary = self._rotary[self.spec.layers[index].rope]
-        return [layer(stream, rotary[: stream.shape[1]], None) for stream in streams]
+        return [layer(stream, rotary[: stream.shape[1]])[0] for stream in streams]
 
     def final_norm(self, weight: torch.Tensor) -> Norm:
         """Create the norm before the head."""

@@ -162,8 +162,8 @@ def release(decoder: TrainableDecoder) -> None:
 def linears(decoder: TrainableDecoder) -> dict[str, nn.Linear]:
     """Return the linears of the layers, which are the compressed modules, by name."""
     names = [f"layers.{index}.{name}" for index in range(len(decoder.layers)) for name in LINEAR_NAMES]
-    modules = {name: decoder.get_submodule(name) for name in names}
-    return {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    modules = dict(decoder.named_modules())
+    return {name: module for name in names if isinstance(module := modules.get(name), nn.Linear)}
 
 
 def save_trained(student: TrainableDecoder, start: Checkpoint, folder: Path) -> None:

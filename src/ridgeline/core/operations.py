@@ -128,7 +128,7 @@ def _through_attention(step: _Step, layer: LayerSpec, queries: int | None = None
     """
     spec, d_model, width = step.spec, step.spec.d_model, step.width
     heads = layer.n_heads * layer.head_dim
-    merged = heads + 2 * layer.n_kv_heads * layer.head_dim
+    merged = heads + 2 * layer.written_heads * layer.head_dim
     yield Operation("norm", 1, 0, d_model * width, step.model_dtype_bytes(d_model) + step.input_bytes(d_model))
     yield _product(step, spec.matrices(layer)[0], step.input_bytes(d_model))
     kv_written = step.tokens * layer.kv_bytes(spec.kv)

@@ -18,8 +18,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.quantization import check_format
 from ridgeline.core.slo import Slo, reader_pace
-from ridgeline.core.spec import check_format
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"

@@ -117,41 +117,6 @@ KV_FORMATS = {
 """Formats by name. A device serves the model's dtype and those in AttentionOps.kv_formats."""
 QUANTIZED_KV = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.scale_dtype)
 
-_CHECKPOINT_FORMATS = ("gptq", "awq", "compressed-tensors")
-"""Names that other engines use for quantized checkpoints. They mean: the format that the checkpoint stores."""
-
-
-def check_format(requested: str) -> None:
-    """Raises ConfigError for a value of the option `quantization` that no checkpoint can be served with."""
-    if requested not in ("", *NUMBER_FORMATS, *_CHECKPOINT_FORMATS):
-        raise _unknown_format(requested)
-
-
-def resolve_format(stored: str, requested: str) -> str:
-    """The number format to serve a model with.
-
-    stored: the checkpoint's format, "" for none. requested: the option `quantization`. Raises ConfigError for an unknown format, or
-    for one that differs from the checkpoint's.
-    """
-    known = ("", *NUMBER_FORMATS, *(_CHECKPOINT_FORMATS if stored else ()))
-    if requested not in known or (not stored and requested.endswith("-ordered")):
-        raise _unknown_format(requested)
-    if stored and requested not in ("", stored, *_CHECKPOINT_FORMATS):
-        raise ConfigError(
-            f"--quantization is {requested!r}, but the checkpoint is already quantized ({stored}): leave the option out, or serve "
-            "the unquantized model.",
-            param="quantization",
-        )
-    return stored or requested
-
-
-def _unknown_format(requested: str) -> ConfigError:
-    return ConfigError(
-        f"--quantization {requested!r} is unknown: use {', '.join(name for name in NUMBER_FORMATS if '-' not in name)}, "
-        "fp8-weight, llm-int8, or int4-g64 and the like (3, 4 or 8 bits; g32 to g256 or channel; -zp for zero points).",
-        param="quantization",
-    )
-
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -178,8 +143,8 @@ class Rope:
 class LayerSpec:
     """One decoder layer.
 
-    window: a query sees keys at most `window - 1` positions back; None: all earlier keys. share_from: index of the layer whose
-    keys and values this layer reads instead of computing them.
+    window: a query sees keys at most `window - 1` positions back; None: all earlier keys. share_from: index of the earlier layer
+    whose keys and values this layer reads. It has no weights for keys and values and writes none; n_kv_heads is that layer's.
     """
 
     n_heads: int
@@ -200,6 +165,11 @@ class LayerSpec:
             )
         heads, kv_heads = self.n_heads // ranks, units_on_rank(self.n_kv_heads, ranks)
         return replace(self, n_heads=heads, n_kv_heads=kv_heads, d_ff=self.d_ff // ranks)
+
+    @property
+    def written_heads(self) -> int:
+        """KV heads that this layer computes and writes."""
+        return 0 if self.share_from is not None else self.n_kv_heads
 
     def slot_bytes(self, kv_format: KvFormat) -> int:
         """Bytes of one token's keys and values that this layer reads."""
@@ -303,7 +273,7 @@ class ModelSpec:
 
     def matrices(self, layer: LayerSpec) -> tuple[Matrix, ...]:
         """The matrices of one layer in the order of their use."""
-        queries, keys_values = layer.n_heads * layer.head_dim, 2 * layer.n_kv_heads * layer.head_dim
+        queries, keys_values = layer.n_heads * layer.head_dim, 2 * layer.written_heads * layer.head_dim
         return (
             Matrix("qkv", queries + keys_values, self.d_model, self.qkv_bias),
             Matrix("out", self.d_model, queries, self.out_bias),
@@ -328,7 +298,7 @@ class ModelSpec:
 
     def head_norm_params(self, layer: LayerSpec) -> int:
         """Elements of the query and key norms of one layer."""
-        return 2 * layer.head_dim if self.qk_norm else 0
+        return (2 if layer.written_heads else 1) * layer.head_dim if self.qk_norm else 0
 
     def layer_vector_params(self, layer: LayerSpec) -> int:
         """Elements of norms and biases of one layer."""
@@ -490,6 +460,8 @@ def kv_layout(spec: ModelSpec, page_tokens: int, drafter_layers: tuple[LayerSpec
             part = tuple(members[first : first + per_piece])
             groups.append(KvGroup(part, window, token_bytes * len(part)))
     for index, draft_layer in enumerate(drafter_layers, len(spec.layers)):
+        if draft_layer.share_from is not None:
+            continue
         # A draft layer with a window masks its attention; its pages are not freed.
         unwindowed = [group for group in groups if group.window is None] or [KvGroup((), None, 0)]
         host = min(unwindowed, key=lambda group: group.token_bytes)

@@ -13,6 +13,7 @@ import torch
 
 from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.core.sharing import joined
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.batch import BatchBuilder
 from ridgeline.engine.device import DeviceStep
@@ -63,7 +64,7 @@ class Runner:
         self.device = model.decoder.embedding.device
         self._cuda, self._inference = self.device.type == "cuda", torch.inference_mode()
         self.rows = RowTable(layout, sizes.rows, sizes.max_len, model.spec.vocab_size, self.device)
-        self.store = KvStore(layout, (*model.rank_spec.layers, *drafter.layers), sizes.blocks, self.device)
+        self.store = KvStore(layout, joined(model.rank_spec.layers, drafter.layers), sizes.blocks, self.device)
         self._step = self._make_step(model, sizes, drafter)
         self.late = LateCompiles()
         """Kernels compiled after `prepare`."""

@@ -9,7 +9,8 @@ import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec, resolve_format
+from ridgeline.core.quantization import resolve_format
+from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
 from ridgeline.core.stages import stage_spec
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder

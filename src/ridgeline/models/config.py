@@ -16,6 +16,7 @@ from typing import Any
 
 from ridgeline.core.errors import ConfigError, RequestError, UnsupportedModel
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.sharing import share_in_groups, share_last
 from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 from ridgeline.models.families import (
     FAMILIES,
@@ -23,6 +24,7 @@ from ridgeline.models.families import (
     HARMLESS,
     HARMLESS_PREFIXES,
     REQUIRED,
+    WITHOUT_PARTS,
     WRAPPERS,
     Family,
     supported,
@@ -61,6 +63,8 @@ _KINDS: Mapping[str, Any] = {
     "sliding_window": (int, type(None)),
     "sliding_window_pattern": int,
     "max_window_layers": int,
+    "num_kv_shared_layers": int,
+    "cla_share_factor": int,
     "layer_types": list,
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), _SWITCH),
 }
@@ -133,7 +137,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         architecture=family.architectures[0],
         vocab_size=values["vocab_size"],
         d_model=values["hidden_size"],
-        layers=drop_idle_windows(layers, max_len),
+        layers=drop_idle_windows(_shared(layers, values), max_len),
         max_len=max_len,
         norm_eps=float(values["rms_norm_eps"]),
         activation=_activation(values),
@@ -147,6 +151,17 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         eos_ids=_eos(generation, outer, text),
         **traits,
     )
+
+
+def _shared(layers: Sequence[LayerSpec], values: Mapping[str, Any]) -> Sequence[LayerSpec]:
+    """The layers with `share_from` of the family's keys."""
+    count, size = values.get("num_kv_shared_layers", 0), values.get("cla_share_factor", 1)
+    if count >= len(layers) or size > len(layers):
+        raise ConfigError(
+            f"config.json: num_kv_shared_layers is {count} and cla_share_factor {size}, but there are {len(layers)} layers: give "
+            f"at most {len(layers) - 1} shared layers and groups of at most {len(layers)}."
+        )
+    return share_in_groups(share_last(layers, count), size)
 
 
 def drop_idle_windows(layers: Sequence[LayerSpec], max_len: int) -> tuple[LayerSpec, ...]:
@@ -164,6 +179,11 @@ def _text_part(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any], Ma
         text = config.get(inner) or {}
         _refuse_unknown({key: value for key, value in config.items() if key not in others | {inner}}, {}, {})
         kind = str(text.get("model_type", f"{kind}_text"))
+    if kind in WITHOUT_PARTS:
+        raise UnsupportedModel(
+            f"config.json: model_type {kind} is not supported: layers may share keys and values here, but {WITHOUT_PARTS[kind]} "
+            "are not built."
+        )
     family = FAMILIES.get(kind)
     if family is None or any(architecture not in family.architectures for architecture in named):
         stated = ", ".join(named) or f"model_type {kind}"
@@ -189,7 +209,7 @@ def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not _SWITCH):
             raise ConfigError(f"config.json: {key} is {value!r}, which has the wrong type.")
-        lowest = 0 if key == "max_window_layers" else sys.float_info.min
+        lowest = 0 if key in ("max_window_layers", "num_kv_shared_layers") else sys.float_info.min
         if kind is not _SWITCH and isinstance(value, int | float) and not lowest <= value < math.inf:
             raise ConfigError(f"config.json: {key} is {value!r}: it must be a number above 0.")
     return values

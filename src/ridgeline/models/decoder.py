@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 
 import torch
 
@@ -143,7 +144,12 @@ class Decoder:
             [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16) for tensor in _tensors_of(layer)]
             for layer in self.layers
         )
-        return [(spec, *form) for spec, form in zip(self.spec.layers[self.stage.layers], forms, strict=True)]
+        # Which layer's cache a sharing layer reads does not matter to kernels.
+        specs = (
+            layer if layer.written_heads else replace(layer, share_from=0)
+            for layer in self.spec.layers[self.stage.layers]
+        )
+        return [(spec, *form) for spec, form in zip(specs, forms, strict=True)]
 
     def with_layers(self, layers: Sequence[int]) -> Decoder:
         """A decoder of the layers with these indices, with shared weights, for warm-up. Its results are meaningless."""

@@ -74,6 +74,13 @@ _GEMMA_FIXED = {
     "cache_implementation": ("hybrid", "static", None),
 }
 
+# Families whose layers share keys and values, but that need more than that: model_type -> what is missing.
+_GEMMA_3N = "AltUp, LAuReL, embeddings of each layer and sparse activations"
+_GEMMA_4 = "embeddings of each layer, norms of values, and heads and rotary embeddings of two kinds"
+WITHOUT_PARTS: Mapping[str, str] = MappingProxyType(
+    {"gemma3n": _GEMMA_3N, "gemma3n_text": _GEMMA_3N, "gemma4": _GEMMA_4, "gemma4_text": _GEMMA_4}
+)
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(
@@ -138,6 +145,22 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             scaled_embedding=True,
             windows="listed",
             pattern=6,
+        ),
+        # num_kv_shared_layers: as in Gemma 3n. cla_share_factor: as in Hunyuan-Large, counted among layers of one kind.
+        "ridgeline": Family(
+            "models of Llama's layout with windows and shared caches",
+            ("RidgelineForCausalLM",),
+            {
+                **_SHAPE,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "sliding_window": None,
+                "max_window_layers": 0,
+                "layer_types": None,
+                "num_kv_shared_layers": 0,
+                "cla_share_factor": 1,
+            },
+            windows="listed",
         ),
     }
 )

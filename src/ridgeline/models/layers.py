@@ -75,23 +75,24 @@ def join(
 
 
 class Attention:
-    """Merged q, k, v projection, attention over the paged KV cache, output projection added to the residual stream."""
+    """Merged q, k, v projection, attention over the paged KV cache, output projection added to the residual stream. A layer that
+    shares another layer's keys and values projects queries only."""
 
     __slots__ = ("qkv", "out", "q_norm", "k_norm", "shape", "_qkv_write", "_attend", "_join")
 
     def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor, post_norm: torch.Tensor | None) -> None:
         spec, width = build.spec, layer.head_dim
         heads, kv_heads = Part(layer.n_heads * width, layer.n_heads), Part(layer.n_kv_heads * width, layer.n_kv_heads)
-        parts = (heads, kv_heads, kv_heads)
+        parts = (heads, kv_heads, kv_heads) if layer.written_heads else (heads,)
         self.qkv = Linear(build, LinearShape(spec.d_model, parts, spec.qkv_bias, "out"))
         out_parts = (Part(spec.d_model, 1),)
         self.out = Linear(build, LinearShape(heads.rows, out_parts, spec.out_bias, "in", in_units=layer.n_heads))
         self.q_norm = build.vector(width) if spec.qk_norm else None
-        self.k_norm = build.vector(width) if spec.qk_norm else None
+        self.k_norm = build.vector(width) if spec.qk_norm and layer.written_heads else None
         rank_layer = layer.on_rank(build.mesh.size)
         self.shape = QkvShape(
             n_heads=rank_layer.n_heads,
-            n_kv_heads=rank_layer.n_kv_heads,
+            n_kv_heads=rank_layer.written_heads,
             head_dim=width,
             cos_sin=cos_sin,
             q_norm=self.q_norm,

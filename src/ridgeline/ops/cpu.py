@@ -18,11 +18,13 @@ from ridgeline.ops.table import (
     AttentionOps,
     FloatInput,
     FloatOps,
+    Heads,
     Ops,
     QkvShape,
     TokenwiseOps,
     apply_norm,
     norm_then_add,
+    split_heads,
 )
 
 
@@ -79,9 +81,7 @@ def _vectors(kv: torch.Tensor, width: int) -> torch.Tensor:
     return kv.as_strided((last // width, width), (width, 1))
 
 
-def qkv_write(
-    qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def qkv_write(qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
     """See AttentionOps. Values pass through the rotation with factors 1 and 0, so that one call serves q, k and v."""
     if view.scales is not None:
         return REFERENCE.attention.qkv_write(qkv, shape, view, step)
@@ -95,10 +95,10 @@ def qkv_write(
         heads = torch.cat(parts, 1)
     same, swapped = _rope_factors(shape, step)
     heads = torch.addcmul(heads * same, _swap_halves(heads, shape.cos_sin.shape[2]), swapped).to(qkv.dtype)
-    keys_values = heads[:, shape.n_heads :].reshape(-1, shape.head_dim)
-    _vectors(view.kv, shape.head_dim).index_copy_(0, _write_index(view, step), keys_values)
-    q, k, v = heads.split(sizes, 1)
-    return q, k, v
+    if shape.n_kv_heads:
+        keys_values = heads[:, shape.n_heads :].reshape(-1, shape.head_dim)
+        _vectors(view.kv, shape.head_dim).index_copy_(0, _write_index(view, step), keys_values)
+    return split_heads(heads.flatten(1), shape)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -123,10 +123,11 @@ class _Part:
     mask: torch.Tensor
 
 
-def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, explicit: bool) -> list[_Part | slice]:
+def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, gathers: bool) -> list[_Part | slice]:
     """The attention calls of a step. A slice holds the query tokens of a row whose first token is in this step: its keys and values
-    are all inputs of the step, so none are gathered. explicit: see _explicit_attention, which takes no slices."""
-    key = ("parts", view.table.data_ptr(), view.kv.shape[2], view.kv.stride(), view.window, explicit, group)
+    are all inputs of the step, so none are gathered. gathers: there are no slices, for _explicit_attention and for layers that
+    read another layer's keys."""
+    key = ("parts", view.table.data_ptr(), view.kv.shape[2], view.kv.stride(), view.window, gathers, group)
     if (cached := step.derived.get(key)) is not None:
         return cached  # type: ignore[no-any-return]
     starts, lengths = step.q_start.tolist(), step.length.tolist()
@@ -137,7 +138,7 @@ def _parts(view: KvView, step: StepInputs, group: int, dtype: torch.dtype, expli
         if n == 0 or lengths[row] < n:
             continue
         window_covers_row = view.window is None or n <= view.window
-        if n > 1 and n == lengths[row] and window_covers_row and step.ancestors is None and not explicit:
+        if n > 1 and n == lengths[row] and window_covers_row and step.ancestors is None and not gathers:
             parts.append(slice(starts[row], starts[row + 1]))
         elif n > BATCHED_QUERIES:
             parts.append(_gathered([row], n, view, step, (group, dtype)))
@@ -275,8 +276,8 @@ def attention(
     """See AttentionOps."""
     if view.scales is not None:
         return REFERENCE.attention.attend(q, k, v, view, step, lse_needed)
-    explicit = lse_needed or view.softcap is not None
-    parts = _parts(view, step, q.shape[1] // view.kv.shape[2], q.dtype, explicit)
+    gathers = lse_needed or view.softcap is not None or k is None
+    parts = _parts(view, step, q.shape[1] // view.kv.shape[2], q.dtype, gathers)
     if len(parts) == 1 and isinstance(parts[0], _Part) and len(parts[0].tokens) == len(q):
         return _packed(parts[0], q, view, lse_needed)
     out = q.new_zeros(q.shape)

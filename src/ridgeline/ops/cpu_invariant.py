@@ -22,12 +22,14 @@ from ridgeline.ops.table import (
     AttentionOps,
     FloatInput,
     FloatOps,
+    Heads,
     Ops,
     QkvShape,
     SamplerOps,
     TokenwiseOps,
     apply_norm,
     norm_then_add,
+    split_heads,
 )
 
 
@@ -70,9 +72,7 @@ def _single_step(view: KvView, step: StepInputs, token: int) -> tuple[torch.Tens
     return view.slots[part], single_step
 
 
-def qkv_write(
-    qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def qkv_write(qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
     """See AttentionOps."""
     parts = [
         cpu.qkv_write(token_qkv, shape, token_view, token_step)
@@ -80,8 +80,8 @@ def qkv_write(
     ]
     if not parts:
         return cpu.qkv_write(qkv, shape, view, step)
-    q, k, v = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-    return q, k, v
+    merged = torch.cat([torch.cat([heads for heads in part if heads is not None], 1) for part in parts])
+    return split_heads(merged.flatten(1), shape)
 
 
 def attention(

@@ -43,6 +43,7 @@ from ridgeline.ops.table import (
     FloatInput,
     FloatOps,
     Fp8Matrix,
+    Heads,
     IntOps,
     LayerParts,
     MatmulOps,
@@ -59,6 +60,7 @@ from ridgeline.ops.table import (
     apply_norm,
     embedded,
     norm_then_add,
+    split_heads,
 )
 
 PAD_INPUTS = {torch.bfloat16: 32, torch.float32: 1}
@@ -108,15 +110,12 @@ class NativeOps:
         kernels.activate(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, GATES[kind])
         return out
 
-    def qkv_write(
-        self, qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def qkv_write(self, qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
         """See reference.qkv_write; q, k and v are parts of one tensor."""
         kernels = self._of(qkv, view)
         if kernels is None:
             return cpu.qkv_write(qkv, shape, view, step)
         qkv = qkv if qkv.is_contiguous() else qkv.contiguous()
-        tokens, dim = qkv.shape[0], shape.head_dim
         out = torch.empty_like(qkv)
         kernels.qkv_write(
             self._view(view, step),
@@ -127,13 +126,12 @@ class NativeOps:
             0 if shape.q_norm is None else shape.q_norm.data_ptr(),
             0 if shape.k_norm is None else shape.k_norm.data_ptr(),
             shape.n_heads,
+            shape.n_kv_heads,
             shape.cos_sin.shape[2],
             shape.norm_eps,
             shape.norm_offset,
         )
-        sizes = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
-        q, k, v = out.view(tokens, -1, dim).split_with_sizes(sizes, 1)
-        return q, k, v
+        return split_heads(out, shape)
 
     def attention(
         self,

@@ -74,6 +74,7 @@ def _layer(parts: LayerParts) -> Layer:
         _matrix(parts.down),
         shape.cos_sin.data_ptr(),
         shape.n_heads,
+        shape.n_kv_heads,
         shape.cos_sin.shape[2],
         outputs_of(parts.gate_up) // 2,
         GATES[parts.activation],

@@ -21,6 +21,7 @@ from ridgeline.ops.table import (
     FloatOps,
     Fp8Matrix,
     Fp8Ops,
+    Heads,
     IntMatrix,
     IntOps,
     MatmulOps,
@@ -30,6 +31,7 @@ from ridgeline.ops.table import (
     TokenwiseOps,
     apply_norm,
     norm_then_add,
+    split_heads,
 )
 
 TREE_BITS = 64
@@ -67,17 +69,17 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, view: KvView) -> None:
     stored.put(v, 1, view)
 
 
-def qkv_write(
-    qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def qkv_write(qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
     """Split qkv [T, (Hq + 2 Hkv) * d], apply norms and rotary embedding to q and k, and write k and v to the cache. See Ops."""
-    heads = qkv.view(qkv.shape[0], shape.n_heads + 2 * shape.n_kv_heads, shape.head_dim)
-    q, k, v = heads.split((shape.n_heads, shape.n_kv_heads, shape.n_kv_heads), dim=1)
+    q, k, v = split_heads(qkv, shape)
     if shape.q_norm is not None:
         q = rms_norm(q, shape.q_norm, shape.norm_eps, shape.norm_offset)
+    q = rotate(q, shape.cos_sin, step.position)
+    if k is None or v is None:
+        return q, None, None
     if shape.k_norm is not None:
         k = rms_norm(k, shape.k_norm, shape.norm_eps, shape.norm_offset)
-    q, k = rotate(q, shape.cos_sin, step.position), rotate(k, shape.cos_sin, step.position)
+    k = rotate(k, shape.cos_sin, step.position)
     write_kv(k, v, view)
     return q, k, v.contiguous()
 

@@ -27,6 +27,7 @@ from ridgeline.ops.verify import verify
 class QkvShape:
     """How a merged QKV projection splits into heads, and the norms and rotation of the heads before attention.
 
+    n_kv_heads: 0 for a layer that reads the keys and values of another layer: it writes none, and its projection has queries only.
     q_norm, k_norm: weights [head_dim] of per-head RMS norms or None. cos_sin: float32 [max_len, 2, rope_dim / 2], cosines
     at index 0 and sines at 1 (attention factor applied); rotate-half convention on the first rope_dim of head_dim.
     """
@@ -66,12 +67,19 @@ class Normed:
 
 
 RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q [T, Hq, d], k and v [T, Hkv, d]."""
+Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""q [T, Hq, d], k and v [T, Hkv, d]; k and v are None for a layer that writes none."""
 FloatInput = torch.Tensor | Normed
 """Input of a floating-point linear: [T, D], or a norm that the linear computes."""
 Activation = FloatInput | Scaled
 """Input of any linear. Scaled: already quantized by the operation that produced it."""
+
+
+def split_heads(merged: torch.Tensor, shape: QkvShape) -> Heads:
+    """The heads of merged queries, keys and values [T, (Hq + 2 Hkv) * d], as views."""
+    sizes = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
+    q, k, v = merged.view(merged.shape[0], sum(sizes), shape.head_dim).split_with_sizes(sizes, 1)
+    return (q, k, v) if shape.n_kv_heads else (q, None, None)
 
 
 def apply_norm(x: FloatInput, rms_norm: RmsNorm) -> torch.Tensor:
@@ -376,7 +384,8 @@ class AttentionOps:
     """Write the KV cache and attend to it.
 
     qkv_write(qkv [T, (Hq + 2 Hkv) * d], shape, view, step) -> (q [T, Hq, d], k [T, Hkv, d], v [T, Hkv, d]): per-head norms,
-        rotary embedding at step.position, keys and values written into view at view.slots.
+        rotary embedding at step.position, keys and values written into view at view.slots. With shape.n_kv_heads 0 it only turns
+        the queries: k and v are None, and view is the cache that another layer has written in this step.
     attend(q, k, v, view, step) -> (out [T, Hq, d], lse float32 [T, Hq] or None): causal attention of each row's query
         tokens over all slots of the row. The cache contains this step's keys already; k, v hold them contiguously for kernels that
         prefer it. With lse_needed, the sixth argument, lse is log(sum(exp(score))) over the keys that a token sees, with scaled and

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ridgeline.core.sharing import share_in_groups
 from ridgeline.core.spec import KV_FORMATS, KvFormat, LayerSpec, ModelSpec, Rope
 
 
@@ -151,23 +151,11 @@ def with_windows(spec: ModelSpec, window: int, global_every: int = 0) -> ModelSp
 
 def with_sharing(spec: ModelSpec, size: int) -> ModelSpec:
     """The model with one cache for `size` layers of the same kind that follow each other: those with a window among themselves, and
-    the global ones among themselves. Layers that share already stay so."""
-    numbers: Counter[tuple[int | None, int, int]] = Counter()
-    first: dict[tuple[int | None, int, int], int] = {}
-    layers = []
-    for index, layer in enumerate(spec.layers):
-        kind = layer.window, layer.n_kv_heads, layer.head_dim
-        if layer.share_from is None:
-            if numbers[kind] % size == 0:
-                first[kind] = index
-            else:
-                layer = replace(layer, share_from=first[kind])
-            numbers[kind] += 1
-        layers.append(layer)
-    return _with_layers(spec, layers)
+    the global ones among themselves."""
+    return _with_layers(spec, share_in_groups(spec.layers, size))
 
 
-def _with_layers(spec: ModelSpec, layers: list[LayerSpec]) -> ModelSpec:
+def _with_layers(spec: ModelSpec, layers: Iterable[LayerSpec]) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 

@@ -63,7 +63,7 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("attention_norm", "feed_forward_norm", "q_norm", "k_norm")),
         *((name, MatrixOf) for name in ("qkv", "out", "gate_up", "down")),
         ("cos_sin", c_void_p),
-        *((name, c_int64) for name in ("heads", "half", "d_ff", "gate")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "half", "d_ff", "gate")),
         ("eps", c_float),
         ("offset", c_float),
     )
@@ -120,7 +120,7 @@ class Kernels:
     linear(x, packed, bias or 0, added or 0, out, m, n, k, gate or 0, norm or 0, eps, offset, fixed): see problem.h.
     pack(weight, packed, n, k). embed(table, ids, out, rows, n, scale). norm(x, weight, out, rows, n, eps, offset).
     activate(gate_up, out, rows, n, gate).
-    qkv_write(view, qkv, out, cache, cos_sin, q_norm or 0, k_norm or 0, heads, half, eps, offset).
+    qkv_write(view, qkv, out, cache, cos_sin, q_norm or 0, k_norm or 0, heads, kv_heads, half, eps, offset).
     attention(view, q, out, cache, heads, q_stride, lse or 0).
     layers(layers, n, views, caches, stream, tokens, d_model).
     chain(arguments): see chain.cpp. recurrent(arguments): recurrent.cpp. draw(arguments): sample.cpp.
@@ -149,7 +149,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "embed": (*[c_void_p] * 3, *[c_int64] * 2, c_float),
     "norm": (*[c_void_p] * 3, *[c_int64] * 2, c_float, c_float),
     "activate": (*[c_void_p] * 2, *[c_int64] * 2, c_int),
-    "qkv_write": (*[c_void_p] * 7, *[c_int64] * 2, c_float, c_float),
+    "qkv_write": (*[c_void_p] * 7, *[c_int64] * 3, c_float, c_float),
     "attention": (*[c_void_p] * 4, *[c_int64] * 2, c_void_p),
     "layers": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2),
     "chain": (ctypes.c_char_p,),

@@ -36,7 +36,7 @@ template <class T> index room_for(const Matrix<T>& w, index m, index k) {
     return w.integer.bits ? digits_room(m, k) : room_of<T>(m, k);
 }
 
-// binding.py mirrors the fields in this order. Norms of q and k, and biases, may be null.
+// binding.py mirrors the fields in this order. Norms of q and k, and biases, may be null. kv_heads: see Qkv.
 template <class T> struct Layer {
     const T* attention_norm;
     const T* feed_forward_norm;
@@ -44,7 +44,7 @@ template <class T> struct Layer {
     const T* k_norm;
     Matrix<T> qkv, out, gate_up, down;
     const float* cos_sin;
-    index heads, half, d_ff, gate;
+    index heads, kv_heads, half, d_ff, gate;
     float eps, offset;
 };
 
@@ -73,9 +73,9 @@ void run_layer(const Stack<T>& s, index at, const Schedule& planned, const Room<
     const View& view = *s.views[at];
     T* const cache = s.caches[at];
     const bool fixed = view.fixed != 0;
-    const index m = s.tokens, d = s.d_model, width = (l.heads + 2 * view.kv_heads) * view.dim, own = l.heads * view.dim;
+    const index m = s.tokens, d = s.d_model, width = (l.heads + 2 * l.kv_heads) * view.dim, own = l.heads * view.dim;
     const Norm<T> first{l.attention_norm, l.eps, l.offset}, second{l.feed_forward_norm, l.eps, l.offset}, none{nullptr, 0, 0};
-    const Qkv<T> written{view, room.qkv, room.qkv, cache, l.cos_sin, l.q_norm, l.k_norm, l.heads, l.half, l.eps, l.offset};
+    const Qkv<T> written{view, room.qkv, room.qkv, cache, l.cos_sin, l.q_norm, l.k_norm, l.heads, l.kv_heads, l.half, l.eps, l.offset};
     multiply(Problem<T>{s.stream, l.qkv.packed, l.qkv.bias, nullptr, room.qkv, m, width, d, Gate::NONE, first, fixed}, l.qkv,
              room.input, team);
     if (heads_divide(written, team.of) && (l.qkv.integer.bits || form_of<T>(m, fixed) != Form::TILES)) {
@@ -122,7 +122,7 @@ template <class T> void run(const Stack<T>& s) {
         const Layer<T>& l = s.layers[at];
         const View& view = *s.views[at];
         attended = std::max(attended, l.heads * view.dim);
-        qkv = std::max(qkv, (l.heads + 2 * view.kv_heads) * view.dim);
+        qkv = std::max(qkv, (l.heads + 2 * l.kv_heads) * view.dim);
         inner = std::max(inner, l.d_ff);
         input = std::max({input, room_for(l.qkv, s.tokens, s.d_model), room_for(l.out, s.tokens, l.heads * view.dim),
                           room_for(l.gate_up, s.tokens, s.d_model), room_for(l.down, s.tokens, l.d_ff)});

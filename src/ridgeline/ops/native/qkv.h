@@ -6,7 +6,8 @@
 
 namespace ridgeline {
 
-// One call of qkv_write. qkv and out: [tokens, heads + 2 kv_heads, dim]; out may equal qkv.
+// One call of qkv_write. qkv and out: [tokens, heads + 2 kv_heads, dim]; out may equal qkv. kv_heads: those of the view, or 0 for a
+// layer that reads another layer's keys and values.
 template <class T> struct Qkv {
     const View& view;
     const T* qkv;
@@ -15,14 +16,14 @@ template <class T> struct Qkv {
     const float* cos_sin;
     const T* q_norm;
     const T* k_norm;
-    index heads, half;
+    index heads, kv_heads, half;
     float eps, offset;
 
-    index all() const { return heads + 2 * view.kv_heads; }
+    index all() const { return heads + 2 * kv_heads; }
     // Write a head of keys or values to the cache.
     void keep(index token, index head, const T* from) const {
         const index page = view.slots[token] / view.page_tokens, place = view.slots[token] % view.page_tokens;
-        const index kind = head >= heads + view.kv_heads, kv_head = head - heads - kind * view.kv_heads;
+        const index kind = head >= heads + kv_heads, kv_head = head - heads - kind * kv_heads;
         if (view.format != Format::MODEL) return encode(view, Vector(view, cache, page, place, kind, kv_head), from);
         T* to = cache + page * view.page_stride + place * view.place_stride + kind * view.kind_stride + kv_head * view.head_stride;
         std::memcpy(to, from, view.dim * sizeof(T));
@@ -43,7 +44,7 @@ template <class T> void turn(const T* from, T* to, const float* cos_sin, index n
 
 template <class T> void write_head(const Qkv<T>& s, index token, index head) {
     const View& view = s.view;
-    const index dim = view.dim, turned = s.heads + view.kv_heads, at = (token * s.all() + head) * dim;
+    const index dim = view.dim, turned = s.heads + s.kv_heads, at = (token * s.all() + head) * dim;
     const T* from = s.qkv + at;
     T* to = s.out + at;
     const float* cos_sin = s.cos_sin + index(view.position[token]) * 2 * s.half;

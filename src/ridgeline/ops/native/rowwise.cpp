@@ -71,9 +71,9 @@ RIDGELINE_API const char* rl_compiler() { return __VERSION__; }
         activate(gate_up, out, rows, n, Gate(gate));                                                                     \
     }                                                                                                                    \
     RIDGELINE_API void rl_qkv_write_##SUFFIX(const View* view, const T* qkv, T* out, T* cache, const float* cos_sin,      \
-                                             const T* q_norm, const T* k_norm, index heads, index half, float eps,       \
-                                             float offset) {                                                             \
-        qkv_write(Qkv<T>{*view, qkv, out, cache, cos_sin, q_norm, k_norm, heads, half, eps, offset});                    \
+                                             const T* q_norm, const T* k_norm, index heads, index kv_heads, index half,  \
+                                             float eps, float offset) {                                                  \
+        qkv_write(Qkv<T>{*view, qkv, out, cache, cos_sin, q_norm, k_norm, heads, kv_heads, half, eps, offset});          \
     }
 
 RIDGELINE_ROWWISE(bf16, bf16)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import QkvShape
+from ridgeline.ops.table import Heads, QkvShape, split_heads
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
 MANY_TOKENS = 512
@@ -169,6 +169,7 @@ def _qkv_kernel(
     head_dim: tl.constexpr,
     half: tl.constexpr,
     page_tokens: tl.constexpr,
+    WRITES: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -187,7 +188,7 @@ def _qkv_kernel(
     """One token, KV_HEADS KV heads (padded to KV_TILE) and their query heads (padded to HEADS) per program; the grid is [tokens, KV
     heads / KV_HEADS]. qkv [tokens, (n_heads + 2 n_kv_heads) * head_dim]: q and k are rotated in place; k and v also go to the cache
     at slots int64 [tokens]. cos_sin float32 [positions, 2, half]. All loads precede all stores, except that a format with scales
-    (BITS > 0) reads the finished keys again."""
+    (BITS > 0) reads the finished keys again. WRITES False: qkv has queries only, [tokens, n_heads * head_dim]."""
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     group: tl.constexpr = n_heads // n_kv_heads
@@ -202,10 +203,11 @@ def _qkv_kernel(
     slot = tl.load(slots_ptr + token)
     position = tl.load(position_ptr + token).to(tl.int64)
     q_first, q_second, q_unrotated = _load(source, q_head, at, q_real, half, head_dim, HALF, UNROTATED)
-    k_first, k_second, k_unrotated = _load(k_source, kv_head, at, kv_real, half, head_dim, HALF, UNROTATED)
-    v_first, v_second, v_unrotated = _load(
-        k_source + n_kv_heads * head_dim, kv_head, at, kv_real, half, head_dim, HALF, UNROTATED
-    )
+    if WRITES:
+        k_first, k_second, k_unrotated = _load(k_source, kv_head, at, kv_real, half, head_dim, HALF, UNROTATED)
+        v_first, v_second, v_unrotated = _load(
+            k_source + n_kv_heads * head_dim, kv_head, at, kv_real, half, head_dim, HALF, UNROTATED
+        )
     cos_sin = cos_sin_ptr + position * (2 * half) + at
     cos = tl.load(cos_sin, mask=at < half, other=1.0)[None, :]
     sin = tl.load(cos_sin + half, mask=at < half, other=0.0)[None, :]
@@ -220,78 +222,76 @@ def _qkv_kernel(
     q_turned = (q_first * cos - q_second * sin).to(element)
     q_second = (q_second * cos + q_first * sin).to(element)
     _store(source, head_dim, q_head, at, q_real, q_turned, q_second, q_unrotated, half, head_dim, UNROTATED)
-    k_turned = (k_first * cos - k_second * sin).to(element)
-    k_second = (k_second * cos + k_first * sin).to(element)
-    k_unrotated = k_unrotated.to(element)
-    _store(k_source, head_dim, kv_head, at, kv_real, k_turned, k_second, k_unrotated, half, head_dim, UNROTATED)
-    if BITS > 0:
-        page, place = slot // page_tokens, slot % page_tokens
-        codes = kv_ptr + page * page_stride + place * (head_dim * BITS // 8)
-        scales = scales_ptr + page * scale_page_stride + place * (head_dim // GROUP)
-        # The program's threads have stored its keys.
-        tl.debug_barrier()
-        for kind in tl.static_range(2):
-            _encode(
-                k_source + kind * n_kv_heads * head_dim,
-                codes + kind * kind_stride,
-                scales + kind * scale_kind_stride,
-                kv_head,
-                kv_real,
-                head_stride,
-                scale_head_stride,
-                head_dim,
-                BITS,
-                GROUP,
-                KV_TILE,
-                GROUPS,
-                SIZE,
-                LARGEST,
+    if WRITES:
+        k_turned = (k_first * cos - k_second * sin).to(element)
+        k_second = (k_second * cos + k_first * sin).to(element)
+        k_unrotated = k_unrotated.to(element)
+        _store(k_source, head_dim, kv_head, at, kv_real, k_turned, k_second, k_unrotated, half, head_dim, UNROTATED)
+        if BITS > 0:
+            page, place = slot // page_tokens, slot % page_tokens
+            codes = kv_ptr + page * page_stride + place * (head_dim * BITS // 8)
+            scales = scales_ptr + page * scale_page_stride + place * (head_dim // GROUP)
+            # The program's threads have stored its keys.
+            tl.debug_barrier()
+            for kind in tl.static_range(2):
+                _encode(
+                    k_source + kind * n_kv_heads * head_dim,
+                    codes + kind * kind_stride,
+                    scales + kind * scale_kind_stride,
+                    kv_head,
+                    kv_real,
+                    head_stride,
+                    scale_head_stride,
+                    head_dim,
+                    BITS,
+                    GROUP,
+                    KV_TILE,
+                    GROUPS,
+                    SIZE,
+                    LARGEST,
+                )
+        else:
+            target = kv_ptr + (slot // page_tokens) * page_stride + (slot % page_tokens) * head_dim
+            _store(
+                target, head_stride, kv_head, at, kv_real, k_turned, k_second, k_unrotated, half, head_dim, UNROTATED
             )
-    else:
-        target = kv_ptr + (slot // page_tokens) * page_stride + (slot % page_tokens) * head_dim
-        _store(target, head_stride, kv_head, at, kv_real, k_turned, k_second, k_unrotated, half, head_dim, UNROTATED)
-        _store(
-            target + kind_stride,
-            head_stride,
-            kv_head,
-            at,
-            kv_real,
-            v_first,
-            v_second,
-            v_unrotated,
-            half,
-            head_dim,
-            UNROTATED,
-        )
+            _store(
+                target + kind_stride,
+                head_stride,
+                kv_head,
+                at,
+                kv_real,
+                v_first,
+                v_second,
+                v_unrotated,
+                half,
+                head_dim,
+                UNROTATED,
+            )
 
 
-def _kv_heads(tokens: int, shape: QkvShape) -> int:
+def _kv_heads(tokens: int, shape: QkvShape, n_kv_heads: int) -> int:
     """KV heads per program, a divisor of n_kv_heads."""
     if tokens < MANY_TOKENS:
         return 1
-    max_kv_heads = max(1, LARGEST_TILE // (shape.head_dim * (shape.n_heads // shape.n_kv_heads)))
-    return max(
-        heads for heads in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % heads == 0 and heads <= max_kv_heads
-    )
+    max_kv_heads = max(1, LARGEST_TILE // (shape.head_dim * (shape.n_heads // n_kv_heads)))
+    return max(heads for heads in range(1, n_kv_heads + 1) if n_kv_heads % heads == 0 and heads <= max_kv_heads)
 
 
-def qkv_write(
-    qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs, kv_heads: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def qkv_write(qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs, kv_heads: int = 0) -> Heads:
     """See AttentionOps. Works in place: q, k and v are views of qkv, which is overwritten. kv_heads: KV heads per program; 0
     chooses by the number of tokens."""
-    tokens, dim = qkv.shape[0], shape.head_dim
-    sizes = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
+    tokens, dim, n_kv_heads = qkv.shape[0], shape.head_dim, view.kv.shape[2]
     half = shape.cos_sin.shape[2]
     unrotated = dim - 2 * half
     if tokens:
-        kv_heads = kv_heads or _kv_heads(tokens, shape)
-        heads = triton.next_power_of_2(kv_heads * (shape.n_heads // shape.n_kv_heads))
+        kv_heads = kv_heads or _kv_heads(tokens, shape, n_kv_heads)
+        heads = triton.next_power_of_2(kv_heads * (shape.n_heads // n_kv_heads))
         scales = view.kv if view.scales is None else view.scales
         bits, group, largest = (0, dim, 1.0)
         if view.scales is not None and view.format is not None:
             bits, group, largest = view.format.bits, view.format.group or dim, view.format.largest
-        _qkv_kernel[(tokens, shape.n_kv_heads // kv_heads)](
+        _qkv_kernel[(tokens, n_kv_heads // kv_heads)](
             qkv,
             shape.cos_sin,
             step.position,
@@ -307,10 +307,11 @@ def qkv_write(
             *scales.stride()[:3],
             shape.norm_eps,
             n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
+            n_kv_heads=n_kv_heads,
             head_dim=dim,
             half=half,
             page_tokens=view.page_tokens,
+            WRITES=shape.n_kv_heads > 0,
             BITS=bits,
             GROUP=group,
             GROUPS=triton.next_power_of_2(dim // group),
@@ -327,5 +328,4 @@ def qkv_write(
             num_warps=max(1, min(4, heads * dim // 1024)),
             **overlap(qkv.device),
         )
-    q, k, v = qkv.view(tokens, sum(sizes), dim).split(sizes, 1)
-    return q, k, v
+    return split_heads(qkv, shape)
