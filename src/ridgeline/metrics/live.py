@@ -93,6 +93,8 @@ class Live:
         """Until this time, records are only collected."""
         self.verdicts = 0, 0
         """Online requests so far that met their SLO, and that did not."""
+        self.token_gaps = 0, 0.0
+        """Steps that followed another one without a pause, and the seconds between them: what requests wait for a token."""
         self._n_steps = 0
         self._device_s = self._mixed_s = self._host_s = self._row_s = self._step_joules = self._metered_s = 0.0
 
@@ -107,6 +109,9 @@ class Live:
         self._steps.append(step)
         self._gaps.append(gap_s)
         self._last = step
+        if gap_s is not None:
+            gaps, seconds = self.token_gaps
+            self.token_gaps = gaps + 1, seconds + gap_s
         if step.late:
             self.late += step.late
         if step.steps:

@@ -7,9 +7,12 @@ t(n) = a + b n, and lets in as many rows as keep t within the limit:
     with an SLO      the time per output token that the SLO allows, less a margin
     with an impact   the step time of the online requests alone, times 1 + impact
 
-While no online request runs, nobody is slowed down, and all rows of the engine may be used. A step model cannot see everything (a
-long prompt of a row, a slow disk), so misses of the SLO among the last online requests also shrink the lane, at once and by half;
-it grows again slowly.
+More rows than give KNEE of the highest throughput, 1 / b, only make steps longer, so there are never more. While no online request
+runs, nobody is slowed down, and all rows of the engine may be used.
+
+The line cannot see everything (prompts of rows, a busy machine). So the lane also follows what it measures: it shrinks at once
+while steps take longer than the SLO allows, and by half when online requests have missed the SLO, from which it recovers slowly. Beside
+online requests it grows by a few rows at a time, so that their prompts do not fill a step.
 """
 
 from __future__ import annotations
@@ -28,23 +31,32 @@ MISSES = 0.01
 """Share of online requests that may miss the SLO before the lane shrinks."""
 IDLE_S = 2.0
 """Seconds without an online request after which the lane counts on none."""
-_HALF_LIFE_STEPS = 400.0
-_FORGET = 0.5 ** (1 / _HALF_LIFE_STEPS)
+KNEE = 0.9
+"""Share of the highest throughput that is enough."""
+_FORGET = 0.5 ** (1 / 400)
+"""Weight of a step after another one, for the line: half after 400 steps."""
+_FORGET_RECENT = 0.5 ** (1 / 16)
 _JUDGED = 100
 """Online requests whose verdicts count."""
 _JUDGED_S = 30.0
 _SHRINK = 0.5
-_GROW_PER_S = 0.05
+_GROW_PER_S = 0.02
+_GROW_ROWS = 2
+"""Rows by which the lane grows at a time beside online requests, or a quarter of it if that is more."""
+_LEAST_ROWS = 8
+"""Rows below which the knee is not believed: a base of 0 would close the lane."""
 _SETTLE_S = 1.0
 """Seconds between two reductions: requests that end now began under the former limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine's load. online: choices of online requests that have not ended. rows: choices that it runs at once."""
+    """The engine's load. online: choices of online requests that have not ended. batch: rows of batches in flight. rows: choices
+    that the engine runs at once."""
 
     now: float
     online: int
+    batch: int
     rows: int
 
 
@@ -87,6 +99,8 @@ class LaneAdmission:
         self._judges = bool(slo)
         self._impact = DEFAULT_IMPACT if impact is None and not self._judges else impact
         self.steps = StepTimes()
+        self._recent_s = 0.0
+        """Mean time of the latest steps."""
         self._verdicts: deque[tuple[float, bool]] = deque(maxlen=_JUDGED)
         self._scale = 1.0
         self._shrunk_at = self._looked_at = -math.inf
@@ -97,6 +111,8 @@ class LaneAdmission:
         """Steps of the engine: their mean number of running requests, online and batch together, and their mean time."""
         if running > 0 and seconds > 0:
             self.steps.observe(running, seconds, steps)
+            kept = _FORGET_RECENT**steps if self._recent_s else 0.0
+            self._recent_s = kept * self._recent_s + (1 - kept) * seconds
 
     def on_requests(self, now: float, good: int, missed: int) -> None:
         """Online requests have ended: how many met their SLO, and how many did not."""
@@ -113,7 +129,10 @@ class LaneAdmission:
         if not self._peak:
             return load.rows
         room = max(0, load.rows - load.online)
-        return max(0, min(room, math.floor(self._scale * self._fitting(self._peak, room))))
+        fitting = min(self._fitting(self._peak, room), load.batch + max(_GROW_ROWS, load.batch // 4))
+        if self._slo_step_s is not None and self._recent_s > MARGIN * self._slo_step_s:
+            fitting = min(fitting, load.batch * MARGIN * self._slo_step_s / self._recent_s)
+        return max(0, min(room, math.floor(self._scale * fitting)))
 
     def _fitting(self, online: float, room: int) -> float:
         """Rows that keep the predicted step within the limits, beside so many online requests."""
@@ -126,9 +145,10 @@ class LaneAdmission:
             limits.append(MARGIN * self._slo_step_s)
         if self._impact is not None:
             limits.append((base + slope * online) * (1 + self._impact))
-        if not limits or slope <= 0:
+        if slope <= 0:
             return room
-        return (min(limits) - base) / slope - online
+        knee = KNEE / (1 - KNEE) * base / slope
+        return min((min(limits, default=math.inf) - base) / slope, max(knee, _LEAST_ROWS)) - online
 
     def _correct(self, now: float) -> None:
         """Shrink if online requests miss the SLO, grow slowly otherwise."""

@@ -80,6 +80,7 @@ class Lane:
         self._synced_at = self._purged_at = 0.0
         self._attempts: dict[tuple[str, int], int] = {}
         self._totals = front.metrics.live.totals
+        self._gaps = front.metrics.live.token_gaps
         self._verdicts = front.metrics.live.verdicts
 
     # --- what routes call -------------------------------------------------------------------------------------------
@@ -242,8 +243,10 @@ class Lane:
             return
         self._learn(now)
         online = service.client.open_choices - service.gate.batch_choices
-        allowed = self._admission.allowed(Load(now, online, service.gate.rows))
-        self._withdraw(allowed)
+        in_flight = len(self._running)
+        allowed = self._admission.allowed(Load(now, online, in_flight, service.gate.rows))
+        if in_flight - allowed > allowed // 4:  # a smaller excess goes by itself: withdrawn rows lose their tokens
+            self._withdraw(allowed)
         starts = 0
         for job in self._jobs.values():
             while len(self._running) < allowed and job.batch.status == "in_progress" and job.pending:
@@ -256,13 +259,13 @@ class Lane:
     def _learn(self, now: float) -> None:
         """Tell the admission what has happened since the last look."""
         live = self._front.metrics.live
-        totals, verdicts = live.totals, live.verdicts
-        work = totals.since(self._totals)
-        if work.steps and work.device_s:
-            self._admission.on_steps(work.row_s / work.device_s, (work.device_s + work.host_s) / work.steps, work.steps)
+        totals, verdicts, gaps = live.totals, live.verdicts, live.token_gaps
+        work, count = totals.since(self._totals), gaps[0] - self._gaps[0]
+        if work.device_s and count:
+            self._admission.on_steps(work.row_s / work.device_s, (gaps[1] - self._gaps[1]) / count, count)
         good, missed = (after - before for after, before in zip(verdicts, self._verdicts, strict=True))
         self._admission.on_requests(now, good, missed)
-        self._totals, self._verdicts = totals, verdicts
+        self._totals, self._verdicts, self._gaps = totals, verdicts, gaps
 
     def _withdraw(self, allowed: int) -> None:
         for task in list(self._running)[max(0, allowed) :]:
