@@ -133,13 +133,14 @@ async def capacity(session: Session, levels: Sequence[int], seconds: float) -> t
     return max((loop["output_tok_s"] for loop in loops if loop["attainment"] >= 0.99), default=0.0), loops
 
 
-def figures(run: Run) -> dict[str, float]:
-    """What a row says of online requests."""
+def figures(run: Run, seconds: float) -> dict[str, float]:
+    """What a row says of online requests. Goodput counts over the time in which requests arrived, so that a last slow answer does
+    not change it."""
     times, rates = run_json(run), throughput(run)
     return {
         "requests": len(run.rows),
         "attainment": round(run.attainment, 4),
-        "goodput_req_s": round(rates["goodput_requests_per_s"], 3),
+        "goodput_req_s": round(run.attainment * len(run.rows) / seconds, 3),
         "output_tok_s": round(rates["output_tokens_per_s"], 1),
         **{f"p99_{name}_ms": round(times[f"p99_{name}_ms"], 2) for name in ("ttft", "tpot")},
     }
@@ -153,7 +154,7 @@ async def measure(arguments: argparse.Namespace, about: dict[str, Any]) -> list[
             alone = await online(session, arguments)
             highest, loops = await capacity(session, arguments.levels, arguments.loop_seconds)
             both, lane = await beside(session, server, path, arguments)
-        without, with_lane = figures(alone), figures(both)
+        without, with_lane = figures(alone, arguments.seconds), figures(both, arguments.seconds)
         ratio = with_lane["goodput_req_s"] / without["goodput_req_s"]
         slack = highest - without["output_tok_s"]
         common = {"slo": arguments.slo, "rate": arguments.rate, "without": without, "with_lane": with_lane, **about}
@@ -175,7 +176,7 @@ async def measure(arguments: argparse.Namespace, about: dict[str, Any]) -> list[
             async with served(arguments, "--batch-impact", f"{impact:g}%") as (session, server):
                 alone = await online(session, arguments)
                 both, lane = await beside(session, server, path, arguments)
-            without, with_lane = figures(alone), figures(both)
+            without, with_lane = figures(alone, arguments.seconds), figures(both, arguments.seconds)
             name = "batch-capped-p99-ratio" + ("" if impact == arguments.impacts[0] else f"-{impact:g}")
             ratio = with_lane["p99_tpot_ms"] / without["p99_tpot_ms"]
             rows.append(

@@ -11,8 +11,8 @@ More rows than give KNEE of the highest throughput, 1 / b, only make steps longe
 runs, nobody is slowed down, and all rows of the engine may be used.
 
 The line cannot see everything (prompts of rows, a busy machine). So the lane also follows what it measures: it shrinks at once
-while steps take longer than the SLO allows, and by half when online requests have missed the SLO, from which it recovers slowly. Beside
-online requests it grows by a few rows at a time, so that their prompts do not fill a step.
+while steps take longer than the SLO allows, and by half when online requests have missed the SLO, from which it recovers slowly.
+Beside online requests it grows by a few rows at a time, so that their prompts do not fill a step.
 """
 
 from __future__ import annotations
