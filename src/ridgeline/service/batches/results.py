@@ -6,6 +6,7 @@ is a finished row. So no finished row is lost and none is written twice, and no 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class ResultLog:
 
     def scan(self) -> Iterator[_Result]:
         """The results in the file. What follows the last valid line is cut off."""
+        if not self.path.stat().st_size:
+            return
         with self.path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
@@ -69,7 +72,8 @@ class ResultLog:
             while written < len(line):
                 written += self._file.write(line[written:])
         except OSError:
-            self._file.truncate(self.size)
+            with contextlib.suppress(OSError):  # the error that matters is the one of the write
+                self._file.truncate(self.size)
             raise
         self.size += len(line)
 

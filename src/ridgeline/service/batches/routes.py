@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ridgeline.core.errors import BodyTooLarge, BodyTooSlow, NotFound, RequestError, UnsupportedField, shown
 from ridgeline.service.batches.input import MAX_BYTES
@@ -111,8 +112,10 @@ async def _receive(request: web.Request, path: Path, limit: int) -> tuple[dict[s
                 data = await _in_time(part.read_chunk(1 << 12))
                 fields[part.name] = data.decode("utf-8", "replace")
                 await _in_time(part.release())
-    except (ValueError, web.RequestPayloadError) as error:
-        raise RequestError(f"The form cannot be read ({error}): send multipart/form-data.", param="file") from error
+    except (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError) as error:
+        raise RequestError(
+            f"The form cannot be read ({str(error)[:100]}): send multipart/form-data.", param="file"
+        ) from error
     return fields, filename, size
 
 
@@ -132,7 +135,7 @@ async def _save(part: BodyPartReader, path: Path, limit: int) -> int:
             size += len(chunk)
             if size > limit:
                 raise BodyTooLarge(
-                    f"The file is larger than {limit >> 20} MiB, the space that is left for files.", param="file"
+                    f"The file has more than {limit} bytes, the space that is left for files.", param="file"
                 )
             await asyncio.to_thread(file.write, chunk)
         await asyncio.to_thread(_sync, file)
