@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -78,17 +78,30 @@ class ChatClient:
             ) from None
 
     def _send(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> http.client.HTTPResponse:
-        path = urlsplit(self.url).path.rstrip("/").removesuffix("/v1") if "://" in self.url else ""
         headers = {"content-type": "application/json"}
-        if self.api_key:
-            headers["authorization"] = f"Bearer {self.api_key}"
+        return self.request(connection, "POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
+
+    def request(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: bytes | Iterable[bytes] | None,
+        headers: Mapping[str, str],
+    ) -> http.client.HTTPResponse:
+        """Send a request with the key; returns the answer if its status is 200.
+
+        Raises RidgelineError with the message of the server, or ConfigError if no server answers.
+        """
+        prefix = urlsplit(self.url).path.rstrip("/").removesuffix("/v1") if "://" in self.url else ""
+        key = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         try:
-            connection.request("POST", f"{path}/v1/chat/completions", json.dumps(body), headers)
+            connection.request(method, prefix + path, body, {**headers, **key})
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise unreachable(self.url, error) from None
         if response.status != 200:
-            raise RidgelineError(f"{self.url} answered {response.status}: {_error_message(response.read())}")
+            raise RidgelineError(f"{self.url} answered {response.status}: {error_message(response.read())}")
         return response
 
 
@@ -126,7 +139,7 @@ def _record(answer: Answer, event: Mapping[str, Any]) -> str:
     return piece
 
 
-def _error_message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """The message of an error response, or the beginning of its body."""
     try:
         return str(json.loads(body)["error"]["message"])

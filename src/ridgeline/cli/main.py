@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "start the server: the OpenAI API over one model",
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts without a server",
+    "batch": "run a file of requests on a server in idle time: submit, status, get, cancel",
     "bench": "measure a server under load: latency, throughput, goodput",
     "compress": "make a model smaller: quantize or prune it; report size, speed and quality",
     "compare": "compare a model with a reference: perplexity, drift, limits for CI",

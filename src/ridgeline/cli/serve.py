@@ -27,6 +27,7 @@ from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.engine.policy import admission
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.address import Address
+from ridgeline.service.batches.settings import DayWindow, read_impact
 from ridgeline.service.launch import begin
 from ridgeline.service.listen import bind
 from ridgeline.speculation.options import check_files, read_wanted
@@ -118,6 +119,8 @@ def check(resolved: Resolved) -> None:
     admission(resolved.engine.batching)
     check_files(read_wanted(resolved.engine))
     Address.read(resolved.service)
+    DayWindow.parse(resolved.service.batch_window)
+    read_impact(resolved.service.batch_impact)
     if resolved.service.allowed_origins:
         # Imported on demand: without these options, the import runs later, while the engine process imports torch.
         import_module("ridgeline.service.origins").Origins.parse(resolved.service.allowed_origins)

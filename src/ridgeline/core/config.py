@@ -116,6 +116,20 @@ class ServiceConfig:
     )
     max_queue: int = option(1024, "maximum requests that may wait; further requests get status 429")
     max_body_mb: float = option(32.0, "largest request body in MiB")
+    batch_dir: str = option(
+        "",
+        "folder of the files and batches of /v1/files and /v1/batches (default: one for each port in the user's state folder; none "
+        "on port 0); off: no files and no batches",
+    )
+    batch_window: str = option(
+        "", "hours of the day, local time, in which rows of batches run, as in 22:00-06:00 (default: always)"
+    )
+    batch_impact: str = option(
+        "",
+        "share by which rows of batches may raise the p99 latency of online requests, as in 10% (default: up to --slo; without one "
+        "10%)",
+    )
+    batch_max_gb: float = option(10.0, "largest size of all stored files together in GiB")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
     drain_s: float = option(30.0, "seconds after SIGTERM in which running requests may finish")
     engine_restarts: int = option(

@@ -44,6 +44,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "port": (0, 65535),
     "max_queue": (0, 1 << 30),
     "max_body_mb": (0.001, 1 << 20),
+    "batch_max_gb": (0.001, 1 << 20),
     "keep_alive_s": (0.01, 1 << 20),
     "drain_s": (0.0, 1 << 20),
     "engine_restarts": (0, 1 << 20),

@@ -46,11 +46,15 @@ GAUGES: Mapping[str, Entry] = {
     "kv_cache_cached_perc": Entry("Share of KV blocks that are free but still cache a prefix, 0 to 1.", ours=True),
     "kv_waste_inside_perc": Entry("Share of leased token slots that hold no token.", ours=True),
     "kv_waste_between_perc": Entry("Share of the cache's bytes that unequal groups of layers waste.", ours=True),
+    "batch_rows_queued": Entry("Rows of batches that wait for the batch lane.", ours=True),
+    "batch_rows_running": Entry("Rows of batches in flight.", ours=True),
+    "batches_open": Entry("Batches that have not ended.", ours=True),
     "shadow_kl": Entry(
         "KL divergence from the reference model over the last shadowed answers, in nats per token.", ours=True
     ),
 }
 COUNTERS: Mapping[str, Entry] = {
+    "batch_rows": Entry("Rows of batches that have ended, by result.", label="result", ours=True),
     "shadow_answers": Entry("Answers that the reference model scored again.", ours=True),
     "shadow_tokens": Entry("Tokens of these answers.", ours=True),
     "shadow_same_tokens": Entry(

@@ -91,6 +91,10 @@ class Live:
         self._gaps: list[float | None] = []
         self._second_ends = 0.0
         """Until this time, records are only collected."""
+        self.verdicts = 0, 0
+        """Online requests so far that met their SLO, and that did not."""
+        self.token_gaps = 0, 0.0
+        """Steps that followed another one without a pause, and the seconds between them: what requests wait for a token."""
         self._n_steps = 0
         self._device_s = self._mixed_s = self._host_s = self._row_s = self._step_joules = self._metered_s = 0.0
 
@@ -105,6 +109,9 @@ class Live:
         self._steps.append(step)
         self._gaps.append(gap_s)
         self._last = step
+        if gap_s is not None:
+            gaps, seconds = self.token_gaps
+            self.token_gaps = gaps + 1, seconds + gap_s
         if step.late:
             self.late += step.late
         if step.steps:
@@ -173,6 +180,8 @@ class Live:
         now = self._clock()
         self._advance(now)
         self._requests.add(record)
+        if record.batch:
+            return
         slo = self.slo_of(record)
         cause = blame(record, slo)
         judged = bool(slo) and bool(cause or record.cut != DISCONNECTED)
@@ -188,6 +197,9 @@ class Live:
             events |= {f"within_{index}": 1.0 for index, met in enumerate(objectives_met) if met}
         self._sums.add(now, events)
         self._count("requests", 1)
+        if judged:
+            good, missed = self.verdicts
+            self.verdicts = (good, missed + 1) if cause else (good + 1, missed)
         self._count("judged", int(judged))
         self._count("good", int(judged and not cause))
         if record.cut:

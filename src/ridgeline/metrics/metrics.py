@@ -213,6 +213,9 @@ class Metrics:
     def on_request(self, record: RequestRecord) -> None:
         """Add an ended request. One that was cut off counts only as aborted and in the ledger."""
         self.live.on_request(record)
+        if record.batch:
+            self._count("prompt_tokens_cached", 0 if record.cut else record.cached_tokens)
+            return
         if record.cut:
             self.aborted(record.cut)
             return
@@ -241,6 +244,16 @@ class Metrics:
     def aborted(self, reason: str) -> None:
         """Count a request that was refused or ended early. reason: "cancelled", "error", "overloaded", ..."""
         self._count("aborted_requests", 1, reason)
+
+    def batch_lane(self, queued: int, running: int, batches: int) -> None:
+        """Set the gauges of the batch lane: rows that wait, rows in flight, batches that have not ended."""
+        gauges = self._gauges
+        gauges["batch_rows_queued"], gauges["batch_rows_running"], gauges["batches_open"] = queued, running, batches
+
+    def batch_rows(self, completed: int, failed: int) -> None:
+        """Count rows of batches that have a result."""
+        self._count("batch_rows", completed, "completed")
+        self._count("batch_rows", failed, "failed")
 
     def engine_restarted(self) -> None:
         """Count a restart of the engine."""

@@ -185,6 +185,8 @@ class RequestRecord:
     """Limits that the client set for this request."""
     run_id: str = ""
     """Value of the header x-run-id: the agent run that the request belongs to, or ""."""
+    batch: bool = False
+    """It is a row of a batch. Such rows count in no latency, goodput or arrival of online requests."""
     prefix_hashes: tuple[int, ...] = ()
     """Of the prompt (core.workload.prefix_hashes). () for a request with several prompts."""
 

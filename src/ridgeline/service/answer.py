@@ -68,12 +68,17 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
 
 async def send_body(service: Service, call: Call, shape: Shape) -> web.Response:
     """Run the call to its end and send one body."""
+    return web.Response(body=await make_body(service, call, shape), content_type="application/json")
+
+
+async def make_body(service: Service, call: Call, shape: Shape) -> bytes:
+    """Run the call to its end; returns the JSON of the answer."""
     async with contextlib.aclosing(pieces(service, call, shape.usage)) as batches:
         async for batch in batches:
             for piece in batch:
                 shape.add(piece)
     body = {**shape.body_head, "choices": shape.body(), "usage": usage_dict(shape.usage)}
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return msgspec.json.encode(body)
 
 
 async def send_events(

@@ -155,6 +155,11 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "ttft_s": _MAYBE_SECONDS,
             "publish_s": _MAYBE_SECONDS,
             "tpot_s": _MAYBE_SECONDS,
+            "batch": {"type": "boolean", "description": "Whether it is a row of a batch."},
+            "price_factor": {
+                "type": "number",
+                "description": "Price relative to an online request: 0.5 for rows of batches.",
+            },
             **_SHARES,
         }
     ),

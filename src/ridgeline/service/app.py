@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -13,14 +12,14 @@ from aiohttp import web
 
 from ridgeline.core.errors import Overloaded
 from ridgeline.service import insight, openapi, pages, routes
-from ridgeline.service.answer import Shape, send_body, send_events
-from ridgeline.service.call import Call
-from ridgeline.service.chat import read_chat
-from ridgeline.service.completions import read_completion
+from ridgeline.service.answer import send_body, send_events
+from ridgeline.service.batches import routes as batch_routes
+from ridgeline.service.batches.lane import run_lane
 from ridgeline.service.declared import RUN_ID, read_declared, read_run_id
 from ridgeline.service.fields import Route, read_fields
 from ridgeline.service.front import Front
 from ridgeline.service.guard import FRONT, IGNORED, REQUEST_ID, add_headers, guard, read_json, request_id
+from ridgeline.service.read_call import read_call
 
 _TICK_S = 1.0
 
@@ -31,9 +30,11 @@ def make_app(front: Front) -> web.Application:
     app[FRONT] = front
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_tick)
+    app.cleanup_ctx.append(_run_lane)
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
     app.router.add_routes(routes.ROUTES)
+    app.router.add_routes(batch_routes.ROUTES)
     app.router.add_routes(insight.ROUTES)
     app.router.add_routes(pages.ROUTES)
     app.router.add_routes(openapi.ROUTES)
@@ -52,6 +53,14 @@ async def _tick(app: web.Application) -> AsyncIterator[None]:
     ticking = asyncio.create_task(tick())
     yield
     ticking.cancel()
+
+
+async def _run_lane(app: web.Application) -> AsyncIterator[None]:
+    """Run rows of batches while the application runs."""
+    async with run_lane(app[FRONT]) as lane:
+        if lane is not None:
+            app[batch_routes.LANE] = lane
+        yield
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
@@ -76,13 +85,7 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
         request[IGNORED] = (*fields.ignored, *unknown)
     if (body_id := fields.get("request_id")) is not None and "x-request-id" not in request.headers:
         request[REQUEST_ID] = request_id(body_id)
-    call_id = uuid.uuid4().hex
-    call: Call
-    shape: Shape
-    if route == "chat":
-        call, shape, streaming = await read_chat(service, fields, f"chatcmpl-{call_id}", arrival)
-    else:
-        call, shape, streaming = await read_completion(service, fields, f"cmpl-{call_id}", arrival)
+    call, shape, streaming = await read_call(service, route, fields, arrival)
     if call.ignored:
         request[IGNORED] = (*request.get(IGNORED, ()), *call.ignored)
     call = replace(call, declared=declared, request_id=request[REQUEST_ID], run_id=run_id)

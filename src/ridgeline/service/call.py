@@ -19,7 +19,7 @@ class Call:
     constrained_by: the field with the answer's grammar, "" without one.
     has_reader: the answer is streamed as a text that a person reads; programs read answers with a grammar.
     request_id: of the header x-request-id. run_id: of the header x-run-id, "" without one. declared: latency limits that the caller
-    set for this request. ignored: parts of its messages that the template does not read.
+    set for this request. ignored: parts of its messages that the template does not read. batch: it is a row of a batch.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -38,6 +38,7 @@ class Call:
     run_id: str = ""
     declared: Slo = NO_SLO
     ignored: tuple[str, ...] = ()
+    batch: bool = False
 
     @property
     def choices(self) -> int:

@@ -24,6 +24,8 @@ class Gate:
         self.max_queue = max_queue
         self.rows = rows
         self._clock = clock
+        self.batch_choices = 0
+        """Choices of batch rows in flight. They leave the queue to online requests, so they do not count here."""
         self._rate = 0.0
         self._last_end: float | None = None
 
@@ -32,6 +34,8 @@ class Gate:
 
         open_choices: submitted and not ended. waiting: those of them that do not run, by the engine's last report.
         """
+        open_choices -= self.batch_choices
+        waiting = max(0, waiting - self.batch_choices)  # rows of batches wait before any online request does
         full = open_choices >= self.rows + self.max_queue or waiting >= max(1, self.max_queue)
         if full and open_choices:
             ahead = max(open_choices - self.rows, waiting)

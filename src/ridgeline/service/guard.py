@@ -38,6 +38,8 @@ _PAGES = frozenset({"/", "/dashboard", "/chat", "/docs"})
 _OPEN = frozenset({"/health", "/openapi.json"}) | _PAGES
 _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
 """Routes that need no key. Pages contain no data; they request it with the key."""
+_FORMS = frozenset({"/v1/files"})
+"""Routes whose body is a form. They check its content type themselves."""
 _JSON_TYPE = re.compile(r"application/(json|[^\s/;,]+\+json)")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -61,7 +63,7 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if request.path not in _OPEN and not _OPEN_FILES.fullmatch(request.path):
             _check_key(request, front.config.api_key)
         if request.method not in _SAFE_METHODS and request.match_info.http_exception is None:
-            _check_content_type(request.headers.get("content-type", ""))
+            _check_content_type(request)
         return await handler(request)
     except web.HTTPException as error:
         return from_http(request, error)
@@ -95,8 +97,14 @@ def _check_key(request: web.Request, key: str | None) -> None:
         )
 
 
-def _check_content_type(content_type: str) -> None:
-    """Require JSON. Browsers ask for permission before a page of another site may send JSON, but not for other types."""
+def _check_content_type(request: web.Request) -> None:
+    """Require JSON. Browsers ask for permission before a page of another site may send JSON, but not for other types.
+
+    They also ask before every DELETE. An upload is a form, which needs no permission: there the check of the origin must suffice.
+    """
+    if request.method == "DELETE" or request.path in _FORMS:
+        return
+    content_type = request.headers.get("content-type", "")
     if not _JSON_TYPE.fullmatch(content_type.partition(";")[0].strip().lower()):
         problem = (
             f"The content type {content_type[:60]!r} is not JSON"

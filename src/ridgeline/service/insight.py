@@ -14,6 +14,7 @@ from ridgeline.metrics import Live, RequestRecord
 from ridgeline.metrics.agent_runs import KEPT_RUNS, run_row
 from ridgeline.metrics.live import KEPT_REQUESTS
 from ridgeline.metrics.why import verdict
+from ridgeline.service.batches.objects import PRICE_FACTOR
 from ridgeline.service.front import Front
 from ridgeline.service.guard import FRONT
 from ridgeline.service.routes import json_response
@@ -134,6 +135,7 @@ def _row(live: Live, record: RequestRecord) -> dict[str, Any]:
     """A row of the ledger with derived values."""
     verdict_text = verdict(record, live.slo_of(record))
     derived = {"tpot_s": record.tpot_s, "elsewhere_s": record.elsewhere_s, "verdict": verdict_text}
+    derived["price_factor"] = PRICE_FACTOR if record.batch else 1.0
     return asdict(record) | derived | live.shares(record)
 
 

@@ -89,6 +89,7 @@ class Ledger:
                 request_id=call.request_id,
                 run_id=call.run_id,
                 prefix_hashes=prefix_hashes(call.prompts[0]) if len(call.prompts) == 1 else (),
+                batch=call.batch,
                 late=tuple(live.late[self._late_before :]),
                 declared=call.declared,
                 arrival=self._arrival,

@@ -16,6 +16,8 @@ from aiohttp import web
 
 import ridgeline
 from ridgeline.service.answers import ANSWERS
+from ridgeline.service.batches.routes import BATCH_BODY, BATCH_PAGE, FILE_PAGE, MAX_BATCH_PAGE, MAX_FILE_PAGE
+from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.declared import HEADERS, RUN_ID, RUN_ID_LENGTH
 from ridgeline.service.guard import FRONT
 from ridgeline.service.routes import DETOKENIZE, TOKENIZE
@@ -74,11 +76,13 @@ class Details:
 ERRORS = {
     400: "The request is not valid. The error's param names the field.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model, request or page.",
+    404: "There is no such model, request, file, batch or page.",
     408: "The body did not arrive in time.",
+    409: "The state of the file or batch does not allow it.",
     413: "The body is too large.",
     429: "The queue is full. The header retry-after says when to try again.",
     500: "The engine failed.",
+    507: "The disk, or the space for files, is full.",
     503: "The server is loading or shutting down, or the engine is not healthy.",
 }
 _GENERATES = (400, 404, 408, 413, 429, 500, 503)
@@ -116,6 +120,22 @@ _ORDER = {
     "description": "The latest or the slowest requests first.",
 }
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20, "description": "Number of requests."}
+_PURPOSE = {"type": "string", "description": "Only files with this purpose: batch or batch_output."}
+_FILE_ORDER = {"enum": ["asc", "desc"], "default": "desc", "description": "The oldest or the latest files first."}
+_AFTER = {"type": "string", "description": "The id after which the page begins."}
+
+
+def _page_limit(default: int, most: int) -> Schema:
+    return {"type": "integer", "minimum": 1, "maximum": most, "default": default, "description": "Objects in a page."}
+
+
+_BATCH_DESCRIPTIONS = {
+    "input_file_id": "The uploaded file with one request per line.",
+    "endpoint": "The endpoint of all requests: /v1/chat/completions or /v1/completions.",
+    "completion_window": "Time after which rows that have not run expire: 24h, or another number of m, h or d.",
+    "metadata": "Up to 16 pairs of strings.",
+    "output_expires_after": "When the result files are deleted: {anchor: created_at, seconds} (default: 30 days).",
+}
 _JSON, _HTML, _EVENTS, _TEXT = "application/json", "text/html", "text/event-stream", "text/plain"
 _MESSAGES = [{"role": "user", "content": "Hello!"}]
 
@@ -134,6 +154,28 @@ DETAILS: Mapping[str, Details] = {
         answers={_JSON: _ref("Completion"), _EVENTS: _ref("Completion")},
         errors=_GENERATES,
     ),
+    "post /v1/files": Details(answers={_JSON: _ref("File")}, errors=(400, 404, 408, 413, 507)),
+    "get /v1/files": Details(
+        {"purpose": _PURPOSE, "order": _FILE_ORDER, "limit": _page_limit(FILE_PAGE, MAX_FILE_PAGE), "after": _AFTER},
+        answers={_JSON: _ref("Files")},
+        errors=(400, 404),
+    ),
+    "get /v1/files/{id}": Details(answers={_JSON: _ref("File")}, errors=(404,)),
+    "get /v1/files/{id}/content": Details(answers={"application/octet-stream": {"type": "string"}}, errors=(404,)),
+    "delete /v1/files/{id}": Details(answers={_JSON: _ref("DeletedFile")}, errors=(404, 409)),
+    "post /v1/batches": Details(
+        body=record_schema(BATCH_BODY, _BATCH_DESCRIPTIONS, ("input_file_id", "endpoint", "completion_window")),
+        example={"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+        answers={_JSON: _ref("Batch")},
+        errors=(400, 404, 408, 413, 507),
+    ),
+    "get /v1/batches": Details(
+        {"limit": _page_limit(BATCH_PAGE, MAX_BATCH_PAGE), "after": _AFTER},
+        answers={_JSON: _ref("Batches")},
+        errors=(400, 404),
+    ),
+    "get /v1/batches/{id}": Details(answers={_JSON: _ref("Batch")}, errors=(404,)),
+    "post /v1/batches/{id}/cancel": Details(answers={_JSON: _ref("Batch")}, errors=(404, 409, 507)),
     "get /v1/models": Details(answers={_JSON: _ref("Models")}, errors=(503,)),
     "get /v1/models/{name}": Details(answers={_JSON: _ref("Model")}, errors=(404, 503)),
     "post /tokenize": Details(
@@ -167,7 +209,8 @@ DETAILS: Mapping[str, Details] = {
 }
 """By method and path. A route without an entry is described by its docstring and path."""
 _PATH_DESCRIPTIONS = {
-    "id": "The id of the answer's body, or of its header x-request-id; of an agent run, that of the header x-run-id.",
+    "id": "The id of the answer's body, or of its header x-request-id; of an agent run, that of the header x-run-id; of a file or "
+    "batch, the id of its object.",
     "name": "Name of the model as /v1/models lists it, or of a file under /dashboard/.",
 }
 
@@ -204,7 +247,12 @@ def document(app: web.Application) -> dict[str, Any]:
         "security": [{name: []} for name in _SECURITY],
         "paths": dict(sorted(paths.items(), key=lambda entry: list(TAGS).index(_tag(entry[0])))),
         "components": {
-            "schemas": {"ChatRequest": body_schema("chat"), "CompletionRequest": body_schema("completions"), **ANSWERS},
+            "schemas": {
+                "ChatRequest": body_schema("chat"),
+                "CompletionRequest": body_schema("completions"),
+                **ANSWERS,
+                **BATCH_ANSWERS,
+            },
             "securitySchemes": _SECURITY,
         },
     }

@@ -66,7 +66,7 @@ class Origins:
         requested_method = request.headers.get("access-control-request-method")
         if request.method != "OPTIONS" or requested_method is None or not self._allows(request):
             return None
-        headers = {"access-control-allow-methods": "GET, POST", "access-control-max-age": str(_MAX_AGE_S)}
+        headers = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": str(_MAX_AGE_S)}
         if names := request.headers.get("access-control-request-headers"):
             headers["access-control-allow-headers"] = names
         return web.Response(status=204, headers=headers)

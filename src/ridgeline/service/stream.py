@@ -140,7 +140,8 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
             if failed is not None:
                 raise failed
     finally:
-        service.gate.ended(call.choices)
+        if not call.batch:
+            service.gate.ended(call.choices)
         subscription.close()
         ledger.close(usage)
 
@@ -168,7 +169,8 @@ class _Run:
         self._subscription = subscription
         self._ledger = ledger
         self._usage = usage
-        self._shadow = service.shadow if service.shadow is not None and service.shadow.draws() else None
+        shadow = None if call.batch else service.shadow
+        self._shadow = shadow if shadow is not None and shadow.draws() else None
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
         usage.prompt = sum(map(len, call.prompts))

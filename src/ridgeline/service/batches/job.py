@@ -1,0 +1,216 @@
+"""One batch while it runs: its input, its results, and which rows are still to be run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ridgeline.core.errors import RequestError, RidgelineError, Unavailable
+from ridgeline.service.answer import make_body, usage_dict
+from ridgeline.service.batches.input import (
+    BadRow,
+    InputIndex,
+    answered,
+    not_run,
+    read_row,
+    read_span,
+    row_id,
+    scan,
+)
+from ridgeline.service.batches.objects import Batch, Problem, RequestCounts, Status, StoredFile
+from ridgeline.service.batches.results import Results
+from ridgeline.service.batches.store import Store, StoredBatch
+from ridgeline.service.errors import as_ridgeline, error_body
+from ridgeline.service.fields import Fields, Route, read_fields
+from ridgeline.service.read_call import read_call
+from ridgeline.service.state import Service
+
+ENDPOINTS: dict[str, Route] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+"""Endpoints whose requests a batch may contain, and how their bodies are read."""
+PRIORITY = 1 << 32
+"""Added to the priority of a row: above every number that a request may name, so that every online request is more urgent."""
+ATTEMPTS = 3
+"""Losses of the engine after which a row fails: it may be the row that the engine does not survive."""
+_NOT_RUN: dict[Status, tuple[str, str]] = {
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+    "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
+}
+
+
+class RowLost(Exception):
+    """A row has no answer, and not because of its request: the engine was lost, or the server drains."""
+
+    def __init__(self, error: RidgelineError) -> None:
+        super().__init__(error.message)
+        self.counts = not isinstance(error, Unavailable)
+        """Whether the row may be to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """A row's line in one of the files. usage: None for an error."""
+
+    line: bytes
+    usage: dict[str, Any] | None
+
+
+class Job:
+    """A batch that has not ended. max_row_bytes: largest line."""
+
+    def __init__(self, stored: StoredBatch, store: Store, max_row_bytes: int) -> None:
+        self._stored, self._store, self._max_row_bytes = stored, store, max_row_bytes
+        self.batch: Batch = stored.batch
+        self.index = InputIndex()
+        self.results: Results | None = None
+        """None until the batch was prepared."""
+        self.pending: deque[int] = deque()
+        """Rows to run, in their order."""
+        self.running: set[int] = set()
+        self.reported = 0, 0
+        """Completed and failed rows that the metrics have."""
+        self.retry_at = 0.0
+        self.storage_error: OSError | None = None
+        """Why a result could not be stored."""
+
+    async def prepare(self, now: float) -> None:
+        """Read input and results. A new batch begins, or fails if its file is not valid."""
+        path = self._store.path(self.batch.input_file_id)
+        self.index = await asyncio.to_thread(scan, path, self.batch.endpoint, self._max_row_bytes)
+        batch, index = self.batch, self.index
+        batch.request_counts.total = len(index.spans)
+        if batch.status == "validating":
+            if index.problems:
+                batch.fail(index.problems, now)
+                return
+            batch.model = next(iter(index.models)) if len(index.models) == 1 else None
+            batch.move("in_progress", now)
+            await asyncio.to_thread(self._store.save, self.current())
+        await asyncio.to_thread(self._open_results)
+
+    def _open_results(self) -> None:
+        """Read the results of an earlier run, add those of bad rows, and list the rows that have none."""
+        results = Results.open(*map(self._store.path, (self._stored.output, self._stored.errors)))
+        self.reported = results.completed, results.failed
+        self.results = results
+        for row, bad in self.index.bad.items():
+            if row not in results.done:
+                body = error_body(bad.error)
+                results.fail(row, answered(self.result_id(row), bad.custom_id, bad.error.status, body, _request_id()))
+        self.pending = deque(row for row in self.index.order if row not in results.done)
+
+    def current(self) -> StoredBatch:
+        """The batch with its present counts."""
+        if self.results is not None:
+            results, counts = self.results, self.batch.request_counts
+            self.batch.request_counts = RequestCounts(counts.total, results.completed, results.failed)
+            self.batch.usage = results.usage
+        return self._stored
+
+    def read(self, row: int) -> tuple[str, Fields | RequestError]:
+        """The custom_id of a row, and its checked fields or why they are not valid. Reads the file: call it in a thread."""
+        with self._store.path(self.batch.input_file_id).open("rb") as file:
+            value = read_row(read_span(file, self.index.spans[row]), self.batch.endpoint)
+        assert not isinstance(value, BadRow)  # bad rows are never pending
+        try:
+            return value.custom_id, read_fields(ENDPOINTS[self.batch.endpoint], value.body)
+        except RequestError as error:
+            return value.custom_id, error
+
+    def result_id(self, row: int) -> str:
+        return row_id(self.batch.id, row)
+
+    def store_result(self, row: int, result: RowResult) -> None:
+        """Append a row's result to its file. Raises OSError if the disk is full."""
+        assert self.results is not None
+        if result.usage is None:
+            self.results.fail(row, result.line)
+        else:
+            self.results.complete(row, result.line, result.usage)
+
+    async def finish(self, status: Status, now: float) -> None:
+        """Write what was not run to the error file and enter a final state. The caller stores it."""
+        assert self.results is not None
+        await asyncio.to_thread(self._write_rest, status)
+        self._name_files()
+        self.batch.move(status, now)
+
+    def _write_rest(self, status: Status) -> None:
+        """Results for all rows without one, then wait for the disk."""
+        assert self.results is not None
+        if status in _NOT_RUN:
+            code, message = _NOT_RUN[status]
+            with self._store.path(self.batch.input_file_id).open("rb") as file:
+                for row, span in self.index.spans.items():
+                    if row not in self.results.done:
+                        value = read_row(read_span(file, span), self.batch.endpoint)
+                        self.results.fail(row, not_run(self.result_id(row), value.custom_id, code, message))
+        self.results.sync()
+
+    def storage_failed(self, error: Exception, now: float) -> None:
+        """End because results cannot be stored. Those that were stored stay available."""
+        if not self.batch.ended:
+            message = f"Results cannot be stored ({error}). Finished rows are in the output file."
+            self.batch.fail([Problem("storage_full", message)], now)
+        self._name_files()
+
+    def _name_files(self) -> None:
+        """Name those result files in the batch that contain something."""
+        if self.results is not None:
+            self.batch.output_file_id = self._stored.output if self.results.output.size else None
+            self.batch.error_file_id = self._stored.errors if self.results.errors.size else None
+
+    def files(self) -> tuple[StoredFile, ...]:
+        """The result files of a batch that has ended."""
+        batch, results = self.batch, self.results
+        if not batch.ended or results is None:
+            return ()
+        now = int(time.time())
+        sizes = (
+            (batch.output_file_id, "output", results.output.size),
+            (batch.error_file_id, "error", results.errors.size),
+        )
+        return tuple(
+            StoredFile(
+                file_id, size, now, f"{batch.id}_{name}.jsonl", "batch_output", now + self._stored.result_expiry_s
+            )
+            for file_id, name, size in sizes
+            if file_id is not None
+        )
+
+    def close(self) -> None:
+        """Close the result files, and delete empty ones of a batch that has ended."""
+        if self.results is not None:
+            self.results.close()
+            if self.batch.ended:
+                self.results.delete_empty()
+
+
+async def run_row(service: Service, job: Job, row: int, last_attempt: bool) -> RowResult:
+    """Answer one row. last_attempt: a loss of the engine is its result. Raises RowLost if it has to run again, OSError if it cannot
+    be read."""
+    request_id, result_id = _request_id(), job.result_id(row)
+    custom_id, fields = await asyncio.to_thread(job.read, row)
+    try:
+        if isinstance(fields, RequestError):
+            raise fields
+        call, shape, _ = await read_call(service, ENDPOINTS[job.batch.endpoint], fields, time.time())
+        call = replace(call, request_id=request_id, priority=PRIORITY + call.priority, batch=True, has_reader=False)
+        service.gate.batch_choices += call.choices
+        try:
+            body = await make_body(service, call, shape)
+        finally:
+            service.gate.batch_choices -= call.choices
+    except Exception as failure:
+        error = as_ridgeline(failure)
+        if isinstance(error, Unavailable) or not (last_attempt or isinstance(error, RequestError)):
+            raise RowLost(error) from failure
+        return RowResult(answered(result_id, custom_id, error.status, error_body(error), request_id), None)
+    return RowResult(answered(result_id, custom_id, 200, body, request_id), usage_dict(shape.usage))
+
+
+def _request_id() -> str:
+    return f"req_{uuid.uuid4().hex}"

@@ -1,0 +1,315 @@
+"""Runs the rows of batches beside online requests, and carries each batch from state to state.
+
+Everything happens in one task, which looks every `_LOOK_S` and whenever a row has ended: it starts or withdraws rows as
+`LaneAdmission` says, and moves batches on. A row is an ordinary call, read and checked like a request over HTTP, that the engine
+runs with the lowest priority. A withdrawn row starts again later. Reading input files and waiting for the disk happen in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from ridgeline.core.errors import RidgelineError
+from ridgeline.service.batches.admission import LaneAdmission, Load
+from ridgeline.service.batches.job import ATTEMPTS, Job, RowLost, run_row
+from ridgeline.service.batches.objects import StorageFull
+from ridgeline.service.batches.settings import DayWindow, batch_folder, read_impact
+from ridgeline.service.batches.store import Store, StoredBatch
+from ridgeline.service.front import Front
+from ridgeline.service.state import Service
+
+_LOOK_S = 0.05
+_SYNC_S = 0.25
+"""Seconds between two waits for the disk: results of this time are written to it together."""
+_STARTS = 8
+"""Rows started at a time, so that their tokenization does not delay online requests."""
+_OPEN = 8
+"""Batches whose files are open. Later ones wait in the state validating."""
+_PURGE_S = 60.0
+_RETRY_S = 5.0
+"""Seconds until a state that could not be stored is stored again."""
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def run_lane(front: Front) -> AsyncIterator[Lane | None]:
+    """Open the batch folder and run its batches until the block ends. None: the server has no such folder."""
+    config = front.config
+    folder = batch_folder(config)
+    if folder is None:
+        yield None
+        return
+    store = await asyncio.to_thread(Store, folder, int(config.batch_max_gb * (1 << 30)))
+    admission = LaneAdmission(front.metrics.live.slo, read_impact(config.batch_impact))
+    lane = Lane(front, store, admission, DayWindow.parse(config.batch_window))
+    await lane.load()
+    running = asyncio.get_running_loop().create_task(lane.run())
+    try:
+        yield lane
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        await lane.close()
+
+
+class Lane:
+    """All batches that have not ended."""
+
+    def __init__(
+        self,
+        front: Front,
+        store: Store,
+        admission: LaneAdmission,
+        window: DayWindow = DayWindow(),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """clock: unix seconds."""
+        self.store = store
+        self._front, self._admission, self._window, self._clock = front, admission, window, clock
+        self._jobs: dict[str, Job] = {}
+        self._changed = asyncio.Event()
+        self._running: dict[asyncio.Task[None], tuple[Job, int]] = {}
+        """Rows in flight, the oldest first."""
+        self._moving = asyncio.Lock()
+        """Held while the state of a batch changes."""
+        self._synced_at = self._purged_at = 0.0
+        self._attempts: dict[tuple[str, int], int] = {}
+        self._totals = front.metrics.live.totals
+        self._gaps = front.metrics.live.token_gaps
+        self._verdicts = front.metrics.live.verdicts
+
+    # --- what routes call -------------------------------------------------------------------------------------------
+
+    def add(self, stored: StoredBatch) -> None:
+        """Run a batch that the store has."""
+        self._jobs[stored.batch.id] = Job(stored, self.store, int(self._front.config.max_body_mb * (1 << 20)))
+        self._changed.set()
+
+    def current(self, stored: StoredBatch) -> StoredBatch:
+        """The batch as it is now: one that has not ended is ahead of the store."""
+        job = self._jobs.get(stored.batch.id)
+        return stored if job is None else job.current()
+
+    async def cancel(self, batch_id: str) -> StoredBatch:
+        """Begin to cancel. Raises NotFound, and Conflict for a batch whose state does not allow it."""
+        async with self._moving:
+            stored = await asyncio.to_thread(self.store.batch, batch_id)
+            job = self._jobs.get(batch_id)
+            if job is None:
+                stored.batch.move("cancelling", self._clock())  # raises Conflict: it has ended
+            elif job.batch.status != "cancelling":
+                job.batch.move("cancelling", self._clock())
+                await self._save(job)
+                self._changed.set()
+            return self.current(stored)
+
+    async def load(self) -> None:
+        """Go on with the batches that an earlier server has left."""
+        for stored in await asyncio.to_thread(self.store.unfinished):
+            self.add(stored)
+
+    # --- the task ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        while True:
+            self._changed.clear()
+            try:
+                await self._look()
+            except Exception:
+                log.exception("the batch lane goes on after an error")
+            try:
+                async with asyncio.timeout(_LOOK_S if self._jobs else 1.0):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def close(self) -> None:
+        """Withdraw all rows and close the files. Batches go on when the server starts again."""
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+        for job in self._jobs.values():
+            await asyncio.to_thread(job.close)
+        await asyncio.to_thread(self.store.close)
+
+    async def _look(self) -> None:
+        now = self._clock()
+        if now - self._purged_at >= _PURGE_S:
+            self._purged_at = now
+            await asyncio.to_thread(self.store.delete_expired, now)
+        opened = 0
+        for job in list(self._jobs.values()):
+            due = job.batch.status == "cancelling" or now >= job.batch.expires_at
+            if opened < _OPEN or due:
+                async with self._moving:
+                    await self._advance(job, now)
+            opened += not job.batch.ended
+        self._fill(now)
+        if now - self._synced_at >= _SYNC_S:
+            self._synced_at = now
+            await self._sync()
+        self._report()
+
+    async def _advance(self, job: Job, now: float) -> None:
+        """Move one batch on, if something is due."""
+        if now < job.retry_at:
+            return
+        try:
+            if job.storage_error is not None:
+                raise job.storage_error
+            if job.results is None:
+                await job.prepare(now)
+            batch = job.batch
+            if batch.status == "in_progress" and now >= batch.expires_at:
+                await self._withdraw_all(job)
+                await job.finish("expired", now)
+            elif batch.status == "cancelling":
+                await self._withdraw_all(job)
+                await job.finish("cancelled", now)
+            elif batch.status == "in_progress" and not job.pending and not job.running:
+                batch.move("finalizing", now)
+                await self._save(job)
+                await job.finish("completed", self._clock())
+            elif batch.status == "finalizing":
+                await job.finish("completed", now)
+            if batch.ended:
+                await self._save(job)
+                self._drop(job)
+        except (OSError, StorageFull) as error:
+            await self._storage_failed(job, error, now)
+
+    def _drop(self, job: Job) -> None:
+        """Forget a batch that has ended and is stored."""
+        self._count(job)
+        job.close()
+        self._jobs.pop(job.batch.id, None)
+        self._attempts = {key: count for key, count in self._attempts.items() if key[0] != job.batch.id}
+
+    async def _storage_failed(self, job: Job, error: Exception, now: float) -> None:
+        """End a batch whose results cannot be stored. If even that cannot be stored, try again later."""
+        log.error("batch %s: %s", job.batch.id, error)
+        await self._withdraw_all(job)
+        job.storage_failed(error, now)
+        job.retry_at = now + _RETRY_S
+        try:
+            await self._save(job)
+            self._drop(job)
+        except (OSError, StorageFull):
+            log.error("the state of batch %s cannot be stored; trying again in %g s", job.batch.id, _RETRY_S)
+
+    async def _withdraw_all(self, job: Job) -> None:
+        tasks = [task for task, (owner, _) in self._running.items() if owner is job]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _save(self, job: Job) -> None:
+        await asyncio.to_thread(self.store.save, job.current(), job.files())
+
+    async def _sync(self) -> None:
+        """Wait for the disk to have all results."""
+        for job in list(self._jobs.values()):
+            if job.results is not None:
+                try:
+                    await asyncio.to_thread(job.results.sync)
+                except OSError as error:
+                    await self._storage_failed(job, error, self._clock())
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def _service(self, now: float) -> Service | None:
+        """The service, if rows may run now."""
+        local = time.localtime(now)
+        if not self._window.open(60 * local.tm_hour + local.tm_min):
+            return None
+        try:
+            return self._front.service()
+        except RidgelineError:
+            return None
+
+    def _fill(self, now: float) -> None:
+        """Start rows up to what is allowed, or withdraw the youngest above it."""
+        service = self._service(now)
+        if service is None:
+            self._withdraw(0)
+            return
+        self._learn(now)
+        online = service.client.open_choices - service.gate.batch_choices
+        in_flight = len(self._running)
+        allowed = self._admission.allowed(Load(now, online, in_flight, service.gate.rows))
+        if in_flight - allowed > allowed // 4:  # a smaller excess goes by itself: withdrawn rows lose their tokens
+            self._withdraw(allowed)
+        starts = 0
+        for job in self._jobs.values():
+            while len(self._running) < allowed and job.batch.status == "in_progress" and job.pending:
+                if starts == _STARTS:
+                    self._changed.set()  # the rest follows when the event loop has served others
+                    return
+                self._start(service, job)
+                starts += 1
+
+    def _learn(self, now: float) -> None:
+        """Tell the admission what has happened since the last look."""
+        live = self._front.metrics.live
+        totals, verdicts, gaps = live.totals, live.verdicts, live.token_gaps
+        work, count = totals.since(self._totals), gaps[0] - self._gaps[0]
+        if work.device_s and count:
+            self._admission.on_steps(work.row_s / work.device_s, (gaps[1] - self._gaps[1]) / count, count)
+        good, missed = (after - before for after, before in zip(verdicts, self._verdicts, strict=True))
+        self._admission.on_requests(now, good, missed)
+        self._totals, self._verdicts, self._gaps = totals, verdicts, gaps
+
+    def _withdraw(self, allowed: int) -> None:
+        for task in list(self._running)[max(0, allowed) :]:
+            task.cancel()
+
+    def _start(self, service: Service, job: Job) -> None:
+        row = job.pending.popleft()
+        job.running.add(row)
+        task = asyncio.get_running_loop().create_task(self._run_row(service, job, row))
+        self._running[task] = job, row
+        task.add_done_callback(self._ended)
+
+    async def _run_row(self, service: Service, job: Job, row: int) -> None:
+        """Run one row and store its result."""
+        key = job.batch.id, row
+        try:
+            last = self._attempts.get(key, 0) == ATTEMPTS - 1
+            job.store_result(row, await run_row(service, job, row, last))
+        except RowLost as lost:
+            self._attempts[key] = self._attempts.get(key, 0) + lost.counts
+        except OSError as error:
+            job.storage_error = error
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A row has ended. Without a result (it was withdrawn, or its engine was lost) it is to be run again."""
+        job, row = self._running.pop(task)
+        job.running.discard(row)
+        if job.results is not None and row not in job.results.done:
+            job.pending.appendleft(row)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a row of a batch failed unexpectedly", exc_info=error)
+            job.storage_error = OSError(str(error))
+        self._changed.set()
+
+    def _report(self) -> None:
+        """Show the lane's rows in the metrics."""
+        for job in self._jobs.values():
+            self._count(job)
+        waiting = sum(len(job.pending) for job in self._jobs.values())
+        self._front.metrics.batch_lane(waiting, len(self._running), len(self._jobs))
+
+    def _count(self, job: Job) -> None:
+        """Add a batch's new results to the counters."""
+        if job.results is not None:
+            completed, failed = job.results.completed, job.results.failed
+            self._front.metrics.batch_rows(completed - job.reported[0], failed - job.reported[1])
+            job.reported = completed, failed

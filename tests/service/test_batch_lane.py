@@ -1,0 +1,241 @@
+"""The batch lane beside a fake engine: expiry, engines that die, a full disk, a full queue, hours of the day, odd uploads."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from jsonschema import Draft202012Validator
+
+from ridgeline.core.errors import ConfigError
+from ridgeline.service.batches.job import PRIORITY
+from ridgeline.service.batches.schemas import BATCH_ANSWERS
+from ridgeline.service.batches.store import Store
+
+from .live import Live, Reply, behaviour, counts, live, says
+from .test_batch_store import CHAT, add_file, line, stored
+
+LIMIT = 1 << 30
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def valid(name: str, value: Any) -> None:
+    """Hold an answer against its schema."""
+    schema = {"$ref": f"#/components/schemas/{name}", "components": {"schemas": BATCH_ANSWERS}}
+    jsonschema.validate(value, schema, Draft202012Validator)
+
+
+def form(*parts: tuple[str, bytes, str]) -> tuple[bytes, dict[str, str]]:
+    """A multipart body of (field, value, filename), and its header."""
+    lines = []
+    for name, value, filename in parts:
+        disposition = f'form-data; name="{name}"' + (f'; filename="{filename}"' if filename else "")
+        lines.append(f"--edge\r\nContent-Disposition: {disposition}\r\n\r\n".encode() + value + b"\r\n")
+    return b"".join(lines) + b"--edge--\r\n", {"content-type": "multipart/form-data; boundary=edge"}
+
+
+def upload(server: Live, data: bytes) -> Reply:
+    body, headers = form(("purpose", b"batch", ""), ("file", data, "rows.jsonl"))
+    return server.send("POST", "/v1/files", body, headers)
+
+
+def start(server: Live, data: bytes, **fields: Any) -> str:
+    file = upload(server, data).json
+    valid("File", file)
+    body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h", **fields}
+    answer = server.send("POST", "/v1/batches", body)
+    assert answer.status == 200, answer.data
+    valid("Batch", answer.json)
+    return str(answer.json["id"])
+
+
+def get(server: Live, batch_id: str) -> dict[str, Any]:
+    value: dict[str, Any] = server.get(f"/v1/batches/{batch_id}").json
+    valid("Batch", value)
+    return value
+
+
+def until(server: Live, batch_id: str, *states: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 10
+    while (batch := get(server, batch_id))["status"] not in (states or ENDED):
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.01)
+    return batch
+
+
+def lines(server: Live, file_id: str) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in server.get(f"/v1/files/{file_id}/content").data.splitlines()]
+
+
+def test_rows_have_the_lowest_priority(tmp_path: Path):
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        until(server, start(server, line("a") + line("b", priority=-5) + line("c", service_tier="priority")))
+        server.chat(priority=(1 << 31) - 1)
+        *rows, online = [submit.priority for submit in server.engine.submits]
+        assert sorted(rows) == [PRIORITY - 10, PRIORITY - 5, PRIORITY] and online < min(rows)
+
+
+def test_online_requests_are_not_refused_because_of_rows(tmp_path: Path):
+    with live(behaviour(counts, rows=2, delay=0.005), batch_dir=str(tmp_path), max_queue=1) as server:
+        batch_id = start(server, b"".join(line(str(row), max_tokens=2000) for row in range(9)))
+        server.until(lambda: server.engine.submits)
+        assert server.chat(max_tokens=3).status == 200
+        (ledger,) = [row for row in server.get("/requests").json["data"] if not row["batch"]]
+        assert ledger["price_factor"] == 1.0
+        assert "ridgeline:batch_rows_queued" in server.get("/metrics").data.decode()
+        assert server.send("POST", f"/v1/batches/{batch_id}/cancel", {}).json["status"] in ("cancelling", "cancelled")
+        until(server, batch_id, "cancelled")
+
+
+def test_an_expired_batch_keeps_what_it_has(tmp_path: Path):
+    """The server was off while the window passed."""
+    store = Store(tmp_path, LIMIT)
+    file = add_file(store)
+    store.path(file.id).write_bytes(line("a") + line("b"))
+    late = stored(input_file_id=file.id, expires_at=int(time.time()) - 5)
+    store.add_batch(late)
+    store.close()
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        batch = until(server, late.batch.id)
+        assert batch["status"] == "expired" and batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+        errors = lines(server, batch["error_file_id"])
+        assert {row["custom_id"]: (row["response"], row["error"]["code"]) for row in errors} == {
+            "a": (None, "batch_expired"),
+            "b": (None, "batch_expired"),
+        }
+
+
+def test_rows_outlive_their_engine(tmp_path: Path):
+    plan = behaviour(counts, rows=4, delay=0.002)
+    with live(plan, batch_dir=str(tmp_path)) as server:
+        batch_id = start(server, b"".join(line(str(row), max_tokens=40) for row in range(12)))
+        server.until(lambda: server.engine.said > 10)
+        server.run(server.engine.die())
+        server.replace_engine()
+        batch = until(server, batch_id)
+        assert batch["status"] == "completed" and batch["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+        names = [row["custom_id"] for row in lines(server, batch["output_file_id"])]
+        assert sorted(names, key=int) == [str(row) for row in range(12)]
+
+
+def test_a_row_that_the_engine_does_not_survive_fails(tmp_path: Path):
+    with live(behaviour(counts, fail_after=2), batch_dir=str(tmp_path)) as server:
+        batch = until(server, start(server, line("a")))
+        assert batch["status"] == "completed" and batch["request_counts"]["failed"] == 1
+        (row,) = lines(server, batch["error_file_id"])
+        assert row["response"]["status_code"] == 500 and row["response"]["body"]["error"]["code"] == "engine_failed"
+        assert len(server.engine.submits) == 3
+
+
+def test_a_full_disk_ends_the_batch_and_not_the_server(tmp_path: Path):
+    store = Store(tmp_path, LIMIT)
+    file = add_file(store)
+    store.path(file.id).write_bytes(line("a"))
+    doomed = stored(input_file_id=file.id, expires_at=int(time.time()) + 1000)
+    store.add_batch(doomed)
+    store.path(doomed.output).symlink_to("/dev/full")
+    store.close()
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        batch = until(server, doomed.batch.id)
+        assert batch["status"] == "failed" and batch["output_file_id"] is None
+        assert [problem["code"] for problem in batch["errors"]["data"]] == ["storage_full"]
+        assert server.chat().status == 200
+        assert until(server, start(server, line("b")))["status"] == "completed"
+
+
+def test_rows_wait_for_their_hours(tmp_path: Path):
+    now = time.localtime()
+    later = (now.tm_hour + 2) % 24
+    window = f"{later:02}:00-{(later + 1) % 24:02}:00"
+    with live(behaviour(says("done")), batch_dir=str(tmp_path), batch_window=window) as server:
+        batch_id = start(server, line("a"))
+        until(server, batch_id, "in_progress")
+        time.sleep(0.2)
+        assert get(server, batch_id)["request_counts"]["completed"] == 0 and not server.engine.submits
+        server.send("POST", f"/v1/batches/{batch_id}/cancel", {})
+        until(server, batch_id, "cancelled")
+
+
+def test_a_stopped_server_goes_on_where_it_was(tmp_path: Path):
+    data = b"".join(line(str(row), max_tokens=60) for row in range(10))
+    with live(behaviour(counts, rows=2, delay=0.002), batch_dir=str(tmp_path)) as server:
+        batch_id = start(server, data)
+        server.until(lambda: server.engine.said > 150)
+    with live(behaviour(counts, rows=2), batch_dir=str(tmp_path)) as server:
+        assert get(server, batch_id)["status"] in ("in_progress", "finalizing", "completed")
+        batch = until(server, batch_id)
+        assert batch["status"] == "completed"
+        names = [row["custom_id"] for row in lines(server, batch["output_file_id"])]
+        assert sorted(names, key=int) == [str(row) for row in range(10)]
+        assert len(server.engine.submits) < 10
+
+
+@pytest.mark.filterwarnings("ignore")  # aiohttp warns about headers that end early
+def test_odd_uploads(tmp_path: Path):
+    file, purpose = ("file", b"{}", "a.jsonl"), ("purpose", b"batch", "")
+    seconds, anchor = ("expires_after[seconds]", b"7", ""), ("expires_after[anchor]", b"created_at", "")
+    cases: list[tuple[Any, str | None]] = [
+        (form(purpose), "file"),
+        (form(file), "purpose"),
+        (form(file, ("purpose", b"vision", "")), "purpose"),
+        (form(file, file, purpose), "file"),
+        (form(file, purpose, seconds), "expires_after.anchor"),
+        (form(file, purpose, seconds, anchor), "expires_after.seconds"),
+        ((b"{}", {"content-type": "application/json"}), "file"),
+        ((b"junk", {"content-type": "multipart/form-data; boundary=edge"}), "file"),
+        ((b"--edge\r\nbroken", {"content-type": "multipart/form-data; boundary=edge"}), "file"),
+        ((b"", {"content-type": "multipart/form-data"}), "file"),
+    ]
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        for (body, headers), param in cases:
+            answer = server.send("POST", "/v1/files", body, headers)
+            assert answer.status == 400 and answer.error["param"] == param, (body, answer.data)
+        whole, kind = form(file, purpose)
+        for size in range(len(whole) - 12):  # a form that ends early
+            assert server.send("POST", "/v1/files", whole[:size], kind).status == 400, size
+        assert server.get("/v1/files").json["data"] == [] and not list((tmp_path / "files").iterdir())
+        good = form(("file", b"{}", "../../etc/passwd"), purpose)
+        assert server.send("POST", "/v1/files", *good).json["filename"] == "passwd"
+        page = server.get("/v1/files").json
+        valid("Files", page)
+        deleted = server.send("DELETE", f"/v1/files/{page['first_id']}")
+        valid("DeletedFile", deleted.json)
+        valid("Batches", server.get("/v1/batches").json)
+        for path in ("/v1/files/..%2Fstate.sqlite/content", "/v1/files/state.sqlite", "/v1/batches/none"):
+            assert server.get(path).status == 404
+
+
+def test_space_for_files_is_bounded(tmp_path: Path):
+    with live(behaviour(says("done")), batch_dir=str(tmp_path), batch_max_gb=0.001) as server:
+        assert upload(server, b"x" * (1 << 20)).status == 200
+        assert upload(server, b"x" * (1 << 20)).error["code"] == "body_too_large"
+        assert upload(server, b"x" * 20_000).status == 200
+        assert upload(server, b"x" * 20_000).status == 413
+
+
+def test_pages_of_other_sites_may_not_upload(tmp_path: Path):
+    body, headers = form(("purpose", b"batch", ""), ("file", b"{}", "a.jsonl"))
+    with live(behaviour(says("done")), batch_dir=str(tmp_path), api_key="secret") as server:
+        key = {"authorization": "Bearer secret"}
+        assert server.send("POST", "/v1/files", body, headers).status == 401
+        assert (
+            server.send("POST", "/v1/files", body, {**headers, **key, "origin": "https://evil.example"}).status == 403
+        )
+        assert server.send("POST", "/v1/files", body, {**headers, **key}).status == 200
+
+
+def test_a_server_without_a_folder_says_so():
+    with live(behaviour(says("done"))) as server:
+        assert "--batch-dir" in server.get("/v1/batches").error["message"]
+
+
+def test_a_folder_has_one_server(tmp_path: Path):
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        upload(server, b"{}")
+        with pytest.raises(ConfigError) as used, live(behaviour(says("done")), batch_dir=str(tmp_path)):
+            pass
+        assert used.value.param == "batch_dir"
