@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.planner.cluster import LinkRates, read_cluster
-from ridgeline.planner.links import LINE_SHARE, PROTOCOLS, Fabric, Level, Link
+from ridgeline.planner.links import LINE_SHARES, PROTOCOLS, Fabric, Level, Link
 
 NVLINK, PCIE, NETWORK = Link("nvlink", 450e9, direct=True), Link("pcie", 32e9), Link("network", 50e9)
 HOSTS = Fabric((Level(8, NVLINK), Level(math.inf, NETWORK)))
@@ -20,7 +20,7 @@ ranks, sizes = st.integers(2, 64), st.floats(1, 1e10)
 def seconds(link: Link, hops: int, volume: float) -> float:
     """The alpha-beta model, written out."""
     return min(
-        start + hops * hop + volume / (link.bytes_per_s * LINE_SHARE * share)
+        start + hops * hop + volume / (link.bytes_per_s * LINE_SHARES[link.kind] * share)
         for start, hop, share in PROTOCOLS[link.kind]
     )
 

@@ -21,9 +21,9 @@ class Protocol(NamedTuple):
     share: float
 
 
-LINE_SHARE = 370 / 450
+LINE_SHARES: Mapping[str, float] = {"nvlink": 370 / 450, "pcie": 20 / 32, "network": 370 / 450}
 """Share of the line rate that data gets. NVLink 4: 370 of 450 GB/s (github.com/NVIDIA/nccl-tests issue 212, a maintainer of NCCL).
-Assumed for PCIe and networks too."""
+PCIe 4: 20 of 32 GB/s (issue 178 there, three A100 without NVLink between them). Networks: assumed to be as NVLink."""
 PROTOCOLS: Mapping[str, tuple[Protocol, ...]] = {
     "nvlink": (Protocol(6.6e-6, 0.6e-6, 0.25), Protocol(8.4e-6, 3.4e-6, 1.0)),
     "pcie": (Protocol(6.6e-6, 1.0e-6, 0.25), Protocol(8.4e-6, 5.7e-6, 1.0)),
@@ -43,8 +43,9 @@ class Link:
 
     def _seconds(self, ways: Iterable[tuple[int, float]]) -> float:
         """The quickest of (hops, bytes that a device sends), over all protocols."""
+        rate = self.bytes_per_s * LINE_SHARES[self.kind]
         return min(
-            protocol.start_s + hops * protocol.hop_s + volume / (self.bytes_per_s * LINE_SHARE * protocol.share)
+            protocol.start_s + hops * protocol.hop_s + volume / (rate * protocol.share)
             for hops, volume in ways
             for protocol in PROTOCOLS[self.kind]
         )

@@ -153,7 +153,7 @@ def evaluate(variant: Variant, layout: Layout, cluster: Cluster, demand: Demand,
     made = replica(variant.spec, layout, cluster, demand.length, engine)
     times = Times(made, variant.cost)
     prefill_s, prompt = times.prefill(demand.input)
-    load = _Load(times, prompt, demand, layout.data)
+    load = ReplicaLoad(times, prompt, demand)
     most = min(made.memory.requests, made.rows * layout.pipeline)
     largest = load.largest(most, _tpot_limit(demand, prefill_s))
     capacity = layout.data * load.rate(largest)
@@ -183,11 +183,11 @@ def _verdict(ranked: Ranked, demand: Demand) -> str:
     return demand.slo.verdict(Latencies(ranked.ttft_s, ranked.ttft_s, ranked.tpot_s, ranked.e2e_s))
 
 
-class _Load:
-    """A replica under a load of equal requests."""
+class ReplicaLoad:
+    """A replica under a load of equal requests. prompt: seconds of a device that a prompt takes."""
 
-    def __init__(self, times: Times, prompt: Parts, demand: Demand, replicas: int) -> None:
-        self._times, self._prompt, self._demand, self._replicas = times, prompt, demand, replicas
+    def __init__(self, times: Times, prompt: Parts, demand: Demand) -> None:
+        self._times, self._prompt, self._demand = times, prompt, demand
         self.context = demand.input + demand.output // 2
         """Tokens that a request holds on average while it decodes."""
 
