@@ -91,6 +91,14 @@ def test_figures_are_of_one_kind(row: Accelerator) -> None:
     assert row.watts >= 0 and row.link >= 0 and (row.host_link < row.bandwidth or "is not published" in row.source)
     assert row.on_chip is None or row.on_chip.bytes < row.memory_bytes
     assert row.on_chip is None or not row.on_chip.bandwidth or row.on_chip.bandwidth > row.bandwidth
+    if row.links is not None:
+        assert (
+            row.links.topology in ("switch", "pairs", "pcie")
+            and row.links.devices > 1
+            and row.links.date
+            and row.links.source
+        )
+        assert row.link > 0 or row.links.topology == "pcie"
     for price in (row.rent, row.buy):
         assert price is None or (price.usd > 0 and price.date >= "2022" and price.source)
     for field in row.unverified:  # what is called unverified is there

@@ -29,6 +29,7 @@ from ridgeline.core.plural import counted
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.bandwidth import with_measured_rates
 from ridgeline.hardware.probe import probe, resolve_accelerator
+from ridgeline.hardware.serving import cost_model
 from ridgeline.hardware.table import Accelerator, Level
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
@@ -139,7 +140,7 @@ def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, 
 def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str) -> CostModel:
     if calibration:
         return load_calibration(Path(calibration), spec).cost
-    return CostModel(spec, accelerator.peak(spec.matrix_dtype), accelerator.bandwidth)
+    return cost_model(accelerator, spec)
 
 
 def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[str, ...]:

@@ -31,6 +31,21 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Links:
+    """How the devices of a host, and hosts, are connected in the vendor's reference system."""
+
+    topology: str
+    """switch: every device reaches every other one at its full rate. pairs: bridges join two devices, PCIe the others. pcie: PCIe
+    alone."""
+    devices: int
+    """Devices of one host."""
+    network: float
+    """Bytes per second of one device to other hosts, one direction; 0: not published, as for cards that are sold without a host."""
+    date: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Price:
     """US dollars per hour of one device (rent) or for one device (buy), with date and source."""
 
@@ -63,6 +78,8 @@ class Accelerator:
     """Bytes per second to peers, sum of both directions; 0: none or not published."""
     host_link: float = 0.0
     """Bytes per second from host memory, one direction; 0: none or not published."""
+    links: Links | None = None
+    """Connection of several devices; None: not known."""
     watts: float = 0.0
     """Design power (TDP); 0 if not published. Short peaks take 1.1 to 1.5 times as much."""
     rent: Price | None = None
@@ -131,6 +148,7 @@ def _rows() -> Iterator[Accelerator]:
             sparse={name: rate * 1e12 for name, rate in row.get("sparse", {}).items()},
             link=row["link_gb_s"] * 1e9,
             host_link=row["host_gb_s"] * 1e9,
+            links=_links(row.get("links")),
             watts=float(row["watts"]),
             rent=_price(row.get("rent"), "usd_hour"),
             buy=_price(row.get("buy"), "usd"),
@@ -142,6 +160,13 @@ def _rows() -> Iterator[Accelerator]:
 
 def _level(fields: Mapping[str, Any]) -> Level:
     return Level(fields["kind"], fields["mib"] * MIB, fields.get("gb_s", 0) * 1e9)
+
+
+def _links(fields: Mapping[str, Any] | None) -> Links | None:
+    if fields is None:
+        return None
+    network = fields.get("network_gb_s", 0) * 1e9
+    return Links(fields["topology"], fields["devices"], network, fields["date"], fields["source"])
 
 
 def _price(fields: Mapping[str, Any] | None, key: str) -> Price | None:

@@ -1,0 +1,182 @@
+"""Times of a replica: a prompt, a decode step, and where the time goes.
+
+`CostModel` gives the time of each stage's step on its rank. Collectives come on top and do not overlap with it, except that
+context-parallel ranks pass keys and values on while they compute attention (ring attention, Liu et al. 2023). With S stages, S
+micro-batches are in flight. Prompts and decode steps run one after the other: chunked prefill, which lets them share the reading of
+the weights, is somewhat faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from ridgeline.core.cost import CostModel, StepWork
+from ridgeline.core.spec import DTYPE_BYTES
+from ridgeline.planner.layouts import Replica, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds of a device by what they wait for. bubbles: other stages, or a share of work that does not divide evenly."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    links: float = 0.0
+    bubbles: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.memory + self.links + self.bubbles + self.overhead
+
+    def plus(self, other: Parts, times: float = 1.0) -> Parts:
+        return Parts(*(getattr(self, part.name) + times * getattr(other, part.name) for part in fields(Parts)))
+
+
+def stage_parts(cost: CostModel, work: StepWork) -> Parts:
+    """The predicted seconds of a step, divided by what binds its products and its attention."""
+    products = StepWork(
+        work.tokens, work.flops - work.attention_flops, work.bytes - work.kv_bytes, 0, 0, work.logits, work.chunked
+    )
+    attention = StepWork(
+        work.tokens, work.attention_flops, work.kv_bytes, work.attention_flops, work.kv_bytes, work.logits
+    )
+    extra = cost.step_s(StepWork(work.tokens, 0, 0, 0, 0, work.logits))
+    compute = memory = 0.0
+    for part in (products, attention):
+        seconds = cost.step_s(part) - extra
+        arithmetic = part._replace(bytes=0, kv_bytes=0)
+        if cost.step_s(arithmetic) >= cost.step_s(part._replace(flops=0, attention_flops=0)):
+            compute += seconds
+        else:
+            memory += seconds
+    return Parts(compute, memory, overhead=extra)
+
+
+class Times:
+    """Predicted times of a replica. cost: of the model on one device; its spec is not read."""
+
+    def __init__(self, replica: Replica, cost: CostModel) -> None:
+        self.replica, self._cost = replica, cost
+        layout, fabric = replica.layout, replica.cluster.fabric
+        self._context_links = fabric.strided(layout.tensor)
+        self._width = DTYPE_BYTES[replica.spec.dtype]
+        self._stride = layout.tensor * layout.context
+        self.decode = lru_cache(self._decode)
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    def prefill(self, length: int) -> tuple[float, Parts]:
+        """(Seconds until the first token of a prompt that runs alone, seconds of a device that the prompt takes).
+
+        Stages work on different chunks at the same time. The parts are the mean over devices; what the busiest one takes more is
+        bubbles, because in steady state all wait for it.
+        """
+        replica, stages = self.replica, self.replica.stages
+        totals = {stage: Parts() for stage in stages}
+        done = [0.0] * len(stages)  # when each stage ended its last chunk
+        for start in range(0, length, replica.chunk):
+            count = min(replica.chunk, length - start)
+            parts = {stage: self._chunk(stage, start, count, start + count == length) for stage in totals}
+            sends = self._sends(-(-count // replica.layout.context))
+            ready = 0.0
+            for index, stage in enumerate(stages):
+                done[index] = ready = max(ready, done[index]) + parts[stage].total
+                ready += sends[index]
+            totals = {stage: totals[stage].plus(parts[stage]) for stage in totals}
+        return done[-1], _mean([totals[stage] for stage in stages])
+
+    def _chunk(self, stage: Stage, start: int, count: int, ends: bool) -> Parts:
+        """A chunk of `count` tokens after `start` ones in a stage. ends: the prompt ends with it, and its logits are needed."""
+        ranks = self.replica.layout.context
+        held = -(-count // ranks)
+        logits = (1 if ends else 0) if stage.last else count
+        work = stage.meter.work([start + count], [count], logits)
+        if ranks > 1:  # tokens are dealt so that all ranks have as many pairs; each rank reads the keys of all
+            linear = (work.flops - work.attention_flops) // ranks
+            attention = work.attention_flops // ranks
+            work = work._replace(tokens=held, flops=linear + attention, attention_flops=attention)
+        parts = stage_parts(self._cost, work._replace(logits=logits if stage.last else 0))
+        links = self._reduces(stage, held, 1 if stage.last and ends else 0)
+        if ranks > 1:
+            keys = sum(layer.slot_bytes(stage.spec.kv) * layer.slots_seen(start, count) for layer in stage.spec.layers)
+            layers = len(stage.spec.layers)
+            passing = layers * self._context_links.all_gather(ranks, keys / layers)
+            attention_s = stage_parts(
+                self._cost, StepWork(held, work.attention_flops, work.kv_bytes, work.attention_flops, work.kv_bytes)
+            )
+            links += max(0.0, passing - attention_s.compute - attention_s.memory)
+        return parts.plus(Parts(links=links))
+
+    # --- decode steps -----------------------------------------------------------------------------------------------
+
+    def _decode(self, batch: int, context: int) -> Parts:
+        """Seconds of a device between two tokens of each of `batch` requests that hold `context` tokens; the total is the time."""
+        stages = self.replica.stages
+        flying = min(len(stages), batch)
+        rows = -(-batch // flying)
+        parts = {stage: self._rows(stage, rows, context) for stage in dict.fromkeys(stages)}
+        sends = self._sends(rows)
+        # A token passes all stages before the next one starts, and the slowest stage serves all micro-batches.
+        through = sum(parts[stage].total for stage in stages) + sum(sends)
+        busiest = flying * max(parts[stage].total for stage in stages)
+        period = max(through, busiest)
+        mean = Parts()
+        for stage in stages:
+            mean = mean.plus(parts[stage], flying / len(stages))
+        sending = min(period - mean.total, sum(sends) * flying / len(stages)) if through >= busiest else 0.0
+        return mean.plus(Parts(links=sending, bubbles=period - mean.total - sending))
+
+    def step_s(self, batch: int, context: int) -> float:
+        """Seconds of the slowest stage's decode step, for which a new prompt waits."""
+        stages = self.replica.stages
+        rows = -(-batch // min(len(stages), batch))
+        return max(self._rows(stage, rows, context).total for stage in set(stages))
+
+    def _rows(self, stage: Stage, rows: int, context: int) -> Parts:
+        """A decode step of a stage. Context-parallel ranks each multiply all rows, and share their keys."""
+        ranks = self.replica.layout.context
+        work = stage.meter.work([context + 1] * rows, [1] * rows, rows)
+        if ranks > 1:
+            attention, cache = work.attention_flops // ranks, work.kv_bytes // ranks
+            work = work._replace(
+                flops=work.flops - work.attention_flops + attention,
+                bytes=work.bytes - work.kv_bytes + cache,
+                attention_flops=attention,
+                kv_bytes=cache,
+            )
+        links = self._reduces(stage, rows, rows if stage.last else 0)
+        if ranks > 1:  # outputs and log-sum-exp in float32
+            for layer in stage.spec.layers[:1]:
+                size = rows * layer.n_heads * (layer.head_dim + 1) * 4
+                links += len(stage.spec.layers) * self._context_links.all_reduce(ranks, size)
+        return stage_parts(self._cost, work._replace(logits=rows if stage.last else 0)).plus(Parts(links=links))
+
+    # --- links ------------------------------------------------------------------------------------------------------
+
+    def _reduces(self, stage: Stage, tokens: int, logits: int) -> float:
+        """Seconds of tensor-parallel collectives: two sums per layer, one of the embedding, and maximum and sum of the draw."""
+        ranks, fabric = self.replica.layout.tensor, self.replica.cluster.fabric
+        if ranks == 1:
+            return 0.0
+        size = tokens * stage.spec.d_model * self._width
+        sums = 2 * len(stage.spec.layers) + (1 if stage.first else 0)
+        draw = fabric.all_gather(ranks, logits * ranks * 8.0) if logits else 0.0
+        return sums * fabric.all_reduce(ranks, size) + draw
+
+    def _sends(self, tokens: int) -> Sequence[float]:
+        """Seconds after each stage until the next one has its output; 0 after the last one."""
+        size = tokens * self.replica.spec.d_model * self._width
+        count, stride = len(self.replica.stages), self._stride
+        fabric = self.replica.cluster.fabric
+        return [fabric.send(index * stride, (index + 1) * stride, size) for index in range(count - 1)] + [0.0]
+
+
+def _mean(parts: Sequence[Parts]) -> Parts:
+    """Mean over stages; what the busiest stage takes more is bubbles."""
+    mean = Parts()
+    for part in parts:
+        mean = mean.plus(part, 1 / len(parts))
+    return mean.plus(Parts(bubbles=max(part.total for part in parts) - mean.total))
