@@ -41,8 +41,8 @@ from ridgeline.planner.cluster import Cluster, LinkRates, read_cluster
 from ridgeline.planner.layouts import Layout, with_context
 from ridgeline.planner.ranking import NAMES, Demand, Ranked, Refused, Variant, rank, reasons, why
 
-SIZES = ("tensor", "pipeline", "context", "data")
-"""Dimensions of a layout whose size an option may fix."""
+SERVED, PLANNED = ("tensor", "pipeline"), ("context", "data")
+"""Dimensions of a layout whose size an option may fix: options of the engine, and of this command."""
 
 
 def parser() -> Parser:
@@ -57,7 +57,7 @@ def parser() -> Parser:
     link = "GB/s of one device in one direction (default: the table's)"
     group.add_argument("--link-gb-s", type=finite_number, metavar="X", help=f"rate between devices of a host: {link}")
     group.add_argument("--network-gb-s", type=finite_number, metavar="X", help=f"rate between hosts: {link}")
-    for name in SIZES[1:]:
+    for name in PLANNED:
         group.add_argument(
             f"--{name}-parallel-size",
             type=whole_number,
@@ -106,7 +106,13 @@ def run(args: Arguments) -> int:
         notes.append(
             "Percentiles and shares of --slo are compared with predicted means: a plan has no distribution of requests."
         )
-    ranked, refused = rank(variants, cluster, demand, replace(resolved.engine, tensor_parallel_size=1), _sizes(args))
+    ranked, refused = rank(
+        variants,
+        cluster,
+        demand,
+        replace(resolved.engine, tensor_parallel_size=1, pipeline_parallel_size=1),
+        _sizes(args),
+    )
     if not ranked and not refused:
         raise ConfigError(
             f"No layout of {cluster.count} devices has the given parallel sizes: give divisors of {cluster.count}."
@@ -188,9 +194,9 @@ def _variants(
 def _sizes(args: Arguments) -> Callable[[Layout], bool]:
     """Whether a layout has the sizes that options fix."""
     options = vars(args.options)
-    fixed = {name: options[f"{name}_parallel_size"] for name in SIZES[1:] if f"{name}_parallel_size" in options}
-    if "tensor_parallel_size" in args.flags:
-        fixed["tensor"] = int(args.flags["tensor_parallel_size"])
+    fixed = {name: options[f"{name}_parallel_size"] for name in PLANNED if f"{name}_parallel_size" in options}
+    flags = {name: args.flags.get(f"{name}_parallel_size") for name in SERVED}
+    fixed |= {name: int(size) for name, size in flags.items() if size is not None}
     return lambda layout: all(getattr(layout, name) == size for name, size in fixed.items())
 
 
@@ -199,10 +205,10 @@ def _command(entry: Ranked, place: tuple[Cluster, Demand], model: ModelConfig, e
     row, length = place[0].device, place[1].length
     layout = entry.layout
     on_cpu = row.kind == "cpu"
-    if not row.serves or layout.pipeline > 1 or layout.context > 1 or (layout.tensor > 1 and not on_cpu):
+    if not row.serves or layout.context > 1 or (layout.tensor * layout.pipeline > 1 and not on_cpu):
         return ""
     kind = "cpu" if on_cpu else "cuda"
-    options = replace(engine, device=kind, tensor_parallel_size=layout.tensor)
+    options = replace(engine, device=kind, tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline)
     served = replace(model, quantization=entry.variant.spec.quantization or model.quantization)
     deployment = Deployment(entry.variant.spec, options, Memory(kind, row.memory_bytes), served)
     planner = deployment.planner(deployment.spec, {})
@@ -237,9 +243,7 @@ def _show(console: Console, place: tuple[Cluster, Demand], ranked: Sequence[Rank
         if words:
             say(f"{entry.layout}: {escape(words)}{each}")
     if not any(commands):
-        say(
-            "None of these: Ridgeline serves on one device, and divides layers over processes on CPUs (--tensor-parallel-size)."
-        )
+        say("None of these: Ridgeline serves on one GPU, and divides a model over processes on CPUs only.")
 
 
 def _say_rest(console: Console, refused: Sequence[Refused], notes: Sequence[str]) -> None:

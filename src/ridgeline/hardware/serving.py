@@ -57,8 +57,8 @@ def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:
 
 
 def cost_model(row: Accelerator, spec: ModelSpec) -> CostModel:
-    """Uncalibrated cost model from the published figures of a device. Attention computes in the model's dtype, whatever the products
-    of the weights do."""
+    """Uncalibrated cost model from the published figures of a device. Attention computes in the model's dtype, whatever the
+    products of the weights do."""
     cost = CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth)
     return replace(cost, attention_share=cost.compute_share * row.peak(spec.dtype) / cost.flops_per_s)
 
