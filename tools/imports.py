@@ -49,13 +49,14 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 _INTERFACE = ("core", "speculation.interface", "speculation.state", "speculation.host")
 _CONTROLLER = ("core", "speculation.state", "speculation.host", "speculation.batch_state")
 _PLANNING = (
-    "core", "metrics", "kv.blocks", "kv.prefix",
+    "core", "metrics", "kv.blocks", "kv.prefix", "kv.retention",
     "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.in_flight",
     "speculation.interface", "speculation.state", "speculation.host",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.blocks": ("core", "kv.blocks"),
     "kv.prefix": ("core", "kv.blocks", "kv.prefix"),
+    "kv.retention": ("core",),
     "engine.scheduler": _PLANNING,
     "engine.policy": _PLANNING,
     "engine.leases": _PLANNING,
@@ -71,8 +72,9 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
 """Module -> all it may import of Ridgeline, where that differs from its package."""
 
 NO_TORCH = (
-    "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "hardware.table",
-    "hardware.probe", "hardware.context", "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
+    "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.retention",
+    "hardware.table", "hardware.probe", "hardware.context",
+    "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
     "engine.in_flight", "engine.loop", "engine.virtual", "speculation.interface", "speculation.speculator", "speculation.options",
     "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip

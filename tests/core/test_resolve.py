@@ -33,6 +33,7 @@ SAID = {
     "kv_cache_memory": "1.5G",
     "block_size": "32",
     "enable_prefix_caching": "false",
+    "kv_retention": "window:keep=256",
     "batching": "dynamic:8,50",
     "reader_pace": "120ms",
     "steps_in_flight": "0",

@@ -26,6 +26,7 @@ from ridgeline.engine.runner import Runner, build_runner
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.shape import Sizes
 from ridgeline.kv.prefix import chain_root
+from ridgeline.kv.retention import KEEP_ALL, Retention
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.capture import Capture
 from ridgeline.ops.choose import choose
@@ -83,6 +84,7 @@ class Engine:
     depth: int = 0
     graphs: bool = False
     prefix_cache: bool = True
+    retention: Retention = KEEP_ALL
     speculation: Speculation = NO_SPECULATION
     drafter: DeviceDrafter = field(default_factory=NoDrafter)
     drafts: tuple[int, ...] = ()
@@ -112,7 +114,7 @@ class DeviceBench:
         how = Engine(family, **facts)  # type: ignore[arg-type]
         self.model = how.model or pair(family, how.device)[1]
         layout = layout_of(self.model, how.drafter)
-        self.leases = Leases(layout, how.blocks, prefix_cache=how.prefix_cache)
+        self.leases = Leases(layout, how.blocks, prefix_cache=how.prefix_cache, retention=how.retention)
         limits = Limits(how.rows, how.step_tokens, MAX_LEN)
         self.scheduler = Scheduler(layout, self.leases, limits, admission("continuous"), how.speculation)
         sizes = Sizes(how.rows, how.step_tokens, MAX_LEN, how.blocks, how.graphs, how.drafts, how.host_drafts)

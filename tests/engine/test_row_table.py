@@ -85,3 +85,11 @@ def test_what_is_written_stands_where_steps_read_it(both: tuple[RowTable, RowTab
         assert rows.temperature[1:4].tolist() == pytest.approx([0.7] * 3) and rows.temperature[4] == 0
         assert rows.tables[0, 2, :3].tolist() == [4, 8, 0] and rows.tables[1, 2, 3] == 6
         assert rows.tables[0, 1, 0] == 9 and rows.tables[1, 3, 2] == 5 and int(rows.tables.count_nonzero()) == 5
+
+
+def test_dropped_slots_shorten_a_row_and_not_the_one_that_joins_in_its_place(both: tuple[RowTable, RowTable]) -> None:
+    for rows in both:
+        change(rows, StepPlan(1, joins=[join(2, list(range(3, 40)), 20), join(3, list(range(9)), 8)]))
+        change(rows, StepPlan(2, joins=[join(3, [1, 2, 3], 2)], drops=array("i", [2, 8, 3, 4, 2, 4])))
+        assert rows.ints[2, : Int.KNOWN + 1].tolist() == [20, 8, 37]
+        assert rows.ints[3, : Int.KNOWN + 1].tolist() == [2, 2, 3]

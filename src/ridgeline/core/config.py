@@ -51,6 +51,9 @@ class EngineConfig:
     kv_cache_memory: int | None = option(None, "bytes for the KV cache (default: within --gpu-memory-utilization)")
     block_size: int | None = option(None, "tokens per block of the KV cache")
     enable_prefix_caching: bool = option(True, "reuse the KV cache of equal prompt prefixes")
+    kv_retention: str = option(
+        "all", "keys and values that stay once a prompt is computed: all, or window:sinks=4,keep=1024 (in tokens)"
+    )
     batching: str = option("continuous", "batching policy: continuous, static:N or dynamic:N,WINDOW_MS")
     reader_pace: str = option(
         "",

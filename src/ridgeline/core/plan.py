@@ -93,6 +93,8 @@ class StepPlan:
     of its last tokens, drawn ones included, that a draft model has not read; empty without a draft model.
     pages: flat quadruples (row, group, index in the row's table, page). Device tables change before anything else runs.
     copies: flat pairs (source page, target page), copied after the tables change and before the forward pass.
+    drops: flat pairs (row, slots), applied before joins: the row holds so many slots less. `pages` states its table without their
+    blocks.
     transfers: started before anything else of the step; they may end in any later step. cancels: tickets whose transfers are no
     longer needed; after the step nothing writes to their blocks. A step may have transfers and no rows.
     masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows;
@@ -117,6 +119,7 @@ class StepPlan:
     unread: array[int] = field(default_factory=_ints)
     pages: array[int] = field(default_factory=_ints)
     copies: array[int] = field(default_factory=_ints)
+    drops: array[int] = field(default_factory=_ints)
     transfers: list[Transfer] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)

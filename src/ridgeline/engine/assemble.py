@@ -23,6 +23,7 @@ from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.rank import Stages, load_rank, plan_rank
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.hardware.ceilings import read_ceilings
+from ridgeline.kv.retention import read_retention
 from ridgeline.metrics.account import DeviceAccount
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.fingerprint import content_hash
@@ -48,6 +49,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     policy = admission(config.batching)
     rank = plan_rank(model, config, stages)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
+    retention = read_retention(config, plan.layout, wanted.device)
     cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
     stages.ends("ceilings")
     with start_group(rank) as group:
@@ -55,7 +57,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         runner = group.lead(loaded.runner)
         grammars = _grammars(folder, spec)
         stages.ends("grammar")
-        leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching)
+        leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching, retention=retention)
         limits = Limits(
             plan.max_rows,
             plan.max_step_tokens,

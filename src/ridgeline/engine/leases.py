@@ -18,20 +18,28 @@ from ridgeline.core.spec import KvLayout
 from ridgeline.engine.request import Lease, Request, State
 from ridgeline.kv.blocks import BlockPool
 from ridgeline.kv.prefix import PrefixIndex, Source, extend_chain
+from ridgeline.kv.retention import KEEP_ALL, Retention
 
 
 class Leases:
-    """Blocks of all requests. prefix_cache: other requests may reuse committed blocks, from the pool and from `source`."""
+    """Blocks of all requests. prefix_cache: other requests may reuse committed blocks, from the pool and from `source`. retention:
+    which slots stay when a prompt is computed."""
 
     def __init__(
-        self, layout: KvLayout, total: int, *, prefix_cache: bool = True, source: Source | None = None
+        self,
+        layout: KvLayout,
+        total: int,
+        *,
+        prefix_cache: bool = True,
+        source: Source | None = None,
+        retention: Retention = KEEP_ALL,
     ) -> None:
         self.layout = layout
         self.prefix = PrefixIndex(layout.groups, layout.page_tokens)
         self.pool = BlockPool(total, self.prefix.evict)
         self.filling: dict[int, Request] = {}
         """Ticket -> request that waits for its transfer. Includes requests that are leaving."""
-        self.source, self._prefix_cache = source, prefix_cache
+        self.source, self._prefix_cache, self._retention = source, prefix_cache, retention
         self._tickets = count(1)
         self._size = layout.page_tokens
         self._windows = [group.window for group in layout.groups]
@@ -67,7 +75,7 @@ class Leases:
         """
         request.tables = [[] for _ in self._windows]
         request.freed = [0] * len(self._windows)
-        request.writable = 0
+        request.writable = request.dropped = 0
         if request.leader is not None and self._forkable(request.leader):
             request.leader.writable = 0
         covered, tables = self._computed_blocks(request)
@@ -110,7 +118,7 @@ class Leases:
 
     def _forkable(self, leader: Request) -> bool:
         """Whether the leader still holds every block that the last prompt token attends to."""
-        if leader.state is not State.RUNNING or leader.computed < leader.prompt_len:
+        if leader.state is not State.RUNNING or leader.computed < leader.prompt_len or leader.dropped:
             return False
         last = leader.prompt_len - 1
         return all(
@@ -189,11 +197,11 @@ class Leases:
     # --- growing ----------------------------------------------------------------------------------------------------
 
     def extend(self, request: Request, length: int, plan: StepPlan) -> bool:
-        """Lease blocks for `length` slots, and copy shared blocks that will be written. False: too few blocks are free."""
+        """Lease blocks for `length` tokens, and copy shared blocks that will be written. False: too few blocks are free."""
         if length <= request.writable:
             return True
-        first = request.planned // self._size
-        missing = -(-length // self._size) - len(request.tables[0])
+        first = (request.planned - request.dropped) // self._size
+        missing = -(-(length - request.dropped) // self._size) - len(request.tables[0])
         shared = []
         if request.planned % self._size:
             shared = [group for group, table in enumerate(request.tables) if self.pool.refs(table[first]) > 1]
@@ -210,7 +218,7 @@ class Leases:
                 block = self.pool.take()
                 plan.pages.extend((request.row, group, len(table), block))
                 table.append(block)
-        request.writable = len(request.tables[0]) * self._size
+        request.writable = len(request.tables[0]) * self._size + request.dropped
         return True
 
     def _copy(self, request: Request, group: int, index: int, plan: StepPlan) -> None:
@@ -223,17 +231,36 @@ class Leases:
 
     # --- after a commit ---------------------------------------------------------------------------------------------
 
-    def committed(self, request: Request) -> int:
+    def committed(self, request: Request, plan: StepPlan) -> int:
         """Publish blocks that became full, and free blocks that no later token attends to. Returns the number of computed tokens
         from which this must be called again."""
-        if not (self._windowed or (self._prefix_cache and request.cache)):
-            return request.limit
-        full = request.computed // self._size
-        if full > request.published:
-            self._publish(request, full)
-            if self._windowed:
-                self._free_behind(request)
-        return (full + 1) * self._size
+        again = request.limit
+        if not request.dropped and (self._windowed or (self._prefix_cache and request.cache)):
+            full = request.computed // self._size
+            if full > request.published:
+                self._publish(request, full)
+                if self._windowed:
+                    self._free_behind(request)
+            again = (full + 1) * self._size
+        return min(again, self._retain(request, plan))
+
+    def _retain(self, request: Request, plan: StepPlan) -> int:
+        """Drop the slots that the retention policy no longer keeps. Later keys depend on what was dropped, so their blocks are not
+        published. Returns the number of computed tokens from which this must be called again."""
+        # One step after the prompt: until then other choices of the request may come to share its blocks.
+        due = max(request.prompt_len + 1, request.dropped + self._retention.most)
+        if request.computed < due:
+            return due
+        dropped = self._retention.dropped(request.computed - request.dropped)
+        for group, table in enumerate(request.tables):
+            for block in table[dropped.start : dropped.stop]:
+                self._give_back(block)
+            del table[dropped.start : dropped.stop]
+            for index in range(dropped.start, len(table)):
+                plan.pages.extend((request.row, group, index, table[index]))
+        plan.drops.extend((request.row, len(dropped) * self._size))
+        request.dropped += len(dropped) * self._size
+        return request.dropped + self._retention.most
 
     def _publish(self, request: Request, full: int) -> None:
         if self._prefix_cache and request.cache:
@@ -266,6 +293,7 @@ class Leases:
                     self._give_back(block)
         request.tables = []
         request.freed = []
+        request.dropped = 0
         request.lease = Lease.READY
 
     def _give_back(self, block: int) -> None:
@@ -284,5 +312,5 @@ class Leases:
         for request in running:
             for table, freed in zip(request.tables, request.freed, strict=True):
                 slots += (len(table) - freed) * self._size
-                tokens += max(0, request.planned - freed * self._size)
+                tokens += max(0, request.planned - request.dropped - freed * self._size)
         return 1 - tokens / slots if slots else 0.0

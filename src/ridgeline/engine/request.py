@@ -101,8 +101,10 @@ class Request:
     tables: list[list[int]] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     """By group: number of leading blocks that are released because they are behind the window."""
+    dropped: int = 0
+    """Tokens whose slots a retention policy has dropped: the other tokens' slots are that much lower than their positions."""
     writable: int = 0
-    """Number of leading slots that may be written without a call of Leases.extend: their blocks are leased and not shared."""
+    """Number of leading tokens that may be written without a call of Leases.extend: their blocks are leased and not shared."""
     watch: int = 0
     """Number of computed tokens from which a commit takes the slow path; below it, a commit only appends the drawn token."""
     chain: list[bytes] = field(default_factory=list)

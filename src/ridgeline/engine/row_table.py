@@ -153,6 +153,14 @@ class RowTable:
     def pack_changes(self, plan: StepPlan, packet: Packet) -> None:
         """Add the changes of `plan` to `packet`: items and their offsets in memory. On a CPU, write them at once."""
         runs, entries = dict(self._runs(plan.joins)), self._entries(plan.pages)
+        if plan.drops:
+            drops = np.array(plan.drops, dtype=np.int64).reshape(-1, 2)
+            lengths = self._starts[1] + drops[:, 0] * INTS + Int.LENGTH
+            if self._host is not None:
+                np.subtract.at(self._host, lengths, drops[:, 1])
+            else:
+                packet.add("lengths", lengths, np.int64)
+                packet.add("dropped", drops[:, 1])
         if self._host is not None:
             for place, run in runs.items():
                 self._host[place : place + len(run)] = run
@@ -165,6 +173,8 @@ class RowTable:
 
     def write_changes(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the changes that `pack_changes` packed."""
+        if "lengths" in tensors:
+            self._memory.index_add_(0, tensors["lengths"], tensors["dropped"], alpha=-1)
         if "where" in tensors:
             self._memory.index_copy_(0, tensors["where"], tensors["items"])
 

@@ -420,7 +420,7 @@ class Scheduler:
             offset += count
         if step.requests:
             self.counts.saved_s += self._speculation.end_step(step.drafts, step.plan, step.requests, result)
-        self.committed = Committed([request.computed for request in step.requests], step.plan, waste)
+        self.committed = Committed([request.computed - request.dropped for request in step.requests], step.plan, waste)
         self.counts.output_tokens += len(gained)
         if gained:
             updates.ids, updates.choices = [request.id for request in gained], [request.choice for request in gained]
@@ -452,7 +452,7 @@ class Scheduler:
         if place in result.scores:
             request.scores.extend(result.scores[place])
         request.tokens.extend(tokens)
-        watch = request.watch if request.computed < request.watch else self.leases.committed(request)
+        watch = request.watch if request.computed < request.watch else self.leases.committed(request, self._next.plan)
         if request.followers and request.computed >= request.prompt_len:
             self._release_followers(request)
         if tokens:

@@ -16,7 +16,7 @@ from ridgeline.core.plan import Flag, Join, StepPlan, StepResult
 
 @dataclass(slots=True)
 class _Row:
-    """A running request. computed: tokens whose keys are written. known: tokens of its prompt and output."""
+    """A running request. computed: tokens whose keys are in the cache. known: tokens of its prompt and output."""
 
     join: Join
     computed: int
@@ -56,6 +56,9 @@ class VirtualRunner:
     def launch(self, plan: StepPlan) -> None:
         for index in plan.leaves:
             del self._rows[index]
+        for index, slots in zip(plan.drops[::2], plan.drops[1::2], strict=True):
+            if index in self._rows:
+                self._rows[index].computed -= slots
         for join in plan.joins:
             self._rows[join.row] = _Row(join, join.computed, len(join.tokens))
         rows = [self._rows[index] for index in plan.rows]

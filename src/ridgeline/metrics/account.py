@@ -32,7 +32,7 @@ def waste_of(place: int, n_query: int, start: int, end: int, reached: int) -> tu
 
 
 class Committed(NamedTuple):
-    """A step after its commit. ends: computed tokens of each row of the plan."""
+    """A step after its commit. ends: tokens of each row of the plan whose keys are in the cache."""
 
     ends: Sequence[int]
     plan: StepPlan
