@@ -40,7 +40,7 @@ SHAPES = {
 """Layers, width, heads, KV heads, feed-forward width and vocabulary, of the models' config.json."""
 ENGINE = EngineConfig(max_num_seqs=2048, max_num_batched_tokens=8192, gpu_memory_utilization=0.95)
 """TensorRT-LLM's limits of a step, which its table does not print."""
-FIGURES = ("tokens_s", "tokens_s_gpu", "ttft_ms", "itl_ms", "e2e_ms")
+FIGURES = ("throughput_ratio", "latency_ratio", "tokens_s", "tokens_s_gpu", "ttft_ms", "itl_ms", "e2e_ms")
 
 
 def model(row: Mapping[str, Any]) -> ModelSpec:
@@ -57,7 +57,12 @@ def model(row: Mapping[str, Any]) -> ModelSpec:
 
 def predicted(row: Mapping[str, Any], figure: str) -> float:
     """The predicted figure. Raises ConfigError if the layout cannot be."""
-    layout, spec = Layout(row["tp"], context=row.get("cp", 1)), model(row)
+    if figure == "throughput_ratio":  # as many pipeline stages as tensor-parallel ranks, and what they gain
+        return predicted({**row, "tp": 1, "pp": row["tp"]}, "tokens_s") / predicted(row, "tokens_s")
+    if figure == "latency_ratio":
+        alone = {**row, "batch": 1}
+        return predicted({**alone, "tp": 1, "pp": row["tp"]}, "itl_ms") / predicted(alone, "itl_ms")
+    layout, spec = Layout(row["tp"], row.get("pp", 1), row.get("cp", 1)), model(row)
     cluster = read_cluster(f"{layout.devices}x{row['device']}")
     times = Times(replica(spec, layout, cluster, spec.max_len, ENGINE), cost_model(cluster.device, spec))
     latency, prompt = times.prefill(row["input"])
@@ -66,7 +71,7 @@ def predicted(row: Mapping[str, Any], figure: str) -> float:
     demand = Demand(row["input"], row["output"])
     load = ReplicaLoad(times, prompt, demand)
     if figure == "tokens_s":
-        batch = min(times.replica.memory.requests, times.replica.rows)
+        batch = min(times.replica.memory.requests, times.replica.rows * layout.pipeline)
         return load.rate(batch) * demand.output
     batch = row["batch"]
     if figure == "itl_ms":
@@ -136,7 +141,7 @@ def summary(rows: Sequence[Mapping[str, Any]], tables: Mapping[str, Any]) -> lis
 
 
 def plans(counts: Sequence[int]) -> list[dict[str, Any]]:
-    """Seconds to rank all layouts of the 70B shape on so many H100, and of the 405B shape for prompts of 128k and 1M tokens."""
+    """Seconds of a core to rank all layouts: of the 70B shape by number of H100s, of the 405B shape for long prompts on 128."""
     made = []
     for count in counts:
         demand = Demand(2048, 256, slo=Slo.parse("ttft=500ms,tpot=20ms"))
@@ -148,11 +153,11 @@ def plans(counts: Sequence[int]) -> list[dict[str, Any]]:
 
 def _plan(label: str, name: str, count: int, demand: Demand) -> dict[str, Any]:
     spec = with_context(model({"model": name, "table": "", "device": "h100", "input": demand.input}), demand.length)
-    cluster, started = read_cluster(f"{count}xh100"), time.perf_counter()
+    cluster, started = read_cluster(f"{count}xh100"), time.process_time()
     ranked, refused = rank(
         [Variant(spec, cost_model(cluster.device, spec))], cluster, demand, EngineConfig(), lambda _: True
     )
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     best, quickest = ranked[0], min(ranked, key=lambda entry: entry.ttft_s)
     return {
         "row": label, "layouts": len(ranked) + len(refused), "refused": len(refused), "seconds": round(seconds, 3),

@@ -10,7 +10,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.hardware.probe import Device
 from ridgeline.hardware.table import ACCELERATORS, Accelerator, find, lookup
 
-FIELDS = frozenset({"memory", "on_chip", "dense", "sparse", "link_gb_s", "host_gb_s", "watts", "rent", "buy"})
+FIELDS = frozenset({"memory", "on_chip", "dense", "sparse", "link_gb_s", "host_gb_s", "links", "watts", "rent", "buy"})
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def read_cluster(text: str, rates: LinkRates = LinkRates()) -> Cluster:
             )
     if rates.within or rates.between:
         notes.append("Rates of links are those of the options; their latencies are those of NCCL.")
+    if device.unverified:
+        notes.append(f"Unverified values in the hardware table: {', '.join(device.unverified)}.")
     return Cluster(device, number, per_host, Fabric(tuple(levels)), tuple(notes))
 
 

@@ -56,7 +56,7 @@ class Ranked:
 
     batch: requests that a replica holds at once. prefill_s: a prompt alone. ttft_s: with the wait for a running step and, at a
     rate, for other prompts. requests_s: of the service; at a rate, the rate. capacity: requests per second that it could serve
-    within the time per token of the objectives. parts: seconds of a device per request. verdict: the objective that is missed, or
+    within the objectives. parts: seconds of a device per request. verdict: the objective that is missed, or
     "".
     """
 
@@ -155,7 +155,7 @@ def evaluate(variant: Variant, layout: Layout, cluster: Cluster, demand: Demand,
     prefill_s, prompt = times.prefill(demand.input)
     load = ReplicaLoad(times, prompt, demand)
     most = min(made.memory.requests, made.rows * layout.pipeline)
-    largest = load.largest(most, _tpot_limit(demand, prefill_s))
+    largest = load.largest(most, prefill_s)
     capacity = layout.data * load.rate(largest)
     batch, rate, wait = largest, load.rate(largest), 0.0
     if demand.rate is not None and demand.rate < capacity:
@@ -167,14 +167,6 @@ def evaluate(variant: Variant, layout: Layout, cluster: Cluster, demand: Demand,
         load.parts(batch), "", cluster.usd_hour, demand.output,
     )  # fmt: skip
     return replace(ranked, verdict=_verdict(ranked, demand))
-
-
-def _tpot_limit(demand: Demand, prefill_s: float) -> float:
-    """Seconds per token that the objectives allow, after a prompt of `prefill_s` seconds."""
-    limits = demand.slo.limits()
-    tpot, e2e = limits["tpot"], limits["e2e"]
-    rest = math.inf if e2e is None or demand.output == 1 else (e2e - prefill_s) / demand.output
-    return min(tpot if tpot is not None else math.inf, rest)
 
 
 def _verdict(ranked: Ranked, demand: Demand) -> str:
@@ -202,18 +194,21 @@ class ReplicaLoad:
         """Seconds per token of a replica that serves `rate` requests per second."""
         return self._decode(batch).total / (1 - rate * self._prompt.total)
 
-    def largest(self, most: int, limit: float) -> int:
-        """The largest batch up to `most` with at most `limit` seconds per token; 1 if none has."""
-        if self.tpot(most, self.rate(most)) <= limit:
-            return most
-        low, high = 1, most
+    def largest(self, most: int, prefill_s: float) -> int:
+        """The largest batch up to `most` with which the objectives are kept; 1 if none does."""
+        low, high = (most, most) if self._keeps(most, prefill_s) else (1, most - 1)
         while low < high:
             middle = (low + high + 1) // 2
-            if self.tpot(middle, self.rate(middle)) <= limit:
+            if self._keeps(middle, prefill_s):
                 low = middle
             else:
                 high = middle - 1
         return low
+
+    def _keeps(self, batch: int, prefill_s: float) -> bool:
+        ttft, tpot = prefill_s + self._times.step_s(batch, self.context), self.tpot(batch, self.rate(batch))
+        latencies = Latencies(ttft, ttft, tpot, ttft + (self._demand.output - 1) * tpot)
+        return not self._demand.slo.verdict(latencies)
 
     def needed(self, rate: float, most: int) -> int:
         """Requests that a replica holds at `rate` requests per second: the smallest batch that serves them (Little's law)."""
