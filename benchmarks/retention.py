@@ -3,9 +3,9 @@
     python benchmarks/retention.py [--policies window] [--ratios 2,4,8] [--out benchmarks/results/kv.json]
 
 Quality: prompts of 512 tokens are computed in full and compressed to a half, a quarter and an eighth; the 128 tokens after each are
-forced, one per step, and scored (KL and perplexity against the engine that keeps everything; tests/data/heldout.jsonl). Recall: lists of
-pairs at the beginning of 512 tokens, asked for at their end (quality.recall); the questions are forced after the compressed list. Speed:
-32 requests of 512 + 256 random tokens in a cache that holds 8 of them with all their keys.
+forced, one per step, and scored (KL and perplexity against the engine that keeps everything; tests/data/heldout.jsonl). Recall:
+lists of pairs at the beginning of --recall-tokens, asked for at their end (quality.recall) and compressed before the questions;
+the questions are forced. Speed: 32 requests of 512 + 256 random tokens in a cache that holds 8 of them with all their keys.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ridgeline.text.tokenizer import Tokenizer
 TEXTS = Path(__file__).resolve().parent.parent / "tests" / "data" / "heldout.jsonl"
 PROMPT, ANSWER = 512, 128
 """Tokens of a compressed prompt, and of what is scored after it."""
-POLICIES = {"window": "window:sinks=4,keep={}"}
+POLICIES = {"window": "window:sinks=4,keep={}", "snap": "snap:window=32,keep={}", "heavy": "heavy:window=32,keep={}"}
 SPEED = (32, 512, 256, 8)
 """Requests, tokens of a prompt and of an answer, requests that the cache holds with all their keys."""
 
@@ -73,8 +73,8 @@ def start(retention: str, blocks_for: int = 0) -> LocalEngine:
 
 
 def forced(engine: LocalEngine, windows: Sequence[Window]) -> tuple[list[Scores], float]:
-    """Scores of the tokens from `first` on, each drawn in a step of its own after the tokens before; and the mean of the slots that a
-    request holds at its end."""
+    """Scores of the tokens from `first` on, each drawn in a step of its own after the tokens before; and the mean of the slots that
+    a request holds at its end."""
     loop, vocab = engine.engine.loop, engine.engine.setup.vocab_size
     records: dict[str, list[TokenLogprobs]] = {}
     requests = []
@@ -118,7 +118,7 @@ def interval(estimate: Estimate, digits: int = 4) -> list[float]:
 
 
 class Measurement:
-    def __init__(self, pairs: int, lists: int) -> None:
+    def __init__(self, pairs: int, lists: int, recall_tokens: int) -> None:
         tokenizer = Tokenizer.load(resolve_model(ModelConfig()))
         length = PROMPT + ANSWER
         self.windows = [
@@ -127,7 +127,7 @@ class Measurement:
             if (ids := tokenizer.encode(text, add_special_tokens=True))
             for begin in range(0, len(ids) - length + 1, length)
         ]
-        self.recall = recall_windows(tokenizer, pairs, [PROMPT] * lists)
+        self.recall = recall_windows(tokenizer, pairs, [recall_tokens] * lists)
         self.plain, self.plain_recall, self.plain_slots = self.scores("all")
         self.plain_rate = self.rate("all")
 
@@ -177,7 +177,7 @@ class Measurement:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    measurement = Measurement(args.pairs, args.lists)
+    measurement = Measurement(args.pairs, args.lists, args.recall_tokens)
     for name in args.policies.split(","):
         for ratio in args.ratios.split(","):
             yield measurement.row(name, int(ratio)) | {"model": "ridgeline-14m"}
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--ratios", default="2,4,8")
     parser.add_argument("--pairs", type=int, default=12, help="pairs of a recall list")
     parser.add_argument("--lists", type=int, default=40)
+    parser.add_argument("--recall-tokens", type=int, default=PROMPT, help="of a list with its questions")
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
     args = parser.parse_args()
