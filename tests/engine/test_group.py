@@ -96,6 +96,8 @@ CASES = {
     "windows": ("gemma2", {}, {}),
     "int8": ("llama-gqa", {"quantization": "int8"}, {}),
     "int8 cache": ("llama-gqa", {"kv_cache_dtype": "int8"}, {}),
+    "bounded cache": ("llama-gqa", {}, {"kv_retention": "window:keep=16,sinks=1", "block_size": 4}),
+    "compressed prompts": ("llama-gqa", {}, {"kv_retention": "heavy:keep=16,window=4", "block_size": 4}),
     "drafts": ("llama-gqa", {}, {"speculate": "reference+lookahead"}),
     "few blocks": ("llama-gqa", {"max_model_len": 128}, {"kv_cache_memory": 13 * 12_288}),
     "deterministic": ("qwen3", {}, {"deterministic": True}),
@@ -111,7 +113,10 @@ WAYS = {
     "both": TENSOR | PIPELINE,
 }
 TRIED = [
-    pytest.param(case, way, marks=[pytest.mark.long] * ((case, way) not in SHORT)) for case in CASES for way in WAYS
+    pytest.param(case, way, marks=[pytest.mark.long] * ((case, way) not in SHORT))
+    for case in CASES
+    for way in WAYS
+    if case != "compressed prompts" or way == "two ranks"
 ]
 
 

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from ridgeline.core.config import EngineConfig
+from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KvLayout
 from ridgeline.kv.retention import KEEP_ALL, Retention, read_retention
+from ridgeline.kv.store import KvStore
 from ridgeline.llm import LLM
+from ridgeline.models.build import build
+from ridgeline.ops.reference import REFERENCE
 from tests.engine.helpers import PLAIN, WINDOWED
 from tests.engine.runners import MAX_LEN, PAGE, PROMPT, DeviceBench, alone, pair
 from tests.engine.test_runner import Guesser
+from tests.models.families import save
 
 SINKS, KEEP = 1, 3 * PAGE
-WINDOW = Retention("window", SINKS, KEEP, KEEP + PAGE, PAGE)
+WINDOW = Retention("window", KEEP, KEEP + PAGE, PAGE, SINKS)
+OBSERVED = 5
+SNAP = Retention("snap", KEEP, KEEP + PAGE, PAGE, observed=OBSERVED, once=True)
+HEAVY = Retention("heavy", KEEP, KEEP + PAGE, PAGE, observed=OBSERVED)
 LONG = [3 + 7 * at % 250 for at in range(50)]
 
 
-def read(text: str, layout: KvLayout = PLAIN, drafter: str = "", *, deterministic: bool = False) -> Retention:
-    return read_retention(EngineConfig(kv_retention=text, deterministic=deterministic), layout, drafter)
+def read(text: str, layout: KvLayout = PLAIN, drafter: str = "", **options: Any) -> Retention:
+    return read_retention(EngineConfig(kv_retention=text, **options), layout, drafter)
 
 
 def run(bench: DeviceBench) -> dict[str, list[int]]:
@@ -126,16 +136,96 @@ def test_a_preempted_request_is_computed_again() -> None:
     assert bench.leases.pool.free == bench.leases.total
 
 
+@pytest.mark.parametrize("kv_format", ["", "int8"])
+def test_a_compressed_prompt_keeps_the_slots_that_its_last_tokens_attend_to(tmp_path: Path, kv_format: str) -> None:
+    """For each head of each layer those that transformers' attention says, keys and values moved together, with their scales."""
+    theirs = save("llama-gqa", tmp_path)
+    config = ModelConfig(max_model_len=MAX_LEN, kv_cache_dtype=kv_format or "auto")
+    model = build(tmp_path, model=config, ops=REFERENCE, device=torch.device("cpu"))
+    bench = DeviceBench(retention=SNAP, model=model)
+    bench.submit("one", LONG, max_tokens=8)
+    request = bench.scheduler.waiting[0]
+    while not request.dropped:
+        pages = [*request.tables[0]] if request.tables else []
+        bench.turn()
+    bench.turn()
+    computed = len(LONG) + 1
+    blocks = (computed - OBSERVED) // PAGE
+    kept = -(-(KEEP - (computed - blocks * PAGE)) // PAGE)
+    assert request.dropped == (blocks - kept) * PAGE and request.tables[0][kept : kept + 2] == pages[blocks:]
+    theirs.set_attn_implementation("eager")
+    with torch.inference_mode():
+        attentions = theirs(torch.tensor([[*LONG, request.tokens[len(LONG)]]]), output_attentions=True).attentions
+    store = bench.runner.store
+    old = [
+        slots_of(store, layer, pages[:blocks]) for layer in range(len(attentions))
+    ]  # nobody has taken these blocks yet
+    for layer, weights in enumerate(attentions):
+        mass = weights[0, :, -OBSERVED:, : blocks * PAGE].sum(1).unflatten(0, (-1, 2)).sum(1)
+        pooled = torch.nn.functional.max_pool1d(mass, 7, 1, 3)
+        new = slots_of(store, layer, request.tables[0][:kept])
+        for head, share in enumerate(pooled):
+            chosen = [
+                (old[layer][:, head] == new[:, head, slot, None]).all((0, 2)).nonzero().item()
+                for slot in range(kept * PAGE)
+            ]
+            assert chosen == sorted(set(chosen))
+            least = share.topk(kept * PAGE).values[-1]
+            assert all(share[slot] >= least - 2e-3 for slot in chosen)
+
+
+def slots_of(store: KvStore, layer: int, pages: list[int]) -> torch.Tensor:
+    """Keys and values of a layer with their scales, as stored: [2, heads, slots, bytes]."""
+    parts = [part for part in (store.kv[layer], store.scales[layer]) if part is not None]
+    return torch.cat([part.view(torch.uint8)[pages].permute(1, 2, 0, 3, 4).flatten(2, 3) for part in parts], -1)
+
+
+@pytest.mark.parametrize("policy", ["snap", "heavy"])
+def test_compressed_requests_share_prompts_and_answer_alike(policy: str) -> None:
+    """Chunks, prefix hits and forks change no token; rows stay bounded where the answer is compressed too, and blocks return."""
+    retention = SNAP if policy == "snap" else HEAVY
+    answers = []
+    for step_tokens in (24, 64):
+        bench = DeviceBench(retention=retention, step_tokens=step_tokens)
+        bench.submit("first", LONG, max_tokens=60)
+        bench.run()
+        bench.submit("again", LONG, max_tokens=60)
+        bench.submit("forks", LONG, n=3, max_tokens=60)
+        most = 0
+        while not bench.scheduler.idle:
+            bench.turn()
+            most = max([most, *(len(request.tables[0]) for request in bench.scheduler.running if request.dropped)])
+        assert bench.scheduler.counts.prefix_hits
+        assert most <= (KEEP + 60 if policy == "snap" else HEAVY.most) // PAGE + 1
+        assert bench.leases.pool.used == 0
+        answers += bench.tokens.values()
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0] != alone(LONG, max_tokens=60)
+
+
+def test_a_pool_without_room_for_the_compressed_blocks_goes_on() -> None:
+    """Compression needs new blocks, since others may read the old ones; without them it waits."""
+    bench = DeviceBench(retention=HEAVY, blocks=15, prefix_cache=False)
+    for name in range(3):
+        bench.submit(str(name), [*LONG, name], max_tokens=50)
+    bench.run()
+    assert all(len(tokens) == 50 for tokens in bench.tokens.values())
+    assert bench.leases.pool.used == 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("most", "use all, or window:sinks=4,keep=1024"),
+        ("most", "use all, window:sinks=4,keep=1024"),
         ("all:keep=4", "use all"),
         ("window", "give numbers of tokens"),
         ("window:sinks=4", "say how many tokens stay"),
         ("window:keep=12,keep=13", "give numbers"),
         ("window:keep=many", "give numbers"),
         ("window:sinks=5,keep=11", "keep at least 12 tokens"),
+        ("snap:sinks=4,keep=64", "give numbers"),
+        ("snap:window=32,keep=39", "keep at least 40 tokens"),
+        ("heavy:window=0,keep=39", "keep at least"),
     ],
 )
 def test_a_policy_that_is_none_is_refused(text: str, message: str) -> None:
@@ -146,7 +236,7 @@ def test_a_policy_that_is_none_is_refused(text: str, message: str) -> None:
 
 def test_what_does_not_compose_is_refused() -> None:
     text = "window:keep=64"
-    assert read(text) == Retention(text, 1, 64, 68, 4)
+    assert read(text) == Retention(text, 64, 68, 4, 1)
     assert read("all", WINDOWED, "draft", deterministic=True) is KEEP_ALL
     with pytest.raises(ConfigError, match="windows of their own"):
         read(text, WINDOWED)
@@ -154,17 +244,21 @@ def test_what_does_not_compose_is_refused() -> None:
         read(text, deterministic=True)
     with pytest.raises(ConfigError, match="use --speculate reference"):
         read(text, drafter="draft")
+    assert read(text, pipeline_parallel_size=2).keep == 64
+    with pytest.raises(ConfigError, match="use window:sinks=4,keep=1024"):
+        read("heavy:window=8,keep=64", pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize("options", [{}, {"speculate": "auto"}, {"speculate": "recycling"}, {"kv_cache_dtype": "int4"}])
 def test_the_shipped_model_answers_with_a_bounded_cache(options: dict[str, str]) -> None:
     """Native operations, captured steps and drafters that read the cache: as if nothing was dropped, up to where it is."""
     answers, sampling = [], SamplingParams(max_tokens=300, temperature=0.8, seed=3)
-    for retention in ("all", "window:keep=64"):
+    for retention in ("all", "window:keep=64", "heavy:window=16,keep=64"):
         facts = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory": 1 << 25} | options
         llm = LLM(device="cpu", threads=1, kv_retention=retention, **facts)
         answers.append(llm.generate("The history of the city begins", sampling)[0].choices[0].token_ids)
         llm.close()
-    whole, kept = answers
-    assert kept[:70] == whole[:70]
-    assert kept != whole
+    whole, *others = answers
+    for kept in others:
+        assert kept[:70] == whole[:70]
+        assert kept != whole

@@ -52,7 +52,9 @@ class EngineConfig:
     block_size: int | None = option(None, "tokens per block of the KV cache")
     enable_prefix_caching: bool = option(True, "reuse the KV cache of equal prompt prefixes")
     kv_retention: str = option(
-        "all", "keys and values that stay once a prompt is computed: all, or window:sinks=4,keep=1024 (in tokens)"
+        "all",
+        "tokens whose keys and values stay once a prompt is computed: all, window:sinks=4,keep=1024, snap:window=32,keep=1024 "
+        "or heavy:window=32,keep=1024",
     )
     batching: str = option("continuous", "batching policy: continuous, static:N or dynamic:N,WINDOW_MS")
     reader_pace: str = option(

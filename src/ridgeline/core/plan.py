@@ -81,6 +81,24 @@ class Transfer:
     pages: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """Copies the slots of a row that matter most to fewer blocks.
+
+    computed: tokens of the row when it was decided, and slots: how many slots they hold. observed: the last of these tokens, whose
+    attention chooses. pages: of the row's slots, for each group of layers. targets: for each group the blocks that take the place
+    of the first `blocks` of them.
+    """
+
+    row: int
+    computed: int
+    slots: int
+    observed: int
+    blocks: int
+    pages: Sequence[Sequence[int]]
+    targets: Sequence[Sequence[int]]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step. Parallel flat arrays; row i of the step is `rows[i]`.
@@ -95,6 +113,7 @@ class StepPlan:
     copies: flat pairs (source page, target page), copied after the tables change and before the forward pass.
     drops: flat pairs (row, slots), applied before joins: the row holds so many slots less. `pages` states its table without their
     blocks.
+    compactions: run before the device's rows and tables change.
     transfers: started before anything else of the step; they may end in any later step. cancels: tickets whose transfers are no
     longer needed; after the step nothing writes to their blocks. A step may have transfers and no rows.
     masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows;
@@ -120,6 +139,7 @@ class StepPlan:
     pages: array[int] = field(default_factory=_ints)
     copies: array[int] = field(default_factory=_ints)
     drops: array[int] = field(default_factory=_ints)
+    compactions: list[Compaction] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ridgeline.core.plan import Compaction
 from ridgeline.core.spec import KvFormat
 from ridgeline.decoding.logprobs import Ranked, rank, score
 from ridgeline.decoding.masks import add_bias, apply_mask, suppress_stop_tokens
@@ -19,6 +20,7 @@ from ridgeline.decoding.penalties import TokenHistory, apply_penalties
 from ridgeline.engine.batch import Batch
 from ridgeline.engine.logits_inputs import NO_INPUTS, LogitsInputs, Scores
 from ridgeline.engine.row_table import RowTable
+from ridgeline.kv.compact import attention_mass, choose, keys_of, move
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.noise import Purpose
@@ -157,6 +159,29 @@ class DeviceStep:
         """The KvView of each layer. slots: where the keys and values of this step are stored, by group."""
         group_slots, table = slots.unbind(0), self.rows.tables.unbind(0)
         return [KvView(kv, table[group], group_slots[group], *facts, scales) for kv, scales, group, facts in layers]
+
+    def compact(self, compaction: Compaction) -> None:
+        """Copy the slots to which a row's last tokens attend most to fewer pages: these tokens run through the layers once more,
+        and their keys and values go to the scratch page."""
+        device, end, count = self.rows.ints.device, compaction.computed, compaction.observed
+        row, length = torch.tensor([compaction.row, compaction.slots], dtype=torch.int32, device=device).split(1)
+        tokens = self.rows.tokens[compaction.row, end - count : end]
+        position = torch.arange(end - count, end, dtype=torch.int32, device=device)
+        step = StepInputs(
+            row, self._count[:2] * count, length, position, torch.zeros_like(position), count, compaction.slots
+        )
+        scratch = (position % self.rows.page_tokens).long().expand(len(self.rows.tables), -1)
+        pages, targets = (
+            torch.tensor(of_groups, device=device) for of_groups in (compaction.pages, compaction.targets)
+        )
+        views = self._views(self._layers, scratch)
+        kept = targets.shape[1] * self.rows.page_tokens
+        for queries, view, layer in zip(self.decoder.queries(tokens, views, step), views, self._layers, strict=True):
+            group = layer[2]
+            mass = attention_mass(queries, keys_of(view, pages[group], compaction.slots), view)
+            chosen = choose(mass, compaction.blocks * self.rows.page_tokens, kept)
+            for part in (view.kv,) if view.scales is None else (view.kv, view.scales):
+                move(part, pages[group, : compaction.blocks], targets[group], chosen)
 
     # --- finish -----------------------------------------------------------------------------------------------------
 

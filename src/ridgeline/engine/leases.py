@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from ridgeline.core.plan import StepPlan, StepResult, Transfer
+from ridgeline.core.plan import Compaction, StepPlan, StepResult, Transfer
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.request import Lease, Request, State
 from ridgeline.kv.blocks import BlockPool
@@ -247,20 +247,27 @@ class Leases:
     def _retain(self, request: Request, plan: StepPlan) -> int:
         """Drop the slots that the retention policy no longer keeps. Later keys depend on what was dropped, so their blocks are not
         published. Returns the number of computed tokens from which this must be called again."""
-        # One step after the prompt: until then other choices of the request may come to share its blocks.
-        due = max(request.prompt_len + 1, request.dropped + self._retention.most)
-        if request.computed < due:
+        policy, slots = self._retention, request.computed - request.dropped
+        if request.computed < (due := policy.due(request.prompt_len, request.dropped)):
             return due
-        dropped = self._retention.dropped(request.computed - request.dropped)
+        first, stop, kept = policy.cut(slots)
+        if kept * len(request.tables) > self.pool.free:
+            return request.computed + self._size
+        targets = [[self.pool.take() for _ in range(kept)] for _ in request.tables]
+        if kept:
+            pages = [table[: -(-slots // self._size)] for table in request.tables]
+            observed = policy.observed
+            plan.compactions.append(Compaction(request.row, request.computed, slots, observed, stop, pages, targets))
         for group, table in enumerate(request.tables):
-            for block in table[dropped.start : dropped.stop]:
+            for block in table[first:stop]:
                 self._give_back(block)
-            del table[dropped.start : dropped.stop]
-            for index in range(dropped.start, len(table)):
+            table[first:stop] = targets[group]
+            for index in range(first, len(table)):
                 plan.pages.extend((request.row, group, index, table[index]))
-        plan.drops.extend((request.row, len(dropped) * self._size))
-        request.dropped += len(dropped) * self._size
-        return request.dropped + self._retention.most
+        gone = (stop - first - kept) * self._size
+        plan.drops.extend((request.row, gone))
+        request.dropped += gone
+        return policy.due(request.prompt_len, request.dropped)
 
     def _publish(self, request: Request, full: int) -> None:
         if self._prefix_cache and request.cache:

@@ -17,7 +17,7 @@ import msgspec
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import EngineFailed
-from ridgeline.core.plan import Join, StepPlan, StepResult, Transfer
+from ridgeline.core.plan import Compaction, Join, StepPlan, StepResult, Transfer
 from ridgeline.wire.frames import LENGTH, body_length
 
 BEAT_S = 0.5
@@ -81,6 +81,7 @@ class StepFrame(msgspec.Struct, frozen=True, array_like=True):
     collected: int
     arrays: list[bytes]
     joins: list[Join]
+    compactions: list[Compaction]
     transfers: list[Transfer]
     cancels: list[int]
     masks: dict[int, bytes]

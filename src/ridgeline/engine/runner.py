@@ -173,6 +173,8 @@ class Runner:
         packet = Packet()
         builder, refusal, padded = None, None, None
         try:
+            for compaction in plan.compactions:
+                self._step.compact(compaction)
             self.rows.pack_changes(plan, packet)
             if loaded is None and plan.rows:
                 try:

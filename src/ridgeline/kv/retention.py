@@ -1,83 +1,114 @@
 """Retention: which slots of a request stay in the cache once its prompt is computed (`--kv-retention`).
 
-A prompt is computed in full, so its blocks can be shared and published. From its last token on, a policy bounds the slots that a
-request holds. Keys keep the rotation of the position at which they were said; the slots after a dropped block move up.
-This module decides only; `engine.leases` releases the blocks, and the plan tells the device (`StepPlan.drops`).
+A prompt is computed in full, so its blocks can be shared and published. Then a policy bounds the slots that a request holds. Keys
+keep the rotation of the position at which they were said; the slots after a dropped block move up. This module decides only how
+many blocks go: `engine.leases` releases them, and the plan tells the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import KvLayout
 
-_UNBOUNDED = 1 << 62
+NEVER = 1 << 62
+
+
+class Cut(NamedTuple):
+    """The blocks `first` .. `stop` - 1 of a table go, and `kept` blocks of slots chosen from them take their place."""
+
+    first: int
+    stop: int
+    kept: int
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Attention sinks and the most recent tokens (StreamingLLM, Xiao et al. 2023), in whole blocks, so that nothing is copied.
+    """A policy; the default keeps everything.
 
-    name: as in `--kv-retention`; the default keeps everything. sinks: leading blocks that stay. keep: slots that stay at least.
-    most: slots from which a request drops blocks. page_tokens: slots of a block.
+    window  attention sinks and the most recent tokens (StreamingLLM, Xiao et al. 2023), in whole blocks: nothing is copied.
+    snap    the prompt is compressed once: for each head the slots that its last tokens attend to most (SnapKV, Li et al. 2024).
+    heavy   as snap, and the answer too, whenever a quarter more is there (heavy hitters, H2O, Zhang et al. 2023).
+
+    name: as in `--kv-retention`. keep: slots that stay at least. most: slots from which a request drops some. page_tokens: slots
+    of a block. sinks: leading blocks that stay. observed: last tokens whose attention chooses, and which stay; 0: none chooses.
+    once: nothing is dropped after the prompt.
     """
 
     name: str = "all"
-    sinks: int = 0
-    keep: int = _UNBOUNDED
-    most: int = _UNBOUNDED
+    keep: int = NEVER
+    most: int = NEVER
     page_tokens: int = 1
+    sinks: int = 0
+    observed: int = 0
+    once: bool = False
 
-    def dropped(self, slots: int) -> range:
-        """The blocks, by index in its tables, that a request with this many committed slots drops."""
-        return range(self.sinks, self.sinks + max(0, slots - self.keep) // self.page_tokens)
+    def due(self, prompt_len: int, dropped: int) -> int:
+        """Number of computed tokens from which a request drops slots. dropped: those that it has dropped."""
+        # One step after the prompt: until then other choices of the request may come to share its blocks.
+        if self.once:
+            return prompt_len + 1 if prompt_len >= self.most and not dropped else NEVER
+        return max(prompt_len + 1, dropped + self.most)
+
+    def cut(self, slots: int) -> Cut:
+        """What a request with so many committed slots drops."""
+        size = self.page_tokens
+        if not self.observed:
+            return Cut(self.sinks, self.sinks + (slots - self.keep) // size, 0)
+        blocks = (slots - self.observed) // size
+        return Cut(0, blocks, -(-(self.keep - (slots - blocks * size)) // size))
 
 
 KEEP_ALL = Retention()
+_DEFAULTS = {"window": {"sinks": 4}, "snap": {"window": 32}, "heavy": {"window": 32}}
+_EXAMPLES = "window:sinks=4,keep=1024, snap:window=32,keep=1024 or heavy:window=32,keep=1024"
 
 
 def read_retention(config: EngineConfig, layout: KvLayout, drafter: str) -> Retention:
-    """Read `--kv-retention`: all, or window:keep=TOKENS[,sinks=TOKENS].
+    """Read `--kv-retention`: all, or a policy with its numbers of tokens.
 
     Args:
         drafter: name of the drafter on the device, or "".
     Raises:
         ConfigError: names the option and the nearest that works.
     """
-    text = config.kv_retention
+    text, size = config.kv_retention, layout.page_tokens
     kind, _, options = text.partition(":")
     if kind == "all" and not options:
         return KEEP_ALL
-    if kind != "window":
-        raise _bad(text, "use all, or window:sinks=4,keep=1024")
-    sizes = {"sinks": 4} | _sizes(text, options)
-    size = layout.page_tokens
-    sinks = -(-sizes["sinks"] // size)
-    least = (sinks + 1) * size
-    if sizes["keep"] < least:
-        raise _bad(text, f"keep at least {least} tokens, the blocks of the sinks and one more")
+    if kind not in _DEFAULTS:
+        raise _bad(text, f"use all, {_EXAMPLES}")
+    sizes = _sizes(text, options, _DEFAULTS[kind])
+    keep, sinks, observed = sizes["keep"], -(-sizes.get("sinks", 0) // size), sizes.get("window", 0)
+    least = observed + 2 * size if observed else (sinks + 1) * size
+    if keep < least or (kind != "window" and not observed):
+        raise _bad(text, f"keep at least {least} tokens: the first or the observed ones, and a block more")
     if any(group.window is not None for group in layout.groups):
         raise _bad(text, "layers of this model have windows of their own, which bound their cache already: use all")
     if config.deterministic:
         raise _bad(text, "a preempted request is computed again with all its keys, so --deterministic needs all")
     if drafter == "draft":
         raise _bad(text, "a draft model may read tokens later, when they are dropped: use --speculate reference")
-    return Retention(text, sinks, sizes["keep"], sizes["keep"] + size, size)
+    if observed and config.pipeline_parallel_size > 1:
+        raise _bad(text, "a stage of a pipeline cannot run the observed tokens again: use window:sinks=4,keep=1024")
+    slack = size if kind == "window" else -(-keep // (4 * size)) * size
+    return Retention(text, keep, keep + slack, size, sinks, observed, once=kind == "snap")
 
 
-def _sizes(text: str, options: str) -> dict[str, int]:
+def _sizes(text: str, options: str, defaults: dict[str, int]) -> dict[str, int]:
     """The numbers of tokens in `sinks=4,keep=1024`."""
     sizes: dict[str, int] = {}
     for option in options.split(","):
         name, _, value = option.partition("=")
-        if name not in ("sinks", "keep") or name in sizes or not value.isdecimal():
-            raise _bad(text, "give numbers of tokens, as in window:sinks=4,keep=1024")
+        if name not in ("keep", *defaults) or name in sizes or not value.isdecimal():
+            raise _bad(text, f"give numbers of tokens, as in {_EXAMPLES}")
         sizes[name] = int(value)
     if "keep" not in sizes:
-        raise _bad(text, "say how many tokens stay, as in window:sinks=4,keep=1024")
-    return sizes
+        raise _bad(text, f"say how many tokens stay, as in {_EXAMPLES}")
+    return defaults | sizes
 
 
 def _bad(text: str, remedy: str) -> ConfigError:

@@ -123,6 +123,13 @@ class Decoder:
         spec = self.spec
         return self._build.ops.tokenwise.rms_norm(stream, self.final_norm, spec.norm_eps, spec.norm_offset)
 
+    def queries(self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> Iterator[torch.Tensor]:
+        """Run the layers, and give the rotated queries [T, heads, d] of each."""
+        stream = self._build.ops.tokenwise.embed(self.embedding, tokens, self.scale)
+        for layer, view in zip(self.layers, views, strict=True):
+            yield layer.queries(stream, view, step)
+            stream = layer(stream, view, step)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [L, d_model] -> logits [L, vocab] of the head. With a final soft cap (Gemma 2) they are capped, in float32."""
         assert self.head is not None

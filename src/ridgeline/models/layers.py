@@ -103,6 +103,10 @@ class Attention:
         self._qkv_write, self._attend = build.ops.attention.qkv_write, build.ops.attention.attend
         self._join = join(build, self.out, post_norm)
 
+    def queries(self, x: Activation, view: KvView, step: StepInputs) -> torch.Tensor:
+        """The rotated queries [T, heads, d]. Keys and values are written as by a call."""
+        return self._qkv_write(self.qkv.apply(x, step), self.shape, view, step)[0]
+
     def __call__(
         self, x: Activation, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None
     ) -> torch.Tensor:
@@ -171,6 +175,10 @@ class DecoderLayer:
                 return stream
             step = step.select(wanted)
         return self.feed_forward(Normed(stream, self.feed_forward_norm, eps, offset), stream, step)
+
+    def queries(self, stream: torch.Tensor, view: KvView, step: StepInputs) -> torch.Tensor:
+        """See Attention.queries."""
+        return self.attention.queries(Normed(stream, self.attention_norm, self._eps, self._offset), view, step)
 
     def parts(self) -> LayerParts | None:
         """Weights for programs that run whole layers; None if the layer is not supported."""

@@ -1,0 +1,53 @@
+"""Compaction: copies the slots that matter most to fewer pages, for each head of keys and values its own, in plain PyTorch.
+
+All heads keep equally many slots, so that one table serves them. Keys were rotated when they were written, and every kept key
+precedes all later queries, so attention needs no positions of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.ops.step import KvView
+from ridgeline.ops.stored import pages_of
+
+POOL = 7
+"""Neighbouring slots whose largest mass each slot gets, so that a chosen slot brings the tokens around it (SnapKV, section 4.2)."""
+
+
+def attention_mass(queries: torch.Tensor, keys: torch.Tensor, view: KvView) -> torch.Tensor:
+    """Attention that each slot gets from the last tokens: float32 [kv_heads, slots].
+
+    Args:
+        queries: [W, heads, d], rotated, of the tokens in the last W slots.
+        keys: [kv_heads, slots, d], rotated.
+    """
+    count, slots = len(queries), keys.shape[1]
+    grouped = queries.float().unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
+    scores = grouped @ keys.float().unsqueeze(1).transpose(2, 3) * view.scale
+    if view.softcap is not None:
+        scores = torch.tanh(scores / view.softcap) * view.softcap
+    place = torch.arange(slots, device=keys.device)
+    later = place > place[slots - count :].unsqueeze(1)
+    return scores.masked_fill(later, -torch.inf).softmax(-1).sum((1, 2))
+
+
+def choose(mass: torch.Tensor, candidates: int, count: int) -> torch.Tensor:
+    """The `count` slots of most mass among the first ones, in order: int64 [kv_heads, count]."""
+    pooled = F.max_pool1d(mass[:, :candidates], POOL, stride=1, padding=POOL // 2)
+    return pooled.topk(count, dim=1).indices.sort(dim=1).values
+
+
+def keys_of(view: KvView, pages: torch.Tensor, slots: int) -> torch.Tensor:
+    """The keys [kv_heads, slots, d] in the first slots of these pages."""
+    return pages_of(view, pages)[:, 0].transpose(0, 1).flatten(1, 2)[:, :slots]
+
+
+def move(part: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor) -> None:
+    """Fill the target pages with the kept slots of the source pages. part: keys and values, or their scales, [pages, 2, kv_heads,
+    page_tokens, width]. kept: from `choose`."""
+    stored = part.view(torch.uint8)  # PyTorch does not index tensors of e4m3 on every device
+    slots = stored[sources].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    chosen = slots.gather(2, kept[None, :, :, None].expand(2, -1, -1, slots.shape[-1]))
+    stored[targets] = chosen.unflatten(2, (len(targets), -1)).permute(2, 0, 1, 3, 4)
