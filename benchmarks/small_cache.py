@@ -7,13 +7,14 @@
 | data | tokenizes the corpus and draws held-out texts (training/data.py, training/heldout.py) | 25 s |
 | train | trains each sibling on the same batches; a stopped training goes on from its last state | 140 s each |
 | loss | held-out loss of each sibling, by the engine with the cache it is served with | 120 s |
-| speed | tokens per second with as many sequences as a cache of one size holds, at two contexts | 240 s |
+| speed | tokens per second with as many sequences as a cache of one size holds, at two contexts | 60 s each |
 | table | rows of OUT/small_cache.json and `small-cache-ratio` of OUT/kv.json: sizes, and what the other stages measured | 1 s |
 
 The siblings have the same number of parameters (the MLP takes what attention gives up) and see the same tokens: multi-head
 attention; grouped heads; one KV head; then windows in five of six layers; then pairs of layers that share a cache; then int8.
-WORK/NAME is a model folder for `ridgeline serve`. One call takes at most ten minutes: name few siblings with --only; finished
-siblings are not trained again. --tiny runs all of it on a CPU in a minute with models that learn nothing: it tests the path.
+WORK/NAME is a model folder for `ridgeline serve`. One call takes at most ten minutes: name few siblings with --only. Finished
+siblings are not trained again, and rows in WORK/loss.json and WORK/speed.json are not measured again. --tiny runs all of it on a
+CPU in a minute with models that learn nothing: it tests the path.
 """
 
 from __future__ import annotations
@@ -215,8 +216,10 @@ class Run:
         tokenizer = Tokenizer.load(MODEL)
         texts = read_texts(self.work / "heldout.jsonl")[: self.sizes.documents]
         parts = windows(texts, lambda text: tokenizer.encode(text, add_special_tokens=False), self.sizes.length, 0)
+        if not (rows := self._left("loss")):
+            return
         base = self._scores(BASE, parts)
-        for row in (row for row in SERVED if row in self.wanted):
+        for row in rows:
             scores = base if row == BASE else self._scores(row, parts)
             drifts = [token_drift(*pair) for pair in zip(base, scores, strict=True)]
             self._keep("loss", row, loss_figures(drifts, parts))
@@ -229,7 +232,7 @@ class Run:
             engine.close()
 
     def speed(self) -> None:
-        for row in (row for row in SERVED if row in self.wanted):
+        for row in self._left("speed"):
             layout, figures = kv_layout(spec_of(row, self.sizes), self.sizes.page), dict[str, Any]()
             for length in self.sizes.contexts:
                 figures |= {f"{key}_{length}": value for key, value in self._decode(row, layout, length).items()}
@@ -265,6 +268,11 @@ class Run:
             enforce_eager=eager and self.device.type == "cuda", threads=None if self.device.type == "cuda" else 1,
         )  # fmt: skip
         return LocalEngine.start(model, config)
+
+    def _left(self, stage: str) -> list[str]:
+        """The wanted rows that the stage has not measured."""
+        known = {row["row"] for row in read_rows(self.work / f"{stage}.json")}
+        return [row for row in SERVED if row in self.wanted and row not in known]
 
     def _keep(self, stage: str, row: str, figures: dict[str, Any]) -> None:
         print(stage, row, json.dumps(figures), flush=True)
@@ -377,6 +385,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=None, help="folder of the result files; None prints only")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
     args = parser.parse_args(words)
+    if args.tiny and args.out:
+        parser.error("--tiny measures nothing to keep: leave --out away")
     torch.set_float32_matmul_precision("high")
     run = Run(args)
     run.work.mkdir(parents=True, exist_ok=True)

@@ -103,3 +103,19 @@ def test_batches_are_functions_of_their_number(pools: Path) -> None:
     second(0)
     assert torch.equal(first(7), second(7)) and not torch.equal(first(7), first(8))
     assert first(7).shape == (TINY.rows, TINY.length + 1)
+
+
+def test_rows_say_what_is_counted_and_what_is_measured(pools: Path, tmp_path: Path) -> None:
+    """Before any training the sizes are written; figures of the other stages join them. A dry run writes no results."""
+    words = ["table", "--work", str(pools), "--out", str(tmp_path)]
+    small_cache.main(words)
+    rows = {row["row"]: row for row in json.loads((tmp_path / "small_cache.json").read_text())}
+    assert rows["small-cache-all"]["machine"] == "any: counted" and "loss" not in rows["small-cache-all"]
+    (ratio,) = json.loads((tmp_path / "kv.json").read_text())
+    assert ratio["row"] == "small-cache-ratio" and ratio["value"] > ratio["target"]
+    (pools / "loss.json").write_text(json.dumps([{"row": "all", "loss": 3.0}]))
+    small_cache.main(words)
+    rows = {row["row"]: row for row in json.loads((tmp_path / "small_cache.json").read_text())}
+    assert rows["small-cache-all"]["loss"] == 3.0 and rows["small-cache-all"]["machine"] != "any: counted"
+    with pytest.raises(SystemExit):
+        small_cache.main([*words, "--tiny"])

@@ -49,7 +49,7 @@ def _all_noting(interface: Any, noted: Noted) -> Any:
     )
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3", "cla"])
 def test_one_layer_of_each_kind_launches_what_all_launch(family: str) -> None:
     noted: Noted = set()
     with tempfile.TemporaryDirectory() as name:

@@ -39,7 +39,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[draw.randrange(3, 320) for _ in range(draw.randrange(1, 50))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma3", "windows-shared"])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[:2], KINDS])

@@ -127,13 +127,15 @@ def save_sharing(sharing: Sharing, folder: Path, dtype: torch.dtype) -> torch.nn
     of keys and values that no layer reads."""
     n, seen = len(sharing.layers), {}
 
-    def attention(module, query, key, value, _, **options):
+    def attention(module, query, key, value, given, **options):
         window, source = sharing.layers[module.layer_idx]
         seen[module.layer_idx] = key, value
         key, value = seen[module.layer_idx if source is None else source]
         places = torch.arange(key.shape[2])
         back = places[-query.shape[2] :].unsqueeze(1) - places
         mask = (back >= 0) & (back < (window or len(places)))
+        if given is not None:
+            mask = mask & (given == 0)
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
         scores = (query @ key.mT * options["scaling"]).masked_fill(~mask, float("-inf"))
         return (scores.softmax(-1) @ value).transpose(1, 2), None

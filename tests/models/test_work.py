@@ -12,7 +12,7 @@ from ridgeline.core.operations import operations
 from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 from ridgeline.models.build import build
 from ridgeline.ops.reference import REFERENCE
-from tests.models.families import FAMILIES, save
+from tests.models.families import FAMILIES, SHARING, save
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
@@ -39,7 +39,7 @@ def pairs(layer: LayerSpec, start: int, tokens: int) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted([*FAMILIES, *SHARING]))
 @pytest.mark.parametrize(("start", "tokens"), [(0, 1), (0, 40), (17, 9), (60, 1)])
 def test_attention_is_what_the_mask_lets_through(name, start, tokens, tmp_path):
     save(name, tmp_path)
