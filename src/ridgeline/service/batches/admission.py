@@ -43,6 +43,7 @@ _SHRINK = 0.5
 _GROW_PER_S = 0.02
 _GROW_ROWS = 2
 """Rows by which the lane grows at a time beside online requests, or a quarter of it if that is more."""
+_GROW_S = 0.05
 _LEAST_ROWS = 8
 """Rows below which the knee is not believed: a base of 0 would close the lane."""
 _SETTLE_S = 1.0
@@ -105,7 +106,10 @@ class LaneAdmission:
         self._scale = 1.0
         self._shrunk_at = self._looked_at = -math.inf
         self._peak = 0.0
-        self._last_online = -math.inf
+        """The most online choices of the last moments: it halves every second."""
+        self._last_online = self._grown_at = -math.inf
+        self._seen_at = 0.0
+        self._most = 0
 
     def on_steps(self, running: float, seconds: float, steps: int = 1) -> None:
         """Steps of the engine: their mean number of running requests, online and batch together, and their mean time."""
@@ -120,16 +124,20 @@ class LaneAdmission:
 
     def allowed(self, load: Load) -> int:
         """Rows that may be in flight now. More than that are to be withdrawn."""
+        self._peak = max(load.online, self._peak * 0.5 ** max(0.0, load.now - self._seen_at))
+        self._seen_at = load.now
         if load.online:
             self._last_online = load.now
-            self._peak = max(load.online, self._peak * 0.98)
         elif load.now - self._last_online > IDLE_S:
             self._peak = 0.0
         self._correct(load.now)
         if not self._peak:
             return load.rows
+        if load.now - self._grown_at >= _GROW_S:
+            self._grown_at = load.now
+            self._most = load.batch + max(_GROW_ROWS, load.batch // 4)
         room = max(0, load.rows - load.online)
-        fitting = min(self._fitting(self._peak, room), load.batch + max(_GROW_ROWS, load.batch // 4))
+        fitting = min(self._fitting(self._peak, room), self._most)
         if self._slo_step_s is not None and self._recent_s > MARGIN * self._slo_step_s:
             fitting = min(fitting, load.batch * MARGIN * self._slo_step_s / self._recent_s)
         return max(0, min(room, math.floor(self._scale * fitting)))
