@@ -59,8 +59,7 @@ def test_steps_stay_within_the_slo_and_the_slack_is_used(base: float, slope: flo
     settled = history[100:]
     for batch in settled:
         assert base + slope * (online + batch) <= limit
-    knee = max(9 * base / slope, 8)
-    fitting = min((MARGIN * limit - base) / slope, knee, ROWS) - online
+    fitting = min((MARGIN * limit - base) / slope, ROWS) - online
     assert max(settled) >= 0.7 * fitting - 2
 
 

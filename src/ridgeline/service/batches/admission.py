@@ -7,8 +7,7 @@ t(n) = a + b n, and lets in as many rows as keep t within the limit:
     with an SLO      the time per output token that the SLO allows, less a margin
     with an impact   the step time of the online requests alone, times 1 + impact
 
-More rows than give KNEE of the highest throughput, 1 / b, only make steps longer, so there are never more. While no online request
-runs, nobody is slowed down, and all rows of the engine may be used.
+While no online request runs, nobody is slowed down, and all rows of the engine may be used.
 
 The line cannot see everything (prompts of rows, a busy machine). So the lane also follows what it measures: it shrinks at once
 while steps take longer than the SLO allows, and by half when online requests have missed the SLO, from which it recovers slowly.
@@ -31,8 +30,6 @@ MISSES = 0.01
 """Share of online requests that may miss the SLO before the lane shrinks."""
 IDLE_S = 2.0
 """Seconds without an online request after which the lane counts on none."""
-KNEE = 0.9
-"""Share of the highest throughput that is enough."""
 _FORGET = 0.5 ** (1 / 400)
 """Weight of a step after another one, for the line: half after 400 steps."""
 _FORGET_RECENT = 0.5 ** (1 / 16)
@@ -44,8 +41,6 @@ _GROW_PER_S = 0.02
 _GROW_ROWS = 2
 """Rows by which the lane grows at a time beside online requests, or a quarter of it if that is more."""
 _GROW_S = 0.05
-_LEAST_ROWS = 8
-"""Rows below which the knee is not believed: a base of 0 would close the lane."""
 _SETTLE_S = 1.0
 """Seconds between two reductions: requests that end now began under the former limit."""
 
@@ -153,10 +148,9 @@ class LaneAdmission:
             limits.append(MARGIN * self._slo_step_s)
         if self._impact is not None:
             limits.append((base + slope * online) * (1 + self._impact))
-        if slope <= 0:
+        if not limits or slope <= 0:
             return room
-        knee = KNEE / (1 - KNEE) * base / slope
-        return min((min(limits, default=math.inf) - base) / slope, max(knee, _LEAST_ROWS)) - online
+        return (min(limits) - base) / slope - online
 
     def _correct(self, now: float) -> None:
         """Shrink if online requests miss the SLO, grow slowly otherwise."""
