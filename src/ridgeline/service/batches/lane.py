@@ -96,6 +96,11 @@ class Lane:
         job = self._jobs.get(stored.batch.id)
         return stored if job is None else job.current()
 
+    def wake(self) -> None:
+        """An online request goes to the engine: look now, so that rows give way before the next step."""
+        if self._running:
+            self._changed.set()
+
     async def cancel(self, batch_id: str) -> StoredBatch:
         """Begin to cancel. Raises NotFound, and Conflict for a batch whose state does not allow it."""
         async with self._moving:
