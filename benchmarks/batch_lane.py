@@ -20,6 +20,7 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -27,10 +28,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvloop
 from common import cpu_name, provenance, write_rows
 
-from ridgeline.bench.figures import run_json, throughput
+from ridgeline.bench.figures import latency, throughput
 from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, WorkloadConfig
 from ridgeline.bench.record import Run
 from ridgeline.bench.server_process import serving
@@ -38,9 +40,9 @@ from ridgeline.bench.session import BenchConfig, Session
 from ridgeline.cli.batch import Server
 from ridgeline.cli.client import ChatClient
 
-ROWS = 20_000
-"""Rows of the batch: more than any run finishes."""
-SETTLE_S = 3.0
+ROWS = 3_000
+"""Rows of a batch: more than any round finishes."""
+SETTLE_S = 1.5
 """Seconds from the start of the batch to the first online request."""
 
 
@@ -92,8 +94,7 @@ def batch_file(folder: str, arguments: argparse.Namespace) -> Path:
 
 async def online(session: Session, arguments: argparse.Namespace) -> Run:
     """Online requests at the rate for the time."""
-    requests = max(1, round(arguments.rate * arguments.seconds))
-    return await session.measure(LoadConfig(rate=arguments.rate, duration=arguments.seconds, warmup=4), f"{requests}")
+    return await session.measure(LoadConfig(rate=arguments.rate, duration=arguments.seconds, warmup=4))
 
 
 async def beside(session: Session, server: Server, path: Path, arguments: argparse.Namespace) -> tuple[Run, float]:
@@ -113,85 +114,109 @@ async def beside(session: Session, server: Server, path: Path, arguments: argpar
     run = await online(session, arguments)
     ended, after = await tokens()
     await asyncio.to_thread(server.call, "POST", f"/v1/batches/{batch['id']}/cancel", {})
+    while (await asyncio.to_thread(server.batch, batch["id"]))["status"] != "cancelled":
+        await asyncio.sleep(0.1)
     return run, (after - before) / (ended - begun)
 
 
-async def capacity(session: Session, levels: Sequence[int], seconds: float) -> tuple[float, list[dict[str, Any]]]:
-    """The highest output tokens per second of closed loops in which 99 % of the requests meet the SLO, and all loops."""
-    loops = []
-    for level in levels:
-        run = await session.measure(LoadConfig(concurrency=level, duration=seconds, warmup=level))
-        loops.append(
-            {
-                "concurrency": level,
-                "output_tok_s": round(throughput(run)["output_tokens_per_s"], 1),
-                "attainment": round(run.attainment, 4),
-                "p99_tpot_ms": round(run_json(run)["p99_tpot_ms"], 2),
-            }
-        )
-        print(json.dumps(loops[-1]), flush=True)
-    return max((loop["output_tok_s"] for loop in loops if loop["attainment"] >= 0.99), default=0.0), loops
+async def loop(session: Session, level: int, seconds: float) -> Run:
+    """A closed loop of so many requests."""
+    return await session.measure(LoadConfig(concurrency=level, duration=seconds, warmup=level))
 
 
-def figures(run: Run, seconds: float) -> dict[str, float]:
-    """What a row says of online requests. Goodput counts over the time in which requests arrived, so that a last slow answer does
-    not change it."""
-    times, rates = run_json(run), throughput(run)
+def highest(loops: dict[int, list[Run]]) -> tuple[float, list[dict[str, Any]]]:
+    """The highest median of output tokens per second of loops in which 99 % of the requests meet the SLO, and all loops."""
+    table = []
+    for level, runs in loops.items():
+        rate = statistics.median(throughput(run)["output_tokens_per_s"] for run in runs)
+        table.append({"concurrency": level, "output_tok_s": round(rate, 1), "attainment": attainment(runs)})
+    return max((entry["output_tok_s"] for entry in table if entry["attainment"] >= 0.99), default=0.0), table
+
+
+def attainment(runs: Sequence[Run]) -> float:
+    return round(sum(run.attainment * len(run.rows) for run in runs) / sum(len(run.rows) for run in runs), 4)
+
+
+def figures(runs: Sequence[Run], seconds: float) -> dict[str, float]:
+    """What a row says of online requests, of all rounds together. Goodput counts over the time in which requests arrived, so that a
+    last slow answer does not change it."""
+    rows = [row for run in runs for row in run.rows]
     return {
-        "requests": len(run.rows),
-        "attainment": round(run.attainment, 4),
-        "goodput_req_s": round(run.attainment * len(run.rows) / seconds, 3),
-        "output_tok_s": round(rates["output_tokens_per_s"], 1),
-        **{f"p99_{name}_ms": round(times[f"p99_{name}_ms"], 2) for name in ("ttft", "tpot")},
+        "requests": len(rows),
+        "attainment": attainment(runs),
+        "goodput_req_s": round(attainment(runs) * len(rows) / seconds / len(runs), 3),
+        "output_tok_s": round(statistics.mean(throughput(run)["output_tokens_per_s"] for run in runs), 1),
+        **{
+            f"p{share}_{name}_ms": round(float(np.percentile(latency(rows, name), share)) * 1e3, 2)
+            for name in ("ttft", "tpot")
+            for share in (50, 99)
+        },
+    }
+
+
+async def with_slo(arguments: argparse.Namespace, path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Goodput and the lane's share under an SLO. Rounds alternate, so that a machine that slows down affects all alike."""
+    alone: list[Run] = []
+    both: list[Run] = []
+    rates: list[float] = []
+    loops: dict[int, list[Run]] = {level: [] for level in arguments.levels}
+    async with served(arguments, "--slo", arguments.slo) as (session, server):
+        for _ in range(arguments.rounds):
+            alone.append(await online(session, arguments))
+            for level, runs in loops.items():
+                runs.append(await loop(session, level, arguments.loop_seconds))
+            run, rate = await beside(session, server, path, arguments)
+            both.append(run)
+            rates.append(rate)
+            print(json.dumps({"lane_tok_s": round(rate, 1), **figures([run], arguments.seconds)}), flush=True)
+    without, with_lane = figures(alone, arguments.seconds), figures(both, arguments.seconds)
+    most, table = highest(loops)
+    slack, lane = most - without["output_tok_s"], statistics.mean(rates)
+    common = {"lane_tok_s": round(lane, 1), "slo": arguments.slo, "rate": arguments.rate, "rounds": arguments.rounds}
+    common |= {"without": without, "with_lane": with_lane, **about}
+    ratio = round(with_lane["goodput_req_s"] / without["goodput_req_s"], 4)
+    share = round(lane / slack, 4) if slack > 0 else None
+    return [
+        {"row": "batch-online-goodput-ratio", "value": ratio, **common},
+        {"row": "batch-slack-share", "value": share, "highest_tok_s": most, "loops": table, **common},
+    ]
+
+
+async def with_impact(
+    arguments: argparse.Namespace, impact: float, path: Path, about: dict[str, Any]
+) -> dict[str, Any]:
+    """The rise of p99 latencies under a cap."""
+    alone: list[Run] = []
+    both: list[Run] = []
+    rates: list[float] = []
+    async with served(arguments, "--batch-impact", f"{impact:g}%") as (session, server):
+        for _ in range(arguments.rounds):
+            alone.append(await online(session, arguments))
+            run, rate = await beside(session, server, path, arguments)
+            both.append(run)
+            rates.append(rate)
+    without, with_lane = figures(alone, arguments.seconds), figures(both, arguments.seconds)
+    return {
+        "row": "batch-capped-p99-ratio" + ("" if impact == arguments.impacts[0] else f"-{impact:g}"),
+        "value": round(with_lane["p99_tpot_ms"] / without["p99_tpot_ms"], 4),
+        "p50_ratio": round(with_lane["p50_tpot_ms"] / without["p50_tpot_ms"], 4),
+        "ttft_ratio": round(with_lane["p99_ttft_ms"] / without["p99_ttft_ms"], 4),
+        "impact": f"{impact:g}%",
+        "lane_tok_s": round(statistics.mean(rates), 1),
+        "rate": arguments.rate,
+        "rounds": arguments.rounds,
+        "without": without,
+        "with_lane": with_lane,
+        **about,
     }
 
 
 async def measure(arguments: argparse.Namespace, about: dict[str, Any]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = batch_file(folder, arguments)
-        async with served(arguments, "--slo", arguments.slo) as (session, server):
-            alone = await online(session, arguments)
-            highest, loops = await capacity(session, arguments.levels, arguments.loop_seconds)
-            both, lane = await beside(session, server, path, arguments)
-        without, with_lane = figures(alone, arguments.seconds), figures(both, arguments.seconds)
-        ratio = with_lane["goodput_req_s"] / without["goodput_req_s"]
-        slack = highest - without["output_tok_s"]
-        common = {"slo": arguments.slo, "rate": arguments.rate, "without": without, "with_lane": with_lane, **about}
-        rows.append(
-            {"row": "batch-online-goodput-ratio", "value": round(ratio, 4), "lane_tok_s": round(lane, 1), **common}
-        )
-        share = round(lane / slack, 4) if slack > 0 else None
-        rows.append(
-            {
-                "row": "batch-slack-share",
-                "value": share,
-                "lane_tok_s": round(lane, 1),
-                "highest_tok_s": highest,
-                "loops": loops,
-                **common,
-            }
-        )
+        rows = await with_slo(arguments, path, about)
         for impact in arguments.impacts:
-            async with served(arguments, "--batch-impact", f"{impact:g}%") as (session, server):
-                alone = await online(session, arguments)
-                both, lane = await beside(session, server, path, arguments)
-            without, with_lane = figures(alone, arguments.seconds), figures(both, arguments.seconds)
-            name = "batch-capped-p99-ratio" + ("" if impact == arguments.impacts[0] else f"-{impact:g}")
-            ratio = with_lane["p99_tpot_ms"] / without["p99_tpot_ms"]
-            rows.append(
-                {
-                    "row": name,
-                    "value": round(ratio, 4),
-                    "impact": f"{impact:g}%",
-                    "ttft_ratio": round(with_lane["p99_ttft_ms"] / without["p99_ttft_ms"], 4),
-                    "lane_tok_s": round(lane, 1),
-                    "rate": arguments.rate,
-                    "without": without,
-                    "with_lane": with_lane,
-                    **about,
-                }
-            )
+            rows.append(await with_impact(arguments, impact, path, about))
     return rows
 
 
@@ -203,10 +228,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slo", default="ttft=500ms,tpot=40ms")
     parser.add_argument("--rate", type=float, default=4.0, help="online requests per second")
-    parser.add_argument("--seconds", type=float, default=12.0, help="time of each run with online requests")
-    parser.add_argument("--loop-seconds", type=float, default=5.0, help="time of each closed loop")
-    parser.add_argument("--levels", type=lambda text: [int(part) for part in text.split(",")], default=[8, 16, 32, 48])
+    parser.add_argument("--seconds", type=float, default=5.0, help="time of each run with online requests")
+    parser.add_argument("--loop-seconds", type=float, default=2.0, help="time of each closed loop")
+    parser.add_argument("--levels", type=lambda text: [int(part) for part in text.split(",")], default=[24, 48])
     parser.add_argument("--impacts", type=numbers, default=[10.0], help="percentages of --batch-impact")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--input", type=int, default=128)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--seqs", type=int, default=64, help="--max-num-seqs of the server")

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from ridgeline.core.errors import BodyTooLarge, Overloaded
-from ridgeline.service.bodies import _check_cost, _costs, _MemoryBudget
+from ridgeline.service.bodies import _costs, _MemoryBudget, check_cost
 from ridgeline.service.json_values import decode_json
 
 from .live import Live, behaviour, counts, live
@@ -28,7 +28,7 @@ MIB = 1 << 20
 )
 def test_many_small_values_are_refused_before_they_are_decoded(item: bytes) -> None:
     with pytest.raises(BodyTooLarge, match="send fewer values"):
-        _check_cost(bytearray(b"[" + b",".join([item] * (8 * MIB // len(item))) + b"]"))
+        check_cost(bytearray(b"[" + b",".join([item] * (8 * MIB // len(item))) + b"]"))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_many_small_values_are_refused_before_they_are_decoded(item: bytes) -> N
     ids=["braces", "quotes", "backslashes", "prose", "ids", "messages"],
 )
 def test_long_texts_many_prompts_and_long_conversations_are_decoded(body: str) -> None:
-    _check_cost(bytearray(body.encode()))
+    check_cost(bytearray(body.encode()))
 
 
 def test_slices_count_what_the_whole_has() -> None:

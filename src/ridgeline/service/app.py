@@ -96,6 +96,8 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
     except Overloaded:
         service.metrics.aborted("overloaded")
         raise
+    if (lane := request.app.get(batch_routes.LANE)) is not None:
+        lane.wake()
     if streaming is None:
         return await send_body(service, call, shape)
     return await send_events(request, service, call, shape, streaming)

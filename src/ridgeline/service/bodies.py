@@ -28,7 +28,7 @@ _PIECE = 1 << 18
 _MEMBERS = 1024
 """Maximum members of a gzip body. An empty member has 20 bytes, and 4 MB of them take seconds of the event loop. bgzip writes a
 member for each 64 KiB."""
-_LARGE = 1 << 18
+LARGE = 1 << 18
 """Bytes from which a body counts as large: it is decoded and checked in a thread, so that streams go on."""
 _LARGE_TOTAL = 48 * _MIB
 """Maximum bytes of all large bodies in memory."""
@@ -76,7 +76,7 @@ class Bodies:
             if not body.strip():
                 raise RequestError("The body is empty: send a JSON object.")
             try:
-                if len(body) <= _LARGE:
+                if len(body) <= LARGE:
                     return read(decode_json(body))
                 return await asyncio.get_running_loop().run_in_executor(self._decoder, _decode_large, body, read)
             except RecursionError as error:
@@ -105,7 +105,7 @@ class Bodies:
                 body += piece
                 if len(body) > self._limit:
                     raise _too_large(self._limit)
-                if len(body) > _LARGE and not reserved:
+                if len(body) > LARGE and not reserved:
                     await reservation.enter_async_context(self._budget.reserve(size))
                     reserved = True
         return body
@@ -188,11 +188,11 @@ class _MemoryBudget:
 
 
 def _decode_large(body: bytearray, read: Callable[[Any], _T]) -> _T:
-    _check_cost(body)
+    check_cost(body)
     return read(decode_json(body))
 
 
-def _check_cost(body: bytearray) -> None:
+def check_cost(body: bytearray | bytes) -> None:
     """Raises BodyTooLarge if the decoded values would take more than `_DECODED` bytes: 30 MB of `[{},{},...]` take 800 MB."""
     if any(cost > _DECODED for cost in _costs(body)):
         raise BodyTooLarge(
@@ -200,7 +200,7 @@ def _check_cost(body: bytearray) -> None:
         )
 
 
-def _costs(body: bytearray, slice_bytes: int = _SLICE) -> Iterator[int]:
+def _costs(body: bytearray | bytes, slice_bytes: int = _SLICE) -> Iterator[int]:
     """The cost of the body up to the end of each slice."""
     cost, start, in_string = 0, 0, False
     while start < len(body):

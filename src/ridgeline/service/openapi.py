@@ -69,6 +69,7 @@ class Details:
     headers: Mapping[str, Schema] = field(default_factory=dict)
     body: Schema | None = None
     example: Any = None
+    body_type: str = "application/json"
     answers: Mapping[str, Schema] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
 
@@ -129,6 +130,16 @@ def _page_limit(default: int, most: int) -> Schema:
     return {"type": "integer", "minimum": 1, "maximum": most, "default": default, "description": "Objects in a page."}
 
 
+_UPLOAD: Schema = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"const": "batch"},
+        "file": {"type": "string", "format": "binary", "description": "One request per line."},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+    },
+}
 _BATCH_DESCRIPTIONS = {
     "input_file_id": "The uploaded file with one request per line.",
     "endpoint": "The endpoint of all requests: /v1/chat/completions or /v1/completions.",
@@ -154,7 +165,9 @@ DETAILS: Mapping[str, Details] = {
         answers={_JSON: _ref("Completion"), _EVENTS: _ref("Completion")},
         errors=_GENERATES,
     ),
-    "post /v1/files": Details(answers={_JSON: _ref("File")}, errors=(400, 404, 408, 413, 507)),
+    "post /v1/files": Details(
+        body=_UPLOAD, body_type="multipart/form-data", answers={_JSON: _ref("File")}, errors=(400, 404, 408, 413, 507)
+    ),
     "get /v1/files": Details(
         {"purpose": _PURPOSE, "order": _FILE_ORDER, "limit": _page_limit(FILE_PAGE, MAX_FILE_PAGE), "after": _AFTER},
         answers={_JSON: _ref("Files")},
@@ -275,8 +288,8 @@ def _operation(method: str, path: str, handler: Any) -> dict[str, Any]:
     if parameters := _parameters(path, details):
         operation["parameters"] = parameters
     if details.body is not None:
-        content = {"schema": details.body, "example": details.example}
-        operation["requestBody"] = {"required": True, "content": {_JSON: content}}
+        content = {"schema": details.body, **({} if details.example is None else {"example": details.example})}
+        operation["requestBody"] = {"required": True, "content": {details.body_type: content}}
     return operation
 
 

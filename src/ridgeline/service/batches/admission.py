@@ -7,8 +7,7 @@ t(n) = a + b n, and lets in as many rows as keep t within the limit:
     with an SLO      the time per output token that the SLO allows, less a margin
     with an impact   the step time of the online requests alone, times 1 + impact
 
-More rows than give KNEE of the highest throughput, 1 / b, only make steps longer, so there are never more. While no online request
-runs, nobody is slowed down, and all rows of the engine may be used.
+While no online request runs, nobody is slowed down, and all rows of the engine may be used.
 
 The line cannot see everything (prompts of rows, a busy machine). So the lane also follows what it measures: it shrinks at once
 while steps take longer than the SLO allows, and by half when online requests have missed the SLO, from which it recovers slowly.
@@ -31,8 +30,6 @@ MISSES = 0.01
 """Share of online requests that may miss the SLO before the lane shrinks."""
 IDLE_S = 2.0
 """Seconds without an online request after which the lane counts on none."""
-KNEE = 0.9
-"""Share of the highest throughput that is enough."""
 _FORGET = 0.5 ** (1 / 400)
 """Weight of a step after another one, for the line: half after 400 steps."""
 _FORGET_RECENT = 0.5 ** (1 / 16)
@@ -40,11 +37,13 @@ _JUDGED = 100
 """Online requests whose verdicts count."""
 _JUDGED_S = 30.0
 _SHRINK = 0.5
-_GROW_PER_S = 0.02
+_LEAST = 1 / 16
+_GROW_PER_S = 0.05
 _GROW_ROWS = 2
 """Rows by which the lane grows at a time beside online requests, or a quarter of it if that is more."""
-_LEAST_ROWS = 8
-"""Rows below which the knee is not believed: a base of 0 would close the lane."""
+_GROW_S = 0.05
+_SETTLE_STEPS = 16
+"""Steps between two reductions because of slow steps."""
 _SETTLE_S = 1.0
 """Seconds between two reductions: requests that end now began under the former limit."""
 
@@ -105,7 +104,13 @@ class LaneAdmission:
         self._scale = 1.0
         self._shrunk_at = self._looked_at = -math.inf
         self._peak = 0.0
-        self._last_online = -math.inf
+        """The most online choices of the last moments: it halves every second."""
+        self._last_online = self._grown_at = -math.inf
+        self._seen_at = 0.0
+        self._most = 0
+        self._pressed = 0.0
+        self._pressed_until = -math.inf
+        """Rows that steps beyond the limit have left, until steps with so few rows have been measured."""
 
     def on_steps(self, running: float, seconds: float, steps: int = 1) -> None:
         """Steps of the engine: their mean number of running requests, online and batch together, and their mean time."""
@@ -120,18 +125,26 @@ class LaneAdmission:
 
     def allowed(self, load: Load) -> int:
         """Rows that may be in flight now. More than that are to be withdrawn."""
+        self._peak = max(load.online, self._peak * 0.5 ** max(0.0, load.now - self._seen_at))
+        self._seen_at = load.now
         if load.online:
             self._last_online = load.now
-            self._peak = max(load.online, self._peak * 0.98)
         elif load.now - self._last_online > IDLE_S:
             self._peak = 0.0
-        self._correct(load.now)
+        self._judge(load)
         if not self._peak:
             return load.rows
+        if load.now - self._grown_at >= _GROW_S:
+            self._grown_at = load.now
+            self._most = load.batch + max(_GROW_ROWS, load.batch // 4)
         room = max(0, load.rows - load.online)
-        fitting = min(self._fitting(self._peak, room), load.batch + max(_GROW_ROWS, load.batch // 4))
-        if self._slo_step_s is not None and self._recent_s > MARGIN * self._slo_step_s:
-            fitting = min(fitting, load.batch * MARGIN * self._slo_step_s / self._recent_s)
+        fitting = min(self._fitting(self._peak, room), self._most)
+        if load.now < self._pressed_until:
+            fitting = min(fitting, self._pressed)
+        elif self._slo_step_s is not None and self._recent_s > MARGIN * self._slo_step_s:
+            self._pressed = load.batch * MARGIN * self._slo_step_s / self._recent_s
+            self._pressed_until = load.now + max(_SETTLE_STEPS * self._recent_s, _GROW_S)
+            fitting = min(fitting, self._pressed)
         return max(0, min(room, math.floor(self._scale * fitting)))
 
     def _fitting(self, online: float, room: int) -> float:
@@ -145,23 +158,23 @@ class LaneAdmission:
             limits.append(MARGIN * self._slo_step_s)
         if self._impact is not None:
             limits.append((base + slope * online) * (1 + self._impact))
-        if slope <= 0:
+        if not limits or slope <= 0:
             return room
-        knee = KNEE / (1 - KNEE) * base / slope
-        return min((min(limits, default=math.inf) - base) / slope, max(knee, _LEAST_ROWS)) - online
+        return (min(limits) - base) / slope - online
 
-    def _correct(self, now: float) -> None:
-        """Shrink if online requests miss the SLO, grow slowly otherwise."""
-        if not self._judges:
-            return
+    def _judge(self, load: Load) -> None:
+        """Shrink if online requests miss the SLO beside rows, grow slowly otherwise."""
+        now = load.now
+        if not load.batch or not self._judges:
+            self._verdicts.clear()  # what they miss now is not the lane's fault
         while self._verdicts and now - self._verdicts[0][0] > _JUDGED_S:
             self._verdicts.popleft()
         misses = sum(not good for _, good in self._verdicts)
         if misses > MISSES * max(_JUDGED, len(self._verdicts)):
             if now - self._shrunk_at >= _SETTLE_S:
-                self._scale = max(1 / 64, self._scale * _SHRINK)
+                self._scale = max(_LEAST, self._scale * _SHRINK)
                 self._shrunk_at = now
                 self._verdicts.clear()
         elif self._looked_at > -math.inf:
-            self._scale = min(1.0, self._scale + _GROW_PER_S * (now - self._looked_at))
+            self._scale = min(1.0, self._scale + _GROW_PER_S * max(0.0, now - self._looked_at))
         self._looked_at = now

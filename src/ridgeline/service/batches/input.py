@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 
 from ridgeline.core.errors import BodyTooLarge, RequestError
 from ridgeline.service.batches.objects import Problem
+from ridgeline.service.bodies import LARGE, check_cost
 from ridgeline.service.json_values import decode_json
 from ridgeline.service.readers import Text, wrong
 
@@ -92,6 +94,8 @@ def read_row(line: bytes, endpoint: str) -> Row | BadRow:
 
 def _decode(line: bytes) -> dict[str, Any]:
     try:
+        if len(line) > LARGE:
+            check_cost(line)
         value = decode_json(line)
     except RecursionError as error:
         raise RequestError("The line is nested too deeply: send fewer levels.") from error
@@ -120,6 +124,7 @@ def scan(path: Path, endpoint: str, max_row_bytes: int) -> InputIndex:
                 index.problems = [_too_many()]
                 return index
             index.spans[row] = offset, length
+            time.sleep(0)  # let the event loop run between two lines
             if length > max_row_bytes:
                 index.bad[row] = BadRow(None, _row_too_large(max_row_bytes))
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -68,7 +69,7 @@ class Lane:
         window: DayWindow = DayWindow(),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """clock: unix seconds."""
+        """clock: unix seconds. Intervals are measured by time.monotonic, so that a clock that jumps does not stop the lane."""
         self.store = store
         self._front, self._admission, self._window, self._clock = front, admission, window, clock
         self._jobs: dict[str, Job] = {}
@@ -77,7 +78,7 @@ class Lane:
         """Rows in flight, the oldest first."""
         self._moving = asyncio.Lock()
         """Held while the state of a batch changes."""
-        self._synced_at = self._purged_at = 0.0
+        self._synced_at = self._purged_at = -math.inf
         self._attempts: dict[tuple[str, int], int] = {}
         self._totals = front.metrics.live.totals
         self._gaps = front.metrics.live.token_gaps
@@ -94,6 +95,11 @@ class Lane:
         """The batch as it is now: one that has not ended is ahead of the store."""
         job = self._jobs.get(stored.batch.id)
         return stored if job is None else job.current()
+
+    def wake(self) -> None:
+        """An online request goes to the engine: look now, so that rows give way before the next step."""
+        if self._running:
+            self._changed.set()
 
     async def cancel(self, batch_id: str) -> StoredBatch:
         """Begin to cancel. Raises NotFound, and Conflict for a batch whose state does not allow it."""
@@ -140,9 +146,9 @@ class Lane:
         await asyncio.to_thread(self.store.close)
 
     async def _look(self) -> None:
-        now = self._clock()
-        if now - self._purged_at >= _PURGE_S:
-            self._purged_at = now
+        now, at = self._clock(), time.monotonic()
+        if at - self._purged_at >= _PURGE_S:
+            self._purged_at = at
             await asyncio.to_thread(self.store.delete_expired, now)
         opened = 0
         for job in list(self._jobs.values()):
@@ -152,14 +158,14 @@ class Lane:
                     await self._advance(job, now)
             opened += not job.batch.ended
         self._fill(now)
-        if now - self._synced_at >= _SYNC_S:
-            self._synced_at = now
+        if at - self._synced_at >= _SYNC_S:
+            self._synced_at = at
             await self._sync()
         self._report()
 
     async def _advance(self, job: Job, now: float) -> None:
         """Move one batch on, if something is due."""
-        if now < job.retry_at:
+        if time.monotonic() < job.retry_at:
             return
         try:
             if job.storage_error is not None:
@@ -197,7 +203,7 @@ class Lane:
         log.error("batch %s: %s", job.batch.id, error)
         await self._withdraw_all(job)
         job.storage_failed(error, now)
-        job.retry_at = now + _RETRY_S
+        job.retry_at = time.monotonic() + _RETRY_S
         try:
             await self._save(job)
             self._drop(job)
@@ -241,10 +247,11 @@ class Lane:
         if service is None:
             self._withdraw(0)
             return
-        self._learn(now)
+        at = time.monotonic()
+        self._learn(at)
         online = service.client.open_choices - service.gate.batch_choices
         in_flight = len(self._running)
-        allowed = self._admission.allowed(Load(now, online, in_flight, service.gate.rows))
+        allowed = self._admission.allowed(Load(at, online, in_flight, service.gate.rows))
         if in_flight - allowed > allowed // 4:  # a smaller excess goes by itself: withdrawn rows lose their tokens
             self._withdraw(allowed)
         starts = 0

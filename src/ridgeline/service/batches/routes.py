@@ -51,6 +51,8 @@ _OTHER_ENDPOINTS = (
     "/v1/images/edits",
     "/v1/videos",
 )
+_CONTENT = {"content-type": "application/octet-stream", "x-content-type-options": "nosniff"}
+"""Headers of a file's bytes: a browser must not show what somebody has uploaded as a page of this server."""
 _OBJECT = Record({}, open=True)
 BATCH_BODY: dict[str, Reader] = {
     "input_file_id": Text(128),
@@ -201,7 +203,7 @@ async def content(request: web.Request) -> web.StreamResponse:
     """The bytes of a file."""
     stored = await _file(request)
     path = _lane(request).store.path(stored.id)
-    return web.FileResponse(path, headers={"content-type": "application/octet-stream"})
+    return web.FileResponse(path, headers=_CONTENT)
 
 
 @ROUTES.delete("/v1/files/{id}")

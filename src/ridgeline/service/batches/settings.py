@@ -70,5 +70,8 @@ def batch_folder(config: ServiceConfig, environ: Mapping[str, str] = os.environ)
         return Path(config.batch_dir).expanduser()
     if config.port == 0:
         return None
-    state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "ridgeline" / f"batches-{config.port}"
+    state, home = environ.get("XDG_STATE_HOME"), environ.get("HOME")
+    if not state and not home:
+        return None  # a container without a home
+    folder = Path(state) if state else Path(home or "") / ".local" / "state"
+    return folder / "ridgeline" / f"batches-{config.port}"
