@@ -10,7 +10,8 @@ import torch
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import Rope
-from ridgeline.models.layers import Build, DecoderLayer
+from ridgeline.models.building import Build
+from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import LayerParts, RunLayers
@@ -165,5 +166,5 @@ def _tensors_of(layer: DecoderLayer) -> Iterator[torch.Tensor]:
     within = layer.attention.q_norm, layer.attention.k_norm
     behind = layer.attention_post_norm, layer.feed_forward_post_norm
     yield from (norm for norm in (*before, *within, *behind) if norm is not None)
-    for linear in (layer.attention.qkv, layer.attention.out, layer.feed_forward.gate_up, layer.feed_forward.down):
-        yield from linear.weight.tensors()
+    for _, weight in (*layer.attention.linears(), *layer.feed_forward.linears()):
+        yield from weight.tensors()
