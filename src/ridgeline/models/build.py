@@ -102,10 +102,15 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
     return Fp8Format(matmul.fp8, dtype, device, stored.scales)
 
 
-def _check_experts(spec: ModelSpec, device: torch.device) -> None:
-    """Raise ConfigError for experts that the device has no operations for."""
-    if device.type == "cuda" and any(layer.experts for layer in spec.layers):
-        raise ConfigError("A model with experts is not yet supported on a GPU: use --device cpu.", param="device")
+def _check_experts(spec: ModelSpec, ops: Ops, device: torch.device) -> None:
+    """Raise ConfigError for a number format in which the device cannot multiply by experts."""
+    formats = ops.experts.formats if ops.experts else {spec.quantization}
+    if device.type == "cuda" and spec.quantization not in formats and any(layer.experts for layer in spec.layers):
+        known = ", ".join(sorted(filter(None, formats)))
+        raise ConfigError(
+            f"A GPU has no products for experts in {spec.quantization}: use --quantization {known}, or none.",
+            param="quantization",
+        )
 
 
 def build(
@@ -124,7 +129,7 @@ def build(
     """
     checkpoint, defaults = read_model(model_dir)
     spec = served_spec(checkpoint, model)
-    _check_experts(spec, device)
+    _check_experts(spec, ops, device)
     dtype = DTYPES[spec.dtype]
     if mesh.size > 1 or mesh.stage.count > 1 or (device.type == "cpu" and any(layer.experts for layer in spec.layers)):
         # A CPU captures only kernel calls: neither collectives nor which experts the next step's tokens choose.

@@ -80,6 +80,8 @@ class Decoder:
 
     def finish_loading(self) -> None:
         """All weights are loaded and keep their addresses: let the operations choose a program that runs all layers."""
+        for layer in self.layers:
+            layer.feed_forward.finish_loading()
         if (parts := self.parts()) is not None:
             self._run = self._build.ops.programs.layers(parts, self._run_layers)
 
@@ -166,5 +168,6 @@ def _tensors_of(layer: DecoderLayer) -> Iterator[torch.Tensor]:
     within = layer.attention.q_norm, layer.attention.k_norm
     behind = layer.attention_post_norm, layer.feed_forward_post_norm
     yield from (norm for norm in (*before, *within, *behind) if norm is not None)
-    for _, weight in (*layer.attention.linears(), *layer.feed_forward.linears()):
+    for _, weight in layer.attention.linears():
         yield from weight.tensors()
+    yield from layer.feed_forward.tensors()

@@ -8,7 +8,7 @@ import torch
 
 from ridgeline.core.experts import ExpertSpec
 from ridgeline.models.building import Build
-from ridgeline.ops.experts import Chosen, by_expert, route
+from ridgeline.ops.experts import Grouped, by_expert, route
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import FloatInput, Matrix, apply_norm
 from ridgeline.quant.format import LinearShape, Part, Share, Weight
@@ -37,7 +37,19 @@ class Experts:
     load: int64 [experts], tokens that each expert got since the start.
     """
 
-    __slots__ = ("router", "experts", "shared", "shared_gate", "load", "_spec", "_mesh", "_rms_norm")
+    __slots__ = (
+        "router",
+        "experts",
+        "shared",
+        "shared_gate",
+        "load",
+        "_spec",
+        "_mesh",
+        "_rms_norm",
+        "_ops",
+        "_grouped",
+        "_kind",
+    )
 
     def __init__(self, build: Build, spec: ExpertSpec) -> None:
         d_model = build.spec.d_model
@@ -48,16 +60,22 @@ class Experts:
         self.shared_gate = plain.create(LinearShape(d_model, (Part(1, 1),)), Share()) if spec.shared_width else None
         self.load = torch.zeros(spec.count, dtype=torch.int64, device=build.device)
         self._spec, self._mesh, self._rms_norm = spec, build.mesh, build.ops.tokenwise.rms_norm
+        self._ops, self._kind = build.ops.experts, build.spec.activation
+        self._grouped: Grouped | None = None
 
     def __call__(self, x: FloatInput, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
         x = apply_norm(x, self._rms_norm)
-        chosen = route(self.router.apply(x), self._spec.per_token, self._spec.normalized)
-        out = self._run(x, chosen, step)
+        out = self._sum(x, step)
         if self.shared is not None and self.shared_gate is not None:
             out += torch.sigmoid(self.shared_gate.apply(x).float()) * self.shared(x, step)
         return stream + self._mesh.all_reduce(out.to(stream.dtype))
 
-    def _run(self, x: torch.Tensor, chosen: Chosen, step: StepInputs) -> torch.Tensor:
+    def _sum(self, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """Sum of the chosen experts' outputs, float32."""
+        logits, per_token, normalized = self.router.apply(x), self._spec.per_token, self._spec.normalized
+        if self._grouped is not None:
+            return self._grouped(x, logits, per_token, normalized, self.load)
+        chosen = route(logits, per_token, normalized)
         counts = torch.bincount(chosen.experts.flatten(), minlength=self._spec.count)
         self.load += counts
 
@@ -77,6 +95,20 @@ class Experts:
             yield "shared_gate", self.shared_gate
             yield "shared_gate_up", self.shared.gate_up
             yield "shared_down", self.shared.down
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for _, weight in self.linears():
+            yield from weight.tensors()
+        if self._grouped is not None:
+            yield from self._grouped.tensors()
+
+    def finish_loading(self) -> None:
+        """All weights are loaded: hand those of the experts to a device that groups them."""
+        if self._ops is not None and self.experts:
+            gate_up = [expert.gate_up.tensors() for expert in self.experts]
+            down = [expert.down.tensors() for expert in self.experts]
+            self.experts = ()
+            self._grouped = self._ops.group(gate_up, down, self._kind)
 
     def matrices(self) -> tuple[Matrix | None, Matrix | None]:
         """As FeedForward.matrices: programs that run whole layers do not know experts."""

@@ -149,6 +149,13 @@ class FeedForward:
         yield "gate_up", self.gate_up.weight
         yield "down", self.down.weight
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for _, weight in self.linears():
+            yield from weight.tensors()
+
+    def finish_loading(self) -> None:
+        """All weights are loaded."""
+
     def matrices(self) -> tuple[Matrix | None, Matrix | None]:
         """The merged gate and up, and down, for programs that run whole layers."""
         return self.gate_up.matrix(), self.down.matrix()
