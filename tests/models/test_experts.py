@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.expert_load import EVERY
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.build import LoadedModel, _check_experts, build
 from ridgeline.models.experts import Experts
@@ -121,6 +122,27 @@ def test_chunks_drafts_and_cached_prefixes_change_no_token(
     together = answers(tmp_path, PROMPTS, more, model)
     plain = {"deterministic": more.get("deterministic", False), "max_num_batched_tokens": 64}
     assert together == [answers(tmp_path, [prompt], plain, model)[0] for prompt in PROMPTS]
+
+
+def test_the_load_of_experts_is_reported(tmp_path: Path) -> None:
+    save("qwen3-moe-mixed", tmp_path)
+    config = EngineConfig(max_num_seqs=2, kv_cache_memory=4 << 20, block_size=8)
+    engine = LocalEngine.start(ModelConfig(str(tmp_path), dtype="float32"), config)
+    sampling = SamplingParams(temperature=0.0, max_tokens=EVERY + 4, ignore_eos=True)
+    engine.submit(Submit("one", PROMPTS[0], sampling, arrival=0.0))
+    readings = []
+    while not engine.engine.idle:
+        frame = engine.engine.turn()
+        if frame is not None and frame.stats is not None and frame.stats.expert_tokens:
+            readings.append(frame.stats)
+    engine._open.clear()
+    engine.close()
+    (stats,) = readings
+    spec = load(tmp_path).spec
+    layers = [layer.experts for layer in spec.layers if layer.experts]
+    assert [len(tokens) for tokens in stats.expert_tokens] == [experts.count for experts in layers]
+    run_tokens = len(PROMPTS[0]) + stats.step - 1
+    assert [sum(tokens) for tokens in stats.expert_tokens[:-1]] == [3 * run_tokens] * (len(layers) - 1)
 
 
 def test_an_int8_cache_serves_experts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import Rope
 from ridgeline.models.building import Build
+from ridgeline.models.experts import Experts
 from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
@@ -140,6 +141,10 @@ class Decoder:
             yield from self.head.tensors()
         for layer in self.layers:
             yield from _tensors_of(layer)
+
+    def expert_loads(self) -> list[torch.Tensor]:
+        """Experts.load of each layer that has experts."""
+        return [layer.feed_forward.load for layer in self.layers if isinstance(layer.feed_forward, Experts)]
 
     def layer_kinds(self) -> list[Hashable]:
         """For each layer a key of the kernels that it launches: layers with equal keys launch the same kernels."""
