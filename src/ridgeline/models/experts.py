@@ -79,7 +79,9 @@ class Experts:
         counts = torch.bincount(chosen.experts.flatten(), minlength=self._spec.count)
         self.load += counts
 
-        def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        def run(expert: int, rows: torch.Tensor | None) -> torch.Tensor:
+            if rows is None:
+                return self.experts[expert](x, step)
             selected = rows if step.selected is None else step.selected.index_select(0, rows)
             return self.experts[expert](x.index_select(0, rows), step.select(selected))
 

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-RunExpert = Callable[[int, torch.Tensor], torch.Tensor]
-"""(expert, numbers of its tokens int64 [n]) -> the expert's output for these tokens [n, D]."""
+RunExpert = Callable[[int, torch.Tensor | None], torch.Tensor]
+"""(expert, numbers of its tokens int64 [n], or None for all) -> the expert's output for these tokens [n, D]."""
 
 
 class Chosen(NamedTuple):
@@ -34,9 +34,13 @@ def by_expert(width: int, chosen: Chosen, counts: list[int], run: RunExpert) -> 
     A token's terms are added in the order of the experts, so that its sum does not depend on the other tokens.
     """
     n_tokens, per_token = chosen.experts.shape
+    out = torch.zeros(n_tokens, width, device=chosen.shares.device)
+    if n_tokens == 1:  # the same sum, without gathering
+        for expert, share in sorted(zip(chosen.experts[0].tolist(), chosen.shares[0].tolist(), strict=True)):
+            out += run(expert, None).float() * share
+        return out
     order = chosen.experts.flatten().argsort(stable=True)
     tokens, shares = order // per_token, chosen.shares.flatten().index_select(0, order).unsqueeze(1)
-    out = torch.zeros(n_tokens, width, device=shares.device)
     start = 0
     for expert, count in enumerate(counts):
         if count:
