@@ -41,7 +41,7 @@ MARK = "triu"
 """In the name of the kernel that stands between two cases of a trace, which no step runs."""
 
 
-def _config(family: str, sizes: tuple[int, ...], **more: object) -> dict[str, object]:
+def model_config(family: str, sizes: tuple[int, ...], **more: object) -> dict[str, object]:
     """sizes: d_model, d_ff, layers, heads, KV heads, head_dim, vocabulary."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     architecture = {
@@ -51,6 +51,7 @@ def _config(family: str, sizes: tuple[int, ...], **more: object) -> dict[str, ob
         "qwen3": "Qwen3",
         "gemma2": "Gemma2",
         "gemma3_text": "Gemma3",
+        "qwen3_moe": "Qwen3Moe",
     }
     return {
         "model_type": family,
@@ -69,20 +70,28 @@ def _config(family: str, sizes: tuple[int, ...], **more: object) -> dict[str, ob
 
 _GEMMA: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 MODELS = {
-    "llama-3.2-1b": _config("llama", (2048, 8192, 16, 32, 8, 64, 128_256), tie_word_embeddings=True),
-    "llama-3.2-3b": _config("llama", (3072, 8192, 28, 24, 8, 128, 128_256), tie_word_embeddings=True),
-    "llama-3.1-8b": _config("llama", (4096, 14_336, 32, 32, 8, 128, 128_256)),
-    "llama-3.3-70b": _config("llama", (8192, 28_672, 80, 64, 8, 128, 128_256)),
-    "qwen3-0.6b": _config("qwen3", (1024, 3072, 28, 16, 8, 128, 151_936), tie_word_embeddings=True),
-    "qwen3-1.7b": _config("qwen3", (2048, 6144, 28, 16, 8, 128, 151_936), tie_word_embeddings=True),
-    "qwen3-4b": _config("qwen3", (2560, 9728, 36, 32, 8, 128, 151_936), tie_word_embeddings=True),
-    "qwen3-14b": _config("qwen3", (5120, 17_408, 40, 40, 8, 128, 151_936)),
-    "qwen3-32b": _config("qwen3", (5120, 25_600, 64, 64, 8, 128, 151_936)),
-    "qwen2.5-7b": _config("qwen2", (3584, 18_944, 28, 28, 4, 128, 152_064)),
-    "mistral-7b": _config("mistral", (4096, 14_336, 32, 32, 8, 128, 32_000), sliding_window=4096),
-    "gemma-2-2b": _config("gemma2", (2304, 9216, 26, 8, 4, 256, 256_000), **_GEMMA),
-    "gemma-2-9b": _config("gemma2", (3584, 14_336, 42, 16, 8, 256, 256_000), **_GEMMA),
-    "gemma-3-4b": _config("gemma3_text", (2560, 10_240, 34, 8, 4, 256, 262_208), **_GEMMA, sliding_window=1024),
+    "llama-3.2-1b": model_config("llama", (2048, 8192, 16, 32, 8, 64, 128_256), tie_word_embeddings=True),
+    "llama-3.2-3b": model_config("llama", (3072, 8192, 28, 24, 8, 128, 128_256), tie_word_embeddings=True),
+    "llama-3.1-8b": model_config("llama", (4096, 14_336, 32, 32, 8, 128, 128_256)),
+    "llama-3.3-70b": model_config("llama", (8192, 28_672, 80, 64, 8, 128, 128_256)),
+    "qwen3-0.6b": model_config("qwen3", (1024, 3072, 28, 16, 8, 128, 151_936), tie_word_embeddings=True),
+    "qwen3-1.7b": model_config("qwen3", (2048, 6144, 28, 16, 8, 128, 151_936), tie_word_embeddings=True),
+    "qwen3-4b": model_config("qwen3", (2560, 9728, 36, 32, 8, 128, 151_936), tie_word_embeddings=True),
+    "qwen3-14b": model_config("qwen3", (5120, 17_408, 40, 40, 8, 128, 151_936)),
+    "qwen3-32b": model_config("qwen3", (5120, 25_600, 64, 64, 8, 128, 151_936)),
+    "qwen3-30b-a3b": model_config(
+        "qwen3_moe",
+        (2048, 6144, 48, 32, 4, 128, 151_936),
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+    "qwen2.5-7b": model_config("qwen2", (3584, 18_944, 28, 28, 4, 128, 152_064)),
+    "mistral-7b": model_config("mistral", (4096, 14_336, 32, 32, 8, 128, 32_000), sliding_window=4096),
+    "gemma-2-2b": model_config("gemma2", (2304, 9216, 26, 8, 4, 256, 256_000), **_GEMMA),
+    "gemma-2-9b": model_config("gemma2", (3584, 14_336, 42, 16, 8, 256, 256_000), **_GEMMA),
+    "gemma-3-4b": model_config("gemma3_text", (2560, 10_240, 34, 8, 4, 256, 262_208), **_GEMMA, sliding_window=1024),
 }
 # Not powers of two alone: gate and up of 448 rows once took 1.6 times what 512 took.
 STEPS = (

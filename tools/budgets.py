@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6390
+HEART_STATEMENTS = 6680
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -37,6 +37,7 @@ HEART: Mapping[str, str] = {
     "parallel/": "the mesh that every layer is given",
     "ops/choose.py": "chooses the operations that every step calls",
     "ops/table.py": "the interface between layers and operations",
+    "ops/experts.py": "groups the tokens of every step by expert",
     "ops/capture.py": "what every captured step is replayed by",
     "ops/step.py": "what a step hands to every layer",
     "ops/rows.py": "the device's rows: inputs gathered, drawn tokens written",
@@ -48,6 +49,7 @@ HEART: Mapping[str, str] = {
     "core/sampling.py": "sampling parameters of every request",
     "core/draft.py": "drafts as the scheduler plans them",
     "core/spec.py": "the model as scheduler, cache and decoder read it",
+    "core/experts.py": "experts as cost model and decoder read them",
     "core/cost.py": "the predicted time of every step",
     "core/errors.py": "how requests end that fail",
     "core/interrupt.py": "Ctrl-C between two steps of the local engine",
@@ -65,6 +67,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "speculation/ngram.py": "host drafter: called where its drafts pay",
     "speculation/lookahead.py": "host drafter: called where its drafts pay",
     "speculation/first_of.py": "host drafters joined by +",
+    "models/expert_keys.py": "start-up: experts in config.json",
     "ops/__init__.py": "empty",
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "attention over parts of the keys; no step calls it yet",

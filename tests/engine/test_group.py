@@ -99,6 +99,7 @@ CASES = {
     "bounded cache": ("llama-gqa", {}, {"kv_retention": "window:keep=16,sinks=1", "block_size": 4}),
     "compressed prompts": ("llama-gqa", {}, {"kv_retention": "heavy:keep=16,window=4", "block_size": 4}),
     "drafts": ("llama-gqa", {}, {"speculate": "reference+lookahead"}),
+    "experts": ("mixtral", {}, {"speculate": "reference+lookahead"}),
     "few blocks": ("llama-gqa", {"max_model_len": 128}, {"kv_cache_memory": 13 * 12_288}),
     "deterministic": ("qwen3", {}, {"deterministic": True}),
 }
@@ -240,6 +241,7 @@ def test_a_rank_that_draws_other_tokens_ends_the_engine(tmp_path: Path) -> None:
             {"tensor_parallel_size": 3},
             "4 heads and a feed-forward width of 96 cannot be split over 3 devices",
         ),
+        ("olmoe", {"tensor_parallel_size": 2}, "norm of all heads together"),
         ("llama-gqa", {"tensor_parallel_size": 0}, "give a number of processes, 1 or more"),
         ("llama-gqa", {"tensor_parallel_size": 4, "deterministic": True}, "with --deterministic 2 are possible"),
         ("llama-gqa", {"pipeline_parallel_size": 4}, "give 1 to 3, the number of layers"),

@@ -15,9 +15,9 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KV_FORMATS, QUANTIZED_KV
 from ridgeline.llm import LLM
 from ridgeline.models.build import build
+from ridgeline.models.building import Build
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.hub import resolve_model
-from ridgeline.models.layers import Build
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import ONE_DEVICE

@@ -13,7 +13,7 @@ from ridgeline.core.draft import Draft
 from ridgeline.speculation.interface import Speculation
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, answer, layout_of, pair
 
-FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]
+FAMILIES = ["llama-gqa", "mistral-window", "gemma3", "mixtral", "qwen3-moe"]
 KINDS: dict[str, dict[str, object]] = {
     "greedy": {},
     "warm": {"temperature": 0.9, "seed": 11},

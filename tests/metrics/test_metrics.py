@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -42,6 +43,21 @@ def scrape(metrics: Metrics) -> dict[str, float]:
             assert labels.pop("model_name") == "tiny" and labels.pop("engine") == "0"
             samples[sample.name + "".join(f"[{name}={value}]" for name, value in labels.items())] = sample.value
     return samples
+
+
+def test_experts() -> None:
+    metrics = Metrics("tiny")
+    metrics.on_step(replace_step(expert_tokens=[[6, 2, 0, 0], [2, 2, 2, 2]]))
+    metrics.on_step(STEP)
+    metrics.on_step(replace_step(expert_tokens=[[0, 4, 0, 0], [1, 1, 2, 0]]))
+    samples = scrape(metrics)
+    assert samples["ridgeline:expert_tokens_total[expert=0/1]"] == 6
+    assert samples["ridgeline:expert_tokens_total[expert=1/2]"] == 4
+    assert samples["ridgeline:expert_imbalance"] == (4 + 2) / 2
+
+
+def replace_step(**changes: object) -> StepStats:
+    return msgspec.structs.replace(STEP, **changes)
 
 
 def test_step() -> None:

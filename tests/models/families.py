@@ -45,6 +45,8 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
 }
+MOE = {"num_experts_per_tok": 2}
+QWEN_MOE = {**MOE, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
 
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
@@ -66,6 +68,15 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-mha": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 4}),
     "qwen3-window": ("Qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 33, "layer_types": MIXED}),
+    "mixtral": ("Mixtral", {**MOE, "num_local_experts": 5, "sliding_window": 24}),
+    "mixtral-one": ("Mixtral", {**MOE, "num_local_experts": 3, "num_experts_per_tok": 1}),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {**QWEN_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 4, "head_dim": 32},
+    ),
+    "qwen2-moe": ("Qwen2Moe", {**QWEN_MOE, "shared_expert_intermediate_size": 48}),
+    "olmoe": ("Olmoe", {**MOE, "num_experts": 6}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": ROPES}),
 }
@@ -77,7 +88,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
         return save_sharing(SHARING[name], folder, dtype)
     kind, extra = FAMILIES[name]
     config = getattr(transformers, f"{kind}Config")(**{**SMALL, **extra})
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval().to(dtype)
     with torch.no_grad():

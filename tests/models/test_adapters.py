@@ -10,9 +10,9 @@ import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.models.build import LoadedModel
+from ridgeline.models.building import Build
 from ridgeline.models.config import GenerationDefaults, read_spec
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.layers import Build
 from ridgeline.models.weights import load_dummy
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import StepInputs

@@ -198,7 +198,7 @@ def test_sharing_that_no_layer_can_serve_is_refused(change, said):
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
         ({"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, "Phi3ForCausalLM.*Supported: Llama.*Gemma3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "Mixtral"),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}, "Deepseek.*MLA.*latent"),
         ({"architectures": None, "model_type": None}, "model_type None"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn"),
         ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "'longrope'"),

@@ -7,7 +7,8 @@ import torch
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
-from ridgeline.models.layers import Build, Linear
+from ridgeline.models.building import Build
+from ridgeline.models.layers import Linear
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import StepInputs
 from ridgeline.parallel.mesh import Mesh

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ridgeline.core.experts import idle_bytes
 from ridgeline.core.spec import ModelSpec, causal_pairs, restricts_last_layer
 
 
@@ -43,7 +44,7 @@ def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | 
     attention, kv = spec.attention(rows, needed)
     kv += tokens * spec.kv_bytes_per_token()
     linear = spec.linear_flops(tokens, needed)
-    weights = spec.step_weight_bytes if tokens else 0
+    weights = spec.step_weight_bytes - spec.idle_bytes(tokens, needed) if tokens else 0
     return StepWork(tokens, linear + attention, weights + kv, attention, kv, needed, longest > 1)
 
 
@@ -53,7 +54,9 @@ class WorkMeter:
     __slots__ = (
         "_by_window",
         "_by_window_but_last",
+        "_experts",
         "_kv_written",
+        "_last_experts",
         "_last_layer",
         "_logit_flops",
         "_token_flops",
@@ -63,6 +66,7 @@ class WorkMeter:
     def __init__(self, spec: ModelSpec) -> None:
         self._token_flops, self._logit_flops = spec.linear_flops(1, 0), spec.linear_flops(0, 1)
         self._weights, self._kv_written = spec.step_weight_bytes, spec.kv_bytes_per_token()
+        self._experts, self._last_experts = spec.experts(spec.layers[:-1]), spec.experts(spec.layers[-1:])
         by_window: dict[int | None, tuple[int, int]] = {}
         for layer in spec.layers:
             self._by_window_but_last = list(by_window.items())
@@ -105,7 +109,10 @@ class WorkMeter:
             attention, kv = attention + flops * seen, kv + read * seen
         kv += tokens * self._kv_written
         linear = tokens * self._token_flops + logits * self._logit_flops
-        return StepWork(tokens, linear + attention, self._weights + kv, attention, kv, logits, tokens != rows)
+        weights = self._weights
+        if self._last_experts or self._experts:
+            weights -= idle_bytes(self._experts, tokens) + idle_bytes(self._last_experts, logits)
+        return StepWork(tokens, linear + attention, weights + kv, attention, kv, logits, tokens != rows)
 
 
 @dataclass(frozen=True, slots=True)

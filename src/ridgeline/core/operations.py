@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ridgeline.core.spec import DTYPE_BYTES, NUMBER_FORMATS, LayerSpec, Matrix, ModelSpec, restricts_last_layer
+from ridgeline.core.experts import Matrix, idle_bytes
+from ridgeline.core.spec import DTYPE_BYTES, NUMBER_FORMATS, LayerSpec, ModelSpec, restricts_last_layer
 
 ID_BYTES = 4
 SCALE_BYTES = 4
@@ -39,6 +40,7 @@ NAMES = (
     "rope+kv write",
     "attention",
     "out",
+    "router",
     "gate+up",
     "activation",
     "down",
@@ -80,7 +82,7 @@ class _Step:
 def operations(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | None = None) -> tuple[Operation, ...]:
     """The operations of a step whose rows run `n` query tokens after `start` cached ones, for (start, n) in shares.
 
-    logits: query tokens that need logits; None: one per row. Returns one operation for each of NAMES; nothing for a step without
+    logits: query tokens that need logits; None: one per row. Returns those of NAMES that the model has; nothing for a step without
     tokens.
     """
     rows = tuple(shares)
@@ -100,7 +102,7 @@ def operations(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int |
         *_after_attention(replace(step, tokens=step.logits), spec.layers[-1]),
     ):
         _add(total, operation, 1)
-    return tuple(Operation(name, *total[name]) for name in NAMES)
+    return tuple(Operation(name, *total[name]) for name in NAMES if total[name][0])
 
 
 def _add(total: dict[str, list[int]], operation: Operation, times: int) -> None:
@@ -148,16 +150,25 @@ def _after_attention(step: _Step, layer: LayerSpec) -> Iterator[Operation]:
     )
     yield Operation("norm", 1 + posts, 0, (1 + posts) * d_model * step.width, norm_bytes)
     yield Operation("activation", 1, 0, 0, step.model_dtype_bytes(2 * layer.d_ff) + step.input_bytes(layer.d_ff))
-    _, out, gate_up, down = spec.matrices(layer)
+    _, out, *products = spec.matrices(layer)
     stream_bytes = 0 if posts else step.model_dtype_bytes(d_model)
     # Attention writes the model's dtype; the output projection quantizes while it reads.
     yield _product(step, out, step.model_dtype_bytes(out.inputs) + stream_bytes)
-    yield _product(step, gate_up, step.input_bytes(gate_up.inputs))
-    yield _product(step, down, step.input_bytes(down.inputs) + stream_bytes)
+    for matrix in products:
+        ends_block = stream_bytes if matrix.name == "down" else 0
+        operation = _product(step, matrix, matrix.used * step.input_bytes(matrix.inputs) + ends_block)
+        if layer.experts and matrix.copies > 1:
+            idle = idle_bytes({(layer.experts.missed, operation.bytes): 1}, step.tokens)
+            operation = replace(operation, bytes=operation.bytes - idle)
+        yield operation
+
+
+PRODUCTS = {"gate_up": "gate+up", "shared_gate_up": "gate+up", "shared_down": "down", "shared_gate": "router"}
+"""Names of the operations that matrices belong to, where they differ from the matrix's name."""
 
 
 def _product(step: _Step, matrix: Matrix, extra_bytes: int) -> Operation:
     """extra_bytes: bytes of activations in addition to the output."""
-    name = "gate+up" if matrix.name == "gate_up" else matrix.name
-    flops, weight_bytes = 2 * step.tokens * matrix.elements, step.spec.matrix_bytes(matrix)
-    return Operation(name, 1, flops, weight_bytes, extra_bytes + step.model_dtype_bytes(matrix.outputs))
+    flops, weight_bytes = 2 * step.tokens * matrix.used * matrix.elements, step.spec.matrix_bytes(matrix)
+    outputs = matrix.used * step.model_dtype_bytes(matrix.outputs)
+    return Operation(PRODUCTS.get(matrix.name, matrix.name), 1, flops, weight_bytes, extra_bytes + outputs)

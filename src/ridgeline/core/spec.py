@@ -6,11 +6,13 @@ makes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.experts import ExpertSpec, Idle, Matrix, idle_bytes
 
 Shares = Sequence[tuple[int, int]]
 """(cached tokens, query tokens) of each row of a step."""
@@ -145,6 +147,7 @@ class LayerSpec:
 
     window: a query sees keys at most `window - 1` positions back; None: all earlier keys. share_from: index of the earlier layer
     whose keys and values this layer reads. It has no weights for keys and values and writes none; n_kv_heads is that layer's.
+    d_ff: inner width of the feed-forward block; with experts, of all that one token uses.
     """
 
     n_heads: int
@@ -155,6 +158,7 @@ class LayerSpec:
     window: int | None = None
     softcap: float | None = None
     share_from: int | None = None
+    experts: ExpertSpec | None = None
 
     def on_rank(self, ranks: int) -> LayerSpec:
         """The part of the layer on one of `ranks` ranks. Raises ConfigError where it cannot be divided; see units_on_rank."""
@@ -164,7 +168,8 @@ class LayerSpec:
                 "number of devices that divides both."
             )
         heads, kv_heads = self.n_heads // ranks, units_on_rank(self.n_kv_heads, ranks)
-        return replace(self, n_heads=heads, n_kv_heads=kv_heads, d_ff=self.d_ff // ranks)
+        experts = self.experts and self.experts.on_rank(ranks)
+        return replace(self, n_heads=heads, n_kv_heads=kv_heads, d_ff=self.d_ff // ranks, experts=experts)
 
     @property
     def written_heads(self) -> int:
@@ -203,20 +208,6 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """One weight matrix of a layer as it is multiplied: queries, keys and values fused, gate and up fused."""
-
-    name: Literal["qkv", "out", "gate_up", "down"]
-    outputs: int
-    inputs: int
-    bias: bool
-
-    @property
-    def elements(self) -> int:
-        return self.outputs * self.inputs
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only model. `dtype` is that of the checkpoint's weights.
 
@@ -225,7 +216,8 @@ class ModelSpec:
 
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 also norm the output of attention and
     feed-forward, before the residual addition. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
-    weights' dtype. `query_scale`: replaces 1/sqrt(head_dim) in attention.
+    weights' dtype. `query_scale`: replaces 1/sqrt(head_dim) in attention. `qk_norm`: queries and keys are normed, "head": each head
+    alone (Qwen3), "all": all heads of a token together (OLMoE).
     """
 
     architecture: str
@@ -236,7 +228,7 @@ class ModelSpec:
     norm_eps: float = 1e-5
     norm_offset: bool = False
     post_norms: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all"] = ""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -274,23 +266,29 @@ class ModelSpec:
     def matrices(self, layer: LayerSpec) -> tuple[Matrix, ...]:
         """The matrices of one layer in the order of their use."""
         queries, keys_values = layer.n_heads * layer.head_dim, 2 * layer.written_heads * layer.head_dim
+        gate_up = Matrix("gate_up", 2 * layer.d_ff, self.d_model, self.mlp_bias)
+        dense = gate_up, Matrix("down", self.d_model, layer.d_ff, self.mlp_bias)
         return (
             Matrix("qkv", queries + keys_values, self.d_model, self.qkv_bias),
             Matrix("out", self.d_model, queries, self.out_bias),
-            Matrix("gate_up", 2 * layer.d_ff, self.d_model, self.mlp_bias),
-            Matrix("down", self.d_model, layer.d_ff, self.mlp_bias),
+            *(layer.experts.matrices(self.d_model) if layer.experts else dense),
         )
 
     def matrix_bytes(self, matrix: Matrix) -> int:
-        """Bytes of one stored matrix: elements, scales, zero points, bias."""
+        """Bytes of a stored matrix, all its copies: elements, scales, zero points, bias."""
         width = DTYPE_BYTES[self.dtype]
-        stored = NUMBER_FORMATS.get(self.quantization)
+        stored = None if matrix.plain else NUMBER_FORMATS.get(self.quantization)
         bias = matrix.outputs * width if matrix.bias else 0
-        return bias + (stored.matrix_bytes(matrix.outputs, matrix.inputs, width) if stored else matrix.elements * width)
+        elements = stored.matrix_bytes(matrix.outputs, matrix.inputs, width) if stored else matrix.elements * width
+        return matrix.copies * (bias + elements)
 
     def layer_linear_params(self, layer: LayerSpec) -> int:
         """Elements of the weight matrices of one layer (no biases, no norms)."""
-        return sum(matrix.elements for matrix in self.matrices(layer))
+        return sum(matrix.copies * matrix.elements for matrix in self.matrices(layer))
+
+    def active_params(self, layer: LayerSpec) -> int:
+        """Elements of the weight matrices of one layer that a token is multiplied by."""
+        return sum(matrix.used * matrix.elements for matrix in self.matrices(layer))
 
     def stream_norms(self) -> int:
         """Number of norms of width d_model in one layer."""
@@ -298,7 +296,8 @@ class ModelSpec:
 
     def head_norm_params(self, layer: LayerSpec) -> int:
         """Elements of the query and key norms of one layer."""
-        return (2 if layer.written_heads else 1) * layer.head_dim if self.qk_norm else 0
+        heads = layer.n_heads + layer.written_heads if self.qk_norm == "all" else 1 + (layer.written_heads > 0)
+        return heads * layer.head_dim if self.qk_norm else 0
 
     def layer_vector_params(self, layer: LayerSpec) -> int:
         """Elements of norms and biases of one layer."""
@@ -331,8 +330,20 @@ class ModelSpec:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of weights that each step reads, whatever its batch: layers, final norm, head. Embedding rows are not counted."""
+        """Bytes of weights that a step reads: layers with all their experts, final norm, head. Embedding rows are not counted."""
         return self.layer_bytes + (self.d_model + self.embedding_params) * DTYPE_BYTES[self.dtype]
+
+    def idle_bytes(self, tokens: int, logits: int) -> int:
+        """Expected bytes of step_weight_bytes that a step does not read: experts that none of its tokens uses. See linear_flops."""
+        return idle_bytes(self.experts(self.layers[:-1]), tokens) + idle_bytes(self.experts(self.layers[-1:]), logits)
+
+    def experts(self, layers: Sequence[LayerSpec]) -> Counter[Idle]:
+        """The matrices of these layers' experts, see idle_bytes."""
+        blocks = ((layer.experts, self.matrices(layer)) for layer in layers)
+        pairs = (
+            (experts, matrix) for experts, matrices in blocks for matrix in matrices if experts and matrix.copies > 1
+        )
+        return Counter((experts.missed, self.matrix_bytes(matrix)) for experts, matrix in pairs)
 
     # --- work -------------------------------------------------------------------------------------------------------
 
@@ -341,8 +352,9 @@ class ModelSpec:
 
         logits: query tokens whose logits are needed. For the others the last layer computes keys and values only.
         """
-        all_layers = sum(self.layer_linear_params(layer) for layer in self.layers)
-        restricted = sum(matrix.elements for matrix in self.matrices(self.layers[-1]) if matrix.name != "qkv")
+        all_layers = sum(self.active_params(layer) for layer in self.layers)
+        qkv, *_ = self.matrices(self.layers[-1])
+        restricted = self.active_params(self.layers[-1]) - qkv.elements
         return 2 * (tokens * (all_layers - restricted) + logits * (restricted + self.embedding_params))
 
     def attention(self, shares: Shares, needed: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from ridgeline.core.sizing import MemoryPlan
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KvLayout, ModelSpec
 from ridgeline.engine.engine import Engine, Setup
+from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.group import start_group
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
@@ -84,6 +85,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
             grammars=grammars,
             account=DeviceAccount(cost, power, loaded.drafter.work),
             late=loaded.runner.late,
+            expert_load=ExpertLoad(loaded.model.decoder.expert_loads()),
             check=group.check,
         )
         log.debug("ready: %s", setup.facts)

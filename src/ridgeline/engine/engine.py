@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ridgeline.core.errors import RequestError, RidgelineError
 from ridgeline.core.events import StepUpdates, Update
 from ridgeline.core.sampling import MAX_STOP_IDS
+from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.late_compiles import LateCompiles
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.request import Request
@@ -56,6 +57,7 @@ class Setup:
     grammars: GrammarCache | None = None
     account: Account = field(default_factory=Account)
     late: LateCompiles = field(default_factory=LateCompiles)
+    expert_load: ExpertLoad = field(default_factory=ExpertLoad)
     check: Callable[[], None] = lambda: None
 
 
@@ -262,7 +264,7 @@ class Engine:
         account = (
             self.setup.account.step(scheduler.committed, counts.prompt_tokens, loop.device_s) if steps else Accounted()
         )
-        flops, bytes_moved, predicted, joules, *more = account
+        flops, bytes_moved, predicted, joules = account[:4]
         token_counts = counts.prompt_tokens, counts.output_tokens, counts.drafted, counts.accepted, counts.preempted
         cache = counts.prefix_queries, counts.prefix_hits, pool.used, pool.cached, pool.total
         waste = self._waste_inside, self._waste_between
@@ -273,7 +275,10 @@ class Engine:
         work = steps, counts.failed, *parts, counts.dropped, flops, bytes_moved, predicted, idle, joules
         late = self.setup.late.take()
         record = step, running, waiting, *token_counts, *cache, *waste, host, loop.device_s, *work, *drafts, late
-        return StepStats(*record, *more)
+        stats = StepStats(*record, *account[4:])
+        if steps and (tokens := self.setup.expert_load.take(step)):
+            stats.expert_tokens = tokens
+        return stats
 
 
 def _delta(update: Update) -> Delta:

@@ -43,6 +43,10 @@ GAUGES: Mapping[str, Entry] = {
     "num_requests_running": Entry("Requests on the device."),
     "num_requests_waiting": Entry("Requests that wait to be admitted."),
     "kv_cache_usage_perc": Entry("Share of KV blocks held by running requests, 0 to 1."),
+    "expert_imbalance": Entry(
+        "Tokens of a layer's busiest expert over the mean of its experts, averaged over layers, of the last reading. 1: even.",
+        ours=True,
+    ),
     "kv_cache_cached_perc": Entry("Share of KV blocks that are free but still cache a prefix, 0 to 1.", ours=True),
     "kv_waste_inside_perc": Entry("Share of leased token slots that hold no token.", ours=True),
     "kv_waste_between_perc": Entry("Share of the cache's bytes that unequal groups of layers waste.", ours=True),
@@ -68,6 +72,11 @@ COUNTERS: Mapping[str, Entry] = {
     "prefix_cache_queries": Entry("Tokens looked up in the prefix cache."),
     "prefix_cache_hits": Entry("Tokens found in the prefix cache."),
     "num_preemptions": Entry("Requests that were preempted and recomputed."),
+    "expert_tokens": Entry(
+        "Tokens that each expert got, read every 64 steps. Layers with experts and their experts are numbered from 0.",
+        label="expert",
+        ours=True,
+    ),
     "spec_decode_num_drafts": Entry("Drafts verified."),
     "spec_decode_num_draft_tokens": Entry("Draft tokens verified."),
     "spec_decode_num_accepted_tokens": Entry("Draft tokens accepted."),

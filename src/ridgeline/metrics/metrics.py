@@ -178,6 +178,8 @@ class Metrics:
         for work in (work for step in steps for work in step.late):
             self._count(f"late_{work.kind}s", 1)
             self._count("late_seconds", work.seconds, work.kind)
+        for tokens in (step.expert_tokens for step in steps if step.expert_tokens):
+            self._count_experts(tokens)
         for part, seconds in PARTS.items():
             self._count("scheduler_host_part_seconds", sum(map(seconds, run_steps)), part)
         step_tokens, host_s, gap_s = (
@@ -189,6 +191,15 @@ class Metrics:
         for gap, step in zip(gaps, steps, strict=True):
             if gap is not None and step.output_tokens:
                 gap_s.add(gap, step.output_tokens)
+
+    def _count_experts(self, tokens: list[list[int]]) -> None:
+        """Count the tokens of each expert, and set the imbalance to that of this reading."""
+        for layer, counts in enumerate(tokens):
+            for expert, count in enumerate(counts):
+                self._count("expert_tokens", count, f"{layer}/{expert}")
+        ratios = [max(counts) * len(counts) / sum(counts) for counts in tokens if any(counts)]
+        if ratios:
+            self._gauges["expert_imbalance"] = sum(ratios) / len(ratios)
 
     def _count_drafts(self, step: StepRecord) -> None:
         """Count a step's drafts. A counter cannot fall, so lost seconds are subtracted from the next saved seconds."""

@@ -66,6 +66,8 @@ class StepRecord(Protocol):
     """Energy of the steps since the last reading, by their query tokens. The remainder of `joules` is idle power."""
     metered_s: float
     """Device seconds of the steps that prompt_joules and output_joules belong to."""
+    expert_tokens: list[list[int]]
+    """Tokens of each expert, by layer with experts, since the last record that has them. Empty in most records."""
 
 
 @dataclass(frozen=True, slots=True)

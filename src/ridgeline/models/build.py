@@ -12,9 +12,9 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.quantization import resolve_format
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
 from ridgeline.core.stages import stage_spec
+from ridgeline.models.building import Build
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.layers import Build
 from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
 from ridgeline.ops.capture import Uncaptured
@@ -102,6 +102,17 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
     return Fp8Format(matmul.fp8, dtype, device, stored.scales)
 
 
+def _check_experts(spec: ModelSpec, ops: Ops, device: torch.device) -> None:
+    """Raise ConfigError for a number format in which the device cannot multiply by experts."""
+    formats = ops.experts.formats if ops.experts else {spec.quantization}
+    if device.type == "cuda" and spec.quantization not in formats and any(layer.experts for layer in spec.layers):
+        known = ", ".join(sorted(filter(None, formats)))
+        raise ConfigError(
+            f"A GPU has no products for experts in {spec.quantization}: use --quantization {known}, or none.",
+            param="quantization",
+        )
+
+
 def build(
     model_dir: Path,
     *,
@@ -118,9 +129,11 @@ def build(
     """
     checkpoint, defaults = read_model(model_dir)
     spec = served_spec(checkpoint, model)
+    _check_experts(spec, ops, device)
     dtype = DTYPES[spec.dtype]
-    if mesh.size > 1 or mesh.stage.count > 1:
-        ops = replace(ops, capture=Uncaptured)  # a CPU captures only kernel calls, not collectives
+    if mesh.size > 1 or mesh.stage.count > 1 or (device.type == "cpu" and any(layer.experts for layer in spec.layers)):
+        # A CPU captures only kernel calls: neither collectives nor which experts the next step's tokens choose.
+        ops = replace(ops, capture=Uncaptured)
     dummy = model.load_format == "dummy" or device.type == "meta"
     weight_format = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
     decoder = Decoder(Build(spec, ops, weight_format, mesh, dtype, device), spec.max_len)

@@ -18,11 +18,13 @@ from ridgeline.core.errors import ConfigError, RequestError, UnsupportedModel
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.sharing import share_in_groups, share_last
 from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec
+from ridgeline.models.expert_keys import read_experts
 from ridgeline.models.families import (
     FAMILIES,
     FIXED,
     HARMLESS,
     HARMLESS_PREFIXES,
+    REFUSED,
     REQUIRED,
     WITHOUT_PARTS,
     WRAPPERS,
@@ -130,6 +132,10 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         global_layer if window is None else replace(windowed_layer, window=window)
         for window in _windows(family, values)
     ]
+    blocks = zip(layers, read_experts(family, values), strict=True)
+    layers = [
+        replace(layer, d_ff=experts.active_width, experts=experts) if experts else layer for layer, experts in blocks
+    ]
     scalar = values.get("query_pre_attn_scalar")
     bias = bool(values.get("attention_bias"))
     traits = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(values.get("mlp_bias")), **family.traits}
@@ -187,6 +193,10 @@ def _text_part(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any], Ma
     family = FAMILIES.get(kind)
     if family is None or any(architecture not in family.architectures for architecture in named):
         stated = ", ".join(named) or f"model_type {kind}"
+        if kind in REFUSED:
+            raise UnsupportedModel(
+                f"config.json: {stated} is not supported: {REFUSED[kind]}. Supported: {supported()}."
+            )
         raise UnsupportedModel(f"config.json: {stated} is not supported. Supported: {supported()}.")
     return family, text, outer
 
@@ -209,7 +219,9 @@ def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not _SWITCH):
             raise ConfigError(f"config.json: {key} is {value!r}, which has the wrong type.")
-        lowest = 0 if key in ("max_window_layers", "num_kv_shared_layers") else sys.float_info.min
+        unused = key == "sliding_window" and values.get("use_sliding_window") is False
+        may_be_0 = unused or key in ("max_window_layers", "num_kv_shared_layers")
+        lowest = 0 if may_be_0 else sys.float_info.min
         if kind is not _SWITCH and isinstance(value, int | float) and not lowest <= value < math.inf:
             raise ConfigError(f"config.json: {key} is {value!r}: it must be a number above 0.")
     return values
@@ -237,14 +249,18 @@ def _windows(family: Family, values: Mapping[str, Any]) -> list[int | None]:
     count, window = values["num_hidden_layers"], values.get("sliding_window")
     if family.windows is None:
         return [None] * count
-    if family.windows == "all":
-        return [window] * count
     if values.get("use_sliding_window") is False:
         window = None
+    if family.windows == "all":
+        return [window] * count
     kinds = values["layer_types"]
     if kinds is None and family.pattern:
         pattern = values.get("sliding_window_pattern", family.pattern)
         kinds = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(count)]
+    elif kinds is None and window is not None and family.experts:
+        raise UnsupportedModel(
+            "config.json: use_sliding_window needs layer_types: which layers have windows is ambiguous."
+        )
     elif kinds is None:
         first = values["max_window_layers"] if window is not None else count
         kinds = ["full_attention" if index < first else "sliding_attention" for index in range(count)]

@@ -10,7 +10,9 @@ import torch
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import Rope
-from ridgeline.models.layers import Build, DecoderLayer
+from ridgeline.models.building import Build
+from ridgeline.models.experts import Experts
+from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import LayerParts, RunLayers
@@ -79,6 +81,8 @@ class Decoder:
 
     def finish_loading(self) -> None:
         """All weights are loaded and keep their addresses: let the operations choose a program that runs all layers."""
+        for layer in self.layers:
+            layer.feed_forward.finish_loading()
         if (parts := self.parts()) is not None:
             self._run = self._build.ops.programs.layers(parts, self._run_layers)
 
@@ -145,6 +149,10 @@ class Decoder:
         for layer in self.layers:
             yield from _tensors_of(layer)
 
+    def expert_loads(self) -> list[torch.Tensor]:
+        """Experts.load of each layer that has experts."""
+        return [layer.feed_forward.load for layer in self.layers if isinstance(layer.feed_forward, Experts)]
+
     def layer_kinds(self) -> list[Hashable]:
         """For each layer a key of the kernels that it launches: layers with equal keys launch the same kernels."""
         forms = (
@@ -172,5 +180,6 @@ def _tensors_of(layer: DecoderLayer) -> Iterator[torch.Tensor]:
     within = layer.attention.q_norm, layer.attention.k_norm
     behind = layer.attention_post_norm, layer.feed_forward_post_norm
     yield from (norm for norm in (*before, *within, *behind) if norm is not None)
-    for linear in (layer.attention.qkv, layer.attention.out, layer.feed_forward.gate_up, layer.feed_forward.down):
-        yield from linear.weight.tensors()
+    for _, weight in layer.attention.linears():
+        yield from weight.tensors()
+    yield from layer.feed_forward.tensors()

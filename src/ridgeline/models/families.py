@@ -15,13 +15,24 @@ REQUIRED = "required"
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """The keys that state the fields of ExpertSpec. count: the first key that is present counts. normalized: may be a fixed value.
+    shared_width: "" without an expert that all tokens use."""
+
+    count: tuple[str, ...]
+    width: str
+    normalized: str | bool
+    shared_width: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One `model_type` of Hugging Face's config.json.
 
     windows: which layers have a sliding window. "all": every layer if `sliding_window` is set (Mistral). "listed": those in
     `layer_types`. Without that key every `pattern`-th layer is global and the others have a window; for pattern 0 the layers from
     `max_window_layers` on have one if `use_sliding_window` is set (Qwen). None: the family has no windows. scaled_embedding:
-    embeddings are multiplied by the root of the model's width.
+    embeddings are multiplied by the root of the model's width. experts: None: the family has none.
     """
 
     label: str
@@ -30,6 +41,7 @@ class Family:
     traits: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     scaled_embedding: bool = False
+    experts: ExpertKeys | None = None
     windows: Literal["all", "listed"] | None = None
     pattern: int = 0
 
@@ -73,6 +85,17 @@ _GEMMA_FIXED = {
     "use_bidirectional_attention": (None, False),
     "cache_implementation": ("hybrid", "static", None),
 }
+_QWEN_EXPERTS = {
+    "num_experts": None,
+    "num_local_experts": None,
+    "num_experts_per_tok": REQUIRED,
+    "moe_intermediate_size": REQUIRED,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+_COUNT = ("num_experts", "num_local_experts")
+"""Files of new transformers versions have the second key instead of the first."""
 
 # Families whose layers share keys and values, but that need more than that: model_type -> what is missing.
 _GEMMA_3N = "AltUp, LAuReL, embeddings of each layer and sparse activations"
@@ -108,8 +131,49 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Qwen3",
             ("Qwen3ForCausalLM",),
             {**_SHAPE, **_QWEN_WINDOW, "head_dim": 128, "attention_bias": False},
-            {"qk_norm": True},
+            {"qk_norm": "head"},
             windows="listed",
+        ),
+        "mixtral": Family(
+            "Mixtral",
+            ("MixtralForCausalLM",),
+            {**_SHAPE, "sliding_window": None, "num_local_experts": REQUIRED, "num_experts_per_tok": REQUIRED},
+            fixed={"layer_types": (None,)},
+            experts=ExpertKeys(("num_local_experts",), "intermediate_size", True),
+            windows="all",
+        ),
+        "qwen3_moe": Family(
+            "Qwen3 with experts (Qwen3-30B-A3B)",
+            ("Qwen3MoeForCausalLM",),
+            {**_SHAPE, **_QWEN_WINDOW, **_QWEN_EXPERTS, "attention_bias": False},
+            {"qk_norm": "head"},
+            fixed={"layer_types": (None,)},
+            experts=ExpertKeys(_COUNT, "moe_intermediate_size", "norm_topk_prob"),
+            windows="all",
+        ),
+        "qwen2_moe": Family(
+            "Qwen2 with experts (Qwen1.5-MoE-A2.7B)",
+            ("Qwen2MoeForCausalLM",),
+            {**_SHAPE, **_QWEN_WINDOW, **_QWEN_EXPERTS, "shared_expert_intermediate_size": REQUIRED},
+            {"qkv_bias": True},
+            fixed={"qkv_bias": (True,)},
+            experts=ExpertKeys(_COUNT, "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size"),
+            windows="listed",
+        ),
+        "olmoe": Family(
+            "OLMoE",
+            ("OlmoeForCausalLM",),
+            {
+                **_SHAPE,
+                "num_experts": None,
+                "num_local_experts": None,
+                "num_experts_per_tok": REQUIRED,
+                "norm_topk_prob": False,
+                "attention_bias": False,
+            },
+            {"qk_norm": "all"},
+            fixed={"clip_qkv": (None,)},
+            experts=ExpertKeys(_COUNT, "intermediate_size", "norm_topk_prob"),
         ),
         "gemma2": Family(
             "Gemma 2",
@@ -140,7 +204,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rope_local_base_freq": 10_000.0,
                 "sliding_window_pattern": 6,
             },
-            {**_GEMMA_TRAITS, "qk_norm": True},
+            {**_GEMMA_TRAITS, "qk_norm": "head"},
             fixed=_GEMMA_FIXED,
             scaled_embedding=True,
             windows="listed",
@@ -198,9 +262,18 @@ HARMLESS = frozenset(
         "tokenizer_class",
         "prefix",
         "is_llama_config",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "output_router_logits",
     )
 )
 HARMLESS_PREFIXES = ("_", "unsloth", "transformers")
+
+# Families with experts whose attention or routing is another one: model_type -> the reason for the refusal.
+_LATENT = (
+    "its attention caches latent vectors (MLA, multi-head latent attention), which the paged KV cache does not store"
+)
+REFUSED: Mapping[str, str] = MappingProxyType({"deepseek_v2": _LATENT, "deepseek_v3": _LATENT})
 
 # Multimodal models whose text decoder is supported: model_type -> (key of the text part, keys of the other parts).
 WRAPPERS: Mapping[str, tuple[str, frozenset[str]]] = MappingProxyType(

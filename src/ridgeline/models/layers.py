@@ -5,32 +5,17 @@ Layers are callables whose only state is their weights. The data of a step are a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 
-from ridgeline.core.spec import LayerSpec, ModelSpec
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import LayerSpec
+from ridgeline.models.building import Build
+from ridgeline.models.experts import Experts
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Activation, LayerParts, Matrix, Normed, Ops, QkvShape
-from ridgeline.parallel.mesh import Mesh
-from ridgeline.quant.format import LinearShape, Part, Share, WeightFormat
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """Arguments for building a layer: spec, operations, format of the linears, mesh, dtype, device."""
-
-    spec: ModelSpec
-    ops: Ops
-    form: WeightFormat
-    mesh: Mesh
-    dtype: torch.dtype
-    device: torch.device
-
-    def vector(self, size: int) -> torch.Tensor:
-        """Uninitialized weight of a norm."""
-        return torch.empty(size, dtype=self.dtype, device=self.device)
+from ridgeline.ops.table import Activation, Heads, LayerParts, Matrix, Normed, QkvShape
+from ridgeline.quant.format import LinearShape, Part, Share, Weight
 
 
 class Linear:
@@ -87,21 +72,40 @@ class Attention:
         self.qkv = Linear(build, LinearShape(spec.d_model, parts, spec.qkv_bias, "out"))
         out_parts = (Part(spec.d_model, 1),)
         self.out = Linear(build, LinearShape(heads.rows, out_parts, spec.out_bias, "in", in_units=layer.n_heads))
-        self.q_norm = build.vector(width) if spec.qk_norm else None
-        self.k_norm = build.vector(width) if spec.qk_norm and layer.written_heads else None
+        whole = spec.qk_norm == "all"
+        self.q_norm = build.vector(heads.rows if whole else width) if spec.qk_norm else None
+        self.k_norm = build.vector(kv_heads.rows if whole else width) if spec.qk_norm and layer.written_heads else None
         rank_layer = layer.on_rank(build.mesh.size)
         self.shape = QkvShape(
             n_heads=rank_layer.n_heads,
             n_kv_heads=rank_layer.written_heads,
             head_dim=width,
             cos_sin=cos_sin,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
+            q_norm=None if whole else self.q_norm,
+            k_norm=None if whole else self.k_norm,
             norm_eps=spec.norm_eps,
             norm_offset=spec.norm_offset,
         )
         self._qkv_write, self._attend = build.ops.attention.qkv_write, build.ops.attention.attend
         self._join = join(build, self.out, post_norm)
+        if whole:
+            self._qkv_write = self._norm_whole(build)
+
+    def _norm_whole(self, build: Build) -> Callable[[torch.Tensor, QkvShape, KvView, StepInputs], Heads]:
+        """AttentionOps.qkv_write behind norms of all heads together (OLMoE)."""
+        if build.mesh.size > 1:
+            raise ConfigError("A norm of all heads together (OLMoE) is not supported over several devices: use one.")
+        write, rms_norm, eps = build.ops.attention.qkv_write, build.ops.tokenwise.rms_norm, build.spec.norm_eps
+        q_norm, k_norm, offset = self.q_norm, self.k_norm, build.spec.norm_offset
+        assert q_norm is not None and k_norm is not None
+        sizes = len(q_norm), len(k_norm), len(k_norm)
+
+        def normed_write(qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
+            q, k, v = qkv.split(sizes, 1)
+            q, k = rms_norm(q, q_norm, eps, offset), rms_norm(k, k_norm, eps, offset)
+            return write(torch.cat((q, k, v), 1), shape, view, step)
+
+        return normed_write
 
     def queries(self, x: Activation, view: KvView, step: StepInputs) -> torch.Tensor:
         """The rotated queries [T, heads, d]. Keys and values are written as by a call."""
@@ -122,22 +126,43 @@ class Attention:
             out, stream, step = out.index_select(0, wanted), stream.index_select(0, wanted), step.select(wanted)
         return self._join(out.flatten(1), stream, step)
 
+    def linears(self) -> Iterator[tuple[str, Weight]]:
+        """Every weight by its name in models.weights."""
+        yield "qkv", self.qkv.weight
+        yield "out", self.out.weight
+
 
 class FeedForward:
     """stream + down(act(gate(x)) * up(x)), with merged gate and up (Shazeer 2020)."""
 
-    __slots__ = ("gate_up", "down", "kind", "_join")
+    __slots__ = ("gate_up", "down", "_kind", "_join")
 
     def __init__(self, build: Build, layer: LayerSpec, post_norm: torch.Tensor | None) -> None:
         spec, half = build.spec, Part(layer.d_ff, layer.d_ff)
         self.gate_up = Linear(build, LinearShape(spec.d_model, (half, half), spec.mlp_bias, "out"))
         out_parts = (Part(spec.d_model, 1),)
         self.down = Linear(build, LinearShape(layer.d_ff, out_parts, spec.mlp_bias, "in", in_units=layer.d_ff))
-        self.kind = spec.activation
+        self._kind = spec.activation
         self._join = join(build, self.down, post_norm)
 
     def __call__(self, x: Activation, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        return self._join(self.gate_up.activate(x, self.kind, step), stream, step)
+        return self._join(self.gate_up.activate(x, self._kind, step), stream, step)
+
+    def linears(self) -> Iterator[tuple[str, Weight]]:
+        """Every weight by its name in models.weights."""
+        yield "gate_up", self.gate_up.weight
+        yield "down", self.down.weight
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for _, weight in self.linears():
+            yield from weight.tensors()
+
+    def finish_loading(self) -> None:
+        """All weights are loaded."""
+
+    def matrices(self) -> tuple[Matrix | None, Matrix | None]:
+        """The merged gate and up, and down, for programs that run whole layers."""
+        return self.gate_up.matrix(), self.down.matrix()
 
 
 class DecoderLayer:
@@ -151,6 +176,7 @@ class DecoderLayer:
         "attention_post_norm",
         "feed_forward_post_norm",
         "_eps",
+        "_kind",
         "_offset",
     )
 
@@ -161,8 +187,10 @@ class DecoderLayer:
         self.attention_post_norm = build.vector(d_model) if spec.post_norms else None
         self.feed_forward_post_norm = build.vector(d_model) if spec.post_norms else None
         self.attention = Attention(build, layer, cos_sin, self.attention_post_norm)
-        self.feed_forward = FeedForward(build, layer, self.feed_forward_post_norm)
-        self._eps, self._offset = spec.norm_eps, spec.norm_offset
+        self.feed_forward = (
+            Experts(build, layer.experts) if layer.experts else FeedForward(build, layer, self.feed_forward_post_norm)
+        )
+        self._eps, self._offset, self._kind = spec.norm_eps, spec.norm_offset, spec.activation
 
     def __call__(
         self, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None = None
@@ -184,8 +212,8 @@ class DecoderLayer:
         """Weights for programs that run whole layers; None if the layer is not supported."""
         attention, feed_forward = self.attention, self.feed_forward
         qkv, out = attention.qkv.matrix(), attention.out.matrix()
-        gate_up, down = feed_forward.gate_up.matrix(), feed_forward.down.matrix()
+        gate_up, down = feed_forward.matrices()
         if self.attention_post_norm is not None or not (qkv and out and gate_up and down):
             return None
         norms = self.attention_norm, self.feed_forward_norm
-        return LayerParts(norms[0], qkv, attention.shape, out, norms[1], gate_up, down, feed_forward.kind)
+        return LayerParts(norms[0], qkv, attention.shape, out, norms[1], gate_up, down, self._kind)

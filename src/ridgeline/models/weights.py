@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.layers import DecoderLayer, Linear
+from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.upload import Upload
 from ridgeline.quant.bitmask import dense_tensors
 from ridgeline.quant.format import Expected, max_abs
@@ -38,6 +38,15 @@ LINEARS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+EXPERT_LINEARS = {
+    "router": ("mlp.gate",),
+    "shared_gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared_down": ("mlp.shared_expert.down_proj",),
+    "shared_gate": ("mlp.shared_expert_gate",),
+}
+EXPERTS = "mlp.experts"
+# Mixtral's names of the block and of an expert's projections.
+EXPERT_ALIASES = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 NORMS = {
     "attention_norm": "input_layernorm",
     "feed_forward_norm": "post_attention_layernorm",
@@ -87,18 +96,23 @@ def targets(decoder: Decoder) -> dict[str, Target]:
 
 def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple[str, Target]]:
     attention, feed_forward = layer.attention, layer.feed_forward
-    for block in (attention, feed_forward):
-        for field, names in LINEARS.items():
-            linear: Linear | None = getattr(block, field, None)
-            if linear is None:
-                continue
-            for (part, suffix), expected in linear.weight.expects.items():
-                kind: Literal["weight", "bias"] = "bias" if suffix == "bias" else "weight"
-                yield f"{names[part]}.{suffix}", Target(expected, kind, partial(linear.weight.load, part, suffix))
+    for field, weight in (*attention.linears(), *feed_forward.linears()):
+        names = _projections(field)
+        for (part, suffix), expected in weight.expects.items():
+            kind: Literal["weight", "bias"] = "bias" if suffix == "bias" else "weight"
+            yield f"{names[part]}.{suffix}", Target(expected, kind, partial(weight.load, part, suffix))
     for field, name in norms.items():
         vector = getattr(attention if field in ("q_norm", "k_norm") else layer, field)
         if vector is not None:
             yield f"{name}.weight", _norm(vector)
+
+
+def _projections(field: str) -> tuple[str, ...]:
+    """Names of the projections that a weight merges. field: as the layer's `linears` name it, "3.down" for that of expert 3."""
+    expert, dot, linear = field.partition(".")
+    if not dot:
+        return LINEARS.get(field) or EXPERT_LINEARS[field]
+    return tuple(name.replace("mlp.", f"{EXPERTS}.{expert}.") for name in LINEARS[linear])
 
 
 def _norm(vector: torch.Tensor) -> Target:
@@ -111,10 +125,34 @@ def short_name(name: str) -> str:
         if name.startswith(prefix):
             name = name.removeprefix(prefix)
             break
+    if ".experts." in name or "block_sparse_moe." in name:
+        for theirs, ours in EXPERT_ALIASES.items():
+            name = name.replace(theirs, ours)
     for suffix, ours in SCALE_ALIASES.items():
         if name.endswith(suffix):
             return name.removesuffix(suffix) + ours
     return name
+
+
+Tensors = Iterator[tuple[str, Callable[[], torch.Tensor]]]
+"""(name in the checkpoint, function that reads the tensor)."""
+
+
+def separate_experts(tensors: Tensors) -> Tensors:
+    """Yield the tensors of a checkpoint with one tensor for each projection of each expert.
+
+    Some checkpoints store an `experts.gate_up_proj` [experts, 2 width, d_model] and an `experts.down_proj` for all experts.
+    """
+    for name, get in tensors:
+        block, _, projection = name.rpartition(".experts.")
+        if projection not in ("gate_up_proj", "down_proj"):
+            yield name, get
+            continue
+        for number, expert in enumerate(get()):
+            halves = expert.chunk(2) if projection == "gate_up_proj" else (expert,)
+            names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+            for linear, half in zip(names, halves, strict=True):
+                yield f"{block}.experts.{number}.{linear}.weight", partial(_unchanged, half)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -169,7 +207,7 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
     total, done = sum(path.stat().st_size for path in files), 0
     for path in files:
         with opened(path) as shard:
-            for name, get in dense_tensors(shard.offset_keys(), shard.get_tensor):
+            for name, get in separate_experts(dense_tensors(shard.offset_keys(), shard.get_tensor)):
                 key = short_name(name)
                 target = wanted.pop(key, None)
                 if target is None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from ridgeline.ops import rows
 from ridgeline.ops.capture import Capture, Uncaptured
+from ridgeline.ops.experts import ExpertOps
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.sample import DrawRows, Limits
 from ridgeline.ops.sample import draw as torch_draw
@@ -471,7 +472,7 @@ class SamplerOps:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The operations of one device. capture: see ops.capture.Capture."""
+    """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert."""
 
     name: str
     tokenwise: TokenwiseOps
@@ -480,3 +481,4 @@ class Ops:
     sampler: SamplerOps = SamplerOps()
     programs: Programs = Programs()
     capture: Capture = Uncaptured
+    experts: ExpertOps | None = None

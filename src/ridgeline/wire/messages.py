@@ -147,6 +147,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Energy of the steps since the last reading, by their query tokens. The remainder of `joules` is idle power."""
     metered_s: float = 0.0
     """Device seconds of the steps that prompt_joules and output_joules belong to."""
+    expert_tokens: list[list[int]] = []
+    """Tokens of each expert, by layer with experts, since the last record that has them. Empty in most records."""
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):

@@ -34,6 +34,7 @@ from ridgeline.ops.table import (
 )
 from ridgeline.ops.triton import fp8, quantize
 from ridgeline.ops.triton.activation import KINDS, gated
+from ridgeline.ops.triton.experts import TritonExperts
 from ridgeline.ops.triton.fp8_shapes import Small
 from ridgeline.ops.triton.gemm_small import _biased, matrix_product
 from ridgeline.ops.triton.integer import widened
@@ -301,4 +302,5 @@ INVARIANT = replace(
         mixed=mixed_inputs(_INTEGER, _UNQUANTIZED, TRITON.tokenwise, round_inliers),
     ),
     programs=Programs(),
+    experts=TritonExperts(fixed=True),
 )

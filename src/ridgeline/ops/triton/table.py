@@ -18,6 +18,7 @@ from ridgeline.ops.table import (
 )
 from ridgeline.ops.triton.activation import activate, capped
 from ridgeline.ops.triton.attention import attention
+from ridgeline.ops.triton.experts import TritonExperts
 from ridgeline.ops.triton.launch import gluon
 from ridgeline.ops.triton.linears import FP8_TRITON, INT_TRITON, UNQUANTIZED, W8A8_TRITON
 from ridgeline.ops.triton.norm import norm_add, rms_norm
@@ -52,4 +53,5 @@ TRITON = Ops(
         sample=sample, draw=draw, gather=gather, advance=advance, verify=verify, last=last, to_host=to_host
     ),
     programs=Programs(layers=layers),
+    experts=TritonExperts(),
 )

@@ -1,0 +1,93 @@
+"""Experts of a feed-forward block: their sizes, their matrices, and how many of them a step is expected to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ridgeline.core.errors import ConfigError
+
+MatrixName = Literal["qkv", "out", "router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One weight matrix of a layer as it is multiplied: queries, keys and values fused, gate and up fused.
+
+    copies: the layer holds so many, one for each expert. used: a token is multiplied by so many of them. plain: kept in the model's
+    dtype whatever the number format of the layers is.
+    """
+
+    name: MatrixName
+    outputs: int
+    inputs: int
+    bias: bool = False
+    copies: int = 1
+    used: int = 1
+    plain: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Elements of one copy."""
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """The experts of one layer (Shazeer et al. 2017): a router chooses `per_token` of `count` experts for each token.
+
+    The router's probabilities are the softmax over all experts. The chosen experts' outputs are summed with their probabilities,
+    which `normalized` divides by their sum. That equals a softmax over the chosen logits, as Mixtral describes its router.
+    width: inner width of an expert. shared_width: of the expert that every token uses (Qwen2-MoE), scaled by the sigmoid of a gate;
+    0: there is none.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalized: bool = False
+    shared_width: int = 0
+
+    @property
+    def active_width(self) -> int:
+        """Inner width of all experts that one token uses."""
+        return self.per_token * self.width + self.shared_width
+
+    @property
+    def missed(self) -> float:
+        """The chance that a token does not use a given expert, if all experts are equally likely."""
+        return 1 - self.per_token / self.count
+
+    def on_rank(self, ranks: int) -> ExpertSpec:
+        """Every rank holds its part of each expert's width."""
+        if self.width % ranks or self.shared_width % ranks:
+            raise ConfigError(
+                f"Experts of width {self.width} (shared: {self.shared_width}) cannot be split over {ranks} devices: use a "
+                "number of devices that divides both."
+            )
+        return replace(self, width=self.width // ranks, shared_width=self.shared_width // ranks)
+
+    def matrices(self, d_model: int) -> Iterator[Matrix]:
+        """The matrices of the block in the order of their use."""
+        yield Matrix("router", self.count, d_model, plain=True)
+        yield Matrix("gate_up", 2 * self.width, d_model, copies=self.count, used=self.per_token)
+        yield Matrix("down", d_model, self.width, copies=self.count, used=self.per_token)
+        if self.shared_width:
+            yield Matrix("shared_gate", 1, d_model, plain=True)
+            yield Matrix("shared_gate_up", 2 * self.shared_width, d_model)
+            yield Matrix("shared_down", d_model, self.shared_width)
+
+
+Idle = tuple[float, int]
+"""(chance that a token does not use a given expert, bytes of one matrix of all experts of a layer)."""
+
+
+def idle_bytes(experts: Mapping[Idle, int], tokens: int) -> int:
+    """Bytes of the experts that none of `tokens` tokens uses, expected for uniform and independent routing.
+
+    experts: how many matrices of each kind.
+
+    Of E experts with k per token a step reads E (1 - (1 - k/E)^T) in the mean. Real routers are not uniform: they read fewer.
+    """
+    return sum(count * round(size * missed**tokens) for (missed, size), count in experts.items())

@@ -1,0 +1,117 @@
+"""A feed-forward block of experts. It is called as FeedForward is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ridgeline.core.experts import ExpertSpec
+from ridgeline.models.building import Build
+from ridgeline.ops.experts import Grouped, by_expert, route
+from ridgeline.ops.step import StepInputs
+from ridgeline.ops.table import FloatInput, Matrix, apply_norm
+from ridgeline.quant.format import LinearShape, Part, Share, Weight
+from ridgeline.quant.unquantized import UnquantizedFormat
+
+
+class GatedPair:
+    """down(act(gate(x)) * up(x)): one expert. On a mesh each rank computes a term of the sum."""
+
+    __slots__ = ("gate_up", "down", "_kind")
+
+    def __init__(self, build: Build, width: int) -> None:
+        d_model, share = build.spec.d_model, Share(build.mesh.rank, build.mesh.size)
+        half = Part(width, width)
+        self.gate_up = build.form.create(LinearShape(d_model, (half, half), split="out"), share)
+        self.down = build.form.create(LinearShape(width, (Part(d_model, 1),), split="in", in_units=width), share)
+        self._kind = build.spec.activation
+
+    def __call__(self, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        return self.down.apply(self.gate_up.activate(x, self._kind, step), step)
+
+
+class Experts:
+    """stream + the sum of the experts that the router chose for each token, and of the expert that all tokens share.
+
+    load: int64 [experts], tokens that each expert got since the start.
+    """
+
+    __slots__ = (
+        "router",
+        "experts",
+        "shared",
+        "shared_gate",
+        "load",
+        "_spec",
+        "_mesh",
+        "_rms_norm",
+        "_ops",
+        "_grouped",
+        "_kind",
+    )
+
+    def __init__(self, build: Build, spec: ExpertSpec) -> None:
+        d_model = build.spec.d_model
+        plain = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
+        self.router = plain.create(LinearShape(d_model, (Part(spec.count, spec.count),)), Share())
+        self.experts = tuple(GatedPair(build, spec.width) for _ in range(spec.count))
+        self.shared = GatedPair(build, spec.shared_width) if spec.shared_width else None
+        self.shared_gate = plain.create(LinearShape(d_model, (Part(1, 1),)), Share()) if spec.shared_width else None
+        self.load = torch.zeros(spec.count, dtype=torch.int64, device=build.device)
+        self._spec, self._mesh, self._rms_norm = spec, build.mesh, build.ops.tokenwise.rms_norm
+        self._ops, self._kind = build.ops.experts, build.spec.activation
+        self._grouped: Grouped | None = None
+
+    def __call__(self, x: FloatInput, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        x = apply_norm(x, self._rms_norm)
+        out = self._sum(x, step)
+        if self.shared is not None and self.shared_gate is not None:
+            out += torch.sigmoid(self.shared_gate.apply(x).float()) * self.shared(x, step)
+        return stream + self._mesh.all_reduce(out.to(stream.dtype))
+
+    def _sum(self, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """Sum of the chosen experts' outputs, float32."""
+        logits, per_token, normalized = self.router.apply(x), self._spec.per_token, self._spec.normalized
+        if self._grouped is not None:
+            return self._grouped(x, logits, per_token, normalized, self.load)
+        chosen = route(logits, per_token, normalized)
+        counts = torch.bincount(chosen.experts.flatten(), minlength=self._spec.count)
+        self.load += counts
+
+        def run(expert: int, rows: torch.Tensor | None) -> torch.Tensor:
+            if rows is None:
+                return self.experts[expert](x, step)
+            selected = rows if step.selected is None else step.selected.index_select(0, rows)
+            return self.experts[expert](x.index_select(0, rows), step.select(selected))
+
+        return by_expert(x.shape[1], chosen, counts.tolist(), run)
+
+    def linears(self) -> Iterator[tuple[str, Weight]]:
+        """Every weight by its name in models.weights; those of an expert start with its number."""
+        yield "router", self.router
+        for number, expert in enumerate(self.experts):
+            yield f"{number}.gate_up", expert.gate_up
+            yield f"{number}.down", expert.down
+        if self.shared is not None and self.shared_gate is not None:
+            yield "shared_gate", self.shared_gate
+            yield "shared_gate_up", self.shared.gate_up
+            yield "shared_down", self.shared.down
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for _, weight in self.linears():
+            yield from weight.tensors()
+        if self._grouped is not None:
+            yield from self._grouped.tensors()
+
+    def finish_loading(self) -> None:
+        """All weights are loaded: hand those of the experts to a device that groups them."""
+        if self._ops is not None and self.experts:
+            gate_up = [expert.gate_up.tensors() for expert in self.experts]
+            down = [expert.down.tensors() for expert in self.experts]
+            self.experts = ()
+            self._grouped = self._ops.group(gate_up, down, self._kind)
+
+    def matrices(self) -> tuple[Matrix | None, Matrix | None]:
+        """As FeedForward.matrices: programs that run whole layers do not know experts."""
+        return None, None

@@ -1,0 +1,252 @@
+"""Experts on a GPU: routing, grouping and products without the host, so that CUDA graphs capture them.
+
+Four kernels. `_route` chooses the experts of each token. `_sort` orders the (token, choice) pairs by expert and lists the tiles of
+at most ROWS pairs of one expert that the products work on. Its list has a fixed length, pairs // ROWS + experts: expert e's tiles
+start at pairs_before(e) // ROWS + e, which leaves room for each expert's last, partly filled tile; unused entries hold -1. `_inner`
+multiplies by gate and up and applies the activation, `_outer` multiplies by down and by the pair's share. A token's terms are
+then added in the order of its choices, so its sum does not depend on the other tokens.
+
+A step of few pairs needs no order: each pair is a tile, and two pairs of one expert read its weights through the L2 cache.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline.ops.experts import Grouped, Tensors
+from ridgeline.ops.triton.activation import KINDS, gated
+
+FEW_PAIRS = 32
+"""Most pairs of a step without an order."""
+SORTED_AT_ONCE = 1024
+MMA_ROWS = 16
+
+
+class Tile(NamedTuple):
+    """rows: pairs of a tile. outputs, inputs: of a block of the weight. warps, stages: of the launch."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+FEW = Tile(MMA_ROWS, 32, 128, 4, 4)
+MANY = Tile(64, 64, 64, 4, 3)
+
+
+@triton.jit
+def _route(
+    logits_ptr, chosen_ptr, shares_ptr, load_ptr, count, per_token, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The `per_token` likeliest experts of one token, likeliest first; of equal ones the first. See ops.experts.route."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + token * count + at, mask=at < count, other=-float("inf")).to(tl.float32)
+    exps = tl.exp(logits - tl.max(logits, 0))
+    probabilities = exps / tl.sum(exps, 0)
+    left = tl.where(at < count, probabilities, -1.0)
+    total = 0.0
+    for _ in range(per_token):
+        best = tl.max(left, 0)
+        expert = tl.min(tl.where(left == best, at, BLOCK), 0)
+        total += best
+        left = tl.where(at == expert, -1.0, left)
+    scale = 1.0 / total if NORMALIZED else 1.0
+    left = tl.where(at < count, probabilities, -1.0)
+    for choice in range(per_token):
+        best = tl.max(left, 0)
+        expert = tl.min(tl.where(left == best, at, BLOCK), 0)
+        tl.store(chosen_ptr + token * per_token + choice, expert)
+        tl.store(shares_ptr + token * per_token + choice, best * scale)
+        tl.atomic_add(load_ptr + expert, 1)
+        left = tl.where(at == expert, -1.0, left)
+
+
+@triton.jit
+def _sort(
+    chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, pairs, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Order the pairs of one expert behind those of all earlier experts, and list its tiles."""
+    expert = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    before = 0
+    count = 0
+    for start in range(0, pairs, BLOCK):
+        chosen = tl.load(chosen_ptr + start + at, mask=start + at < pairs, other=2147483647)
+        before += tl.sum((chosen < expert).to(tl.int32), 0)
+        count += tl.sum((chosen == expert).to(tl.int32), 0)
+    placed = before
+    for start in range(0, pairs, BLOCK):
+        chosen = tl.load(chosen_ptr + start + at, mask=start + at < pairs, other=2147483647)
+        mine = (chosen == expert).to(tl.int32)
+        tl.store(order_ptr + placed + tl.cumsum(mine, 0) - 1, start + at, mask=mine > 0)
+        placed += tl.sum(mine, 0)
+    first_tile = before // ROWS + expert
+    tiles = (count + ROWS - 1) // ROWS
+    next_first = (before + count) // ROWS + expert + 1
+    for tile in range(first_tile, next_first):
+        used = tile < first_tile + tiles
+        tl.store(tile_expert_ptr + tile, tl.where(used, expert, -1))
+        tl.store(tile_first_ptr + tile, before + (tile - first_tile) * ROWS)
+        tl.store(tile_end_ptr + tile, before + count)
+
+
+@triton.jit
+def _product(x_ptr, row, inside, w_ptr, out_at, outputs, inputs, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Rows of x times rows `out_at` of a matrix [outputs, inputs], float32. WIDE: number of columns of out_at."""
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros((row.shape[0], WIDE), dtype=tl.float32)
+    for start in range(0, inputs, BLOCK):
+        here = start + at
+        x = tl.load(
+            x_ptr + row[:, None] * inputs + here[None, :], mask=inside[:, None] & (here < inputs)[None, :], other=0.0
+        )
+        w = tl.load(
+            w_ptr + out_at[None, :].to(tl.int64) * inputs + here[:, None],
+            mask=(out_at < outputs)[None, :] & (here < inputs)[:, None],
+            other=0.0,
+        )
+        total = tl.dot(x, w.to(x.dtype), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _pairs_of(
+    tile, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, ROWS: tl.constexpr, SORTED: tl.constexpr
+):
+    """(expert, numbers of the pairs [ROWS], which of them exist). expert -1: the tile is unused."""
+    at = tl.arange(0, ROWS)
+    if SORTED:
+        expert = tl.load(tile_expert_ptr + tile)
+        place = tl.load(tile_first_ptr + tile) + at
+        inside = (place < tl.load(tile_end_ptr + tile)) & (expert >= 0)
+        pair = tl.load(order_ptr + place, mask=inside, other=0)
+    else:
+        expert = tl.load(chosen_ptr + tile)
+        pair, inside = tile + at * 0, at == 0
+    return expert, pair.to(tl.int64), inside
+
+
+@triton.jit
+def _inner(
+    x_ptr, w_ptr, scale_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
+    width, inputs, per_token,
+    KIND: tl.constexpr, SCALED: tl.constexpr, SORTED: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [pairs, width] = act(gate) * up of each pair's token; w [experts, 2 width, inputs], gate's rows first."""
+    expert, pair, inside = _pairs_of(
+        tl.program_id(0), chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, ROWS, SORTED
+    )
+    if expert >= 0:
+        at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+        w_ptr += expert.to(tl.int64) * 2 * width * inputs
+        token = pair // per_token
+        gate = _product(x_ptr, token, inside, w_ptr, at, width, inputs, BLOCK, WIDE)
+        up = _product(x_ptr, token, inside, w_ptr + width.to(tl.int64) * inputs, at, width, inputs, BLOCK, WIDE)
+        if SCALED:
+            scale_ptr += expert * 2 * width
+            gate *= tl.load(scale_ptr + at, mask=at < width, other=0.0)[None, :]
+            up *= tl.load(scale_ptr + width + at, mask=at < width, other=0.0)[None, :]
+        here = pair[:, None] * width + at[None, :]
+        value = gated(gate, up, KIND).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + here, value, mask=inside[:, None] & (at < width)[None, :])
+
+
+@triton.jit
+def _outer(
+    x_ptr, w_ptr, scale_ptr, shares_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
+    outputs, width,
+    SCALED: tl.constexpr, SORTED: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out float32 [pairs, outputs] = share * down(x); w [experts, outputs, width]."""
+    expert, pair, inside = _pairs_of(
+        tl.program_id(0), chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, ROWS, SORTED
+    )
+    if expert >= 0:
+        at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+        total = _product(
+            x_ptr, pair, inside, w_ptr + expert.to(tl.int64) * outputs * width, at, outputs, width, BLOCK, WIDE
+        )
+        if SCALED:
+            total *= tl.load(scale_ptr + expert * outputs + at, mask=at < outputs, other=0.0)[None, :]
+        total *= tl.load(shares_ptr + pair, mask=inside, other=0.0)[:, None]
+        here = pair[:, None] * outputs + at[None, :]
+        tl.store(out_ptr + here, total, mask=inside[:, None] & (at < outputs)[None, :])
+
+
+def stacked(weights: Sequence[Tensors]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(weights [experts, outputs, inputs], scales float32 [experts, outputs] or None)."""
+    values, *scales = (torch.stack(tensors) for tensors in zip(*weights, strict=True))
+    return values, scales[0] if scales else None
+
+
+@dataclass(frozen=True, slots=True)
+class TritonExperts:
+    """ExpertOps. fixed: one tile for every step, so that a token's result does not depend on the number of tokens."""
+
+    formats: frozenset[str] = frozenset({"", "fp8-weight"})
+    fixed: bool = False
+
+    def group(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str) -> Grouped:
+        return GroupedExperts(gate_up, down, kind, self.fixed)
+
+
+class GroupedExperts:
+    """The weights of all experts of a layer. Implements Grouped."""
+
+    __slots__ = ("_gate_up", "_gate_up_scales", "_down", "_down_scales", "_kind", "_fixed")
+
+    def __init__(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, fixed: bool) -> None:
+        self._gate_up, self._gate_up_scales = stacked(gate_up)
+        self._down, self._down_scales = stacked(down)
+        self._kind, self._fixed = KINDS[kind], fixed
+
+    def __call__(
+        self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool, load: torch.Tensor
+    ) -> torch.Tensor:
+        (tokens, d_model), (experts, _, width) = x.shape, self._down.shape
+        pairs = tokens * per_token
+        out = torch.empty((pairs, d_model), dtype=torch.float32, device=x.device)
+        if not tokens:
+            return out
+        inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+        chosen, order = torch.empty((2, pairs), dtype=torch.int32, device=x.device)
+        shares = torch.empty(pairs, dtype=torch.float32, device=x.device)
+        _route[(tokens,)](
+            logits, chosen, shares, load, experts, per_token,
+            NORMALIZED=normalized, BLOCK=triton.next_power_of_2(experts), num_warps=1,
+        )  # fmt: skip
+        tile = FEW if self._fixed or pairs < experts * MMA_ROWS else MANY
+        is_sorted = pairs > FEW_PAIRS
+        tiles = pairs // tile.rows + experts if is_sorted else pairs
+        places = torch.empty((3, tiles), dtype=torch.int32, device=x.device)
+        if is_sorted:
+            block = min(SORTED_AT_ONCE, triton.next_power_of_2(pairs))
+            _sort[(experts,)](chosen, order, *places, pairs, ROWS=tile.rows, BLOCK=block, num_warps=4)
+        shape = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
+        launch = {"num_warps": tile.warps, "num_stages": tile.stages}
+        scaled = self._down_scales is not None
+        _inner[(tiles, triton.cdiv(width, tile.outputs))](
+            x, self._gate_up, self._gate_up_scales, inner, chosen, order, *places, width, d_model, per_token,
+            KIND=self._kind, SCALED=scaled, **shape, **launch,
+        )  # fmt: skip
+        _outer[(tiles, triton.cdiv(d_model, tile.outputs))](
+            inner, self._down, self._down_scales, shares, out, chosen, order, *places, d_model, width,
+            SCALED=scaled, **shape, **launch,
+        )  # fmt: skip
+        return out.view(tokens, per_token, d_model).sum(1)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        weights = self._gate_up, self._gate_up_scales, self._down, self._down_scales
+        return tuple(weight for weight in weights if weight is not None)

@@ -1,0 +1,144 @@
+"""Experts on a GPU equal the definition, for steps of every size; the kernels compile for Hopper without a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ridgeline.core.config import ModelConfig
+from ridgeline.models.build import build
+from ridgeline.ops.experts import Tensors, by_expert, route
+from ridgeline.ops.reference import REFERENCE, activate, quantize
+from ridgeline.ops.triton import experts as kernels
+from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
+from tests.models.families import save
+from tests.models.paged import PagedRows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+D_MODEL, WIDTH, EXPERTS, PER_TOKEN = 48, 40, 6, 3
+
+
+def weights(fp8: bool) -> tuple[list[Tensors], list[Tensors], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(gate and up, down) of each expert as the kernels take them, and dense."""
+    torch.manual_seed(3)
+    gate_up: list[Tensors] = []
+    down: list[Tensors] = []
+    dense = []
+    for _ in range(EXPERTS):
+        pair = torch.randn(2 * WIDTH, D_MODEL) * 0.2, torch.randn(D_MODEL, WIDTH) * 0.2
+        if fp8:
+            stored = [quantize(weight) for weight in pair]
+            pair = tuple(scaled.values.float() * scaled.scales[:, None] for scaled in stored)  # type: ignore[assignment]
+            made: list[Tensors] = [(scaled.values.to(DEVICE), scaled.scales.to(DEVICE)) for scaled in stored]
+        else:
+            made = [(weight.to(DEVICE),) for weight in pair]
+        gate_up.append(made[0])
+        down.append(made[1])
+        dense.append(pair)
+    return gate_up, down, dense
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "fp8"), [(0, False), (1, False), (FEW_PAIRS // PER_TOKEN, True), (11, False), (50, True)]
+)
+def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> None:
+    gate_up, down, dense = weights(fp8)
+    grouped = TritonExperts(fixed=fixed).group(gate_up, down, "silu")
+    x, logits = torch.randn(tokens, D_MODEL), torch.randn(tokens, EXPERTS)
+    logits[:, 4] = -30.0  # an expert without tokens
+    chosen = route(logits, PER_TOKEN, True)
+    counts = torch.bincount(chosen.experts.flatten(), minlength=EXPERTS)
+
+    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        inner, outer = dense[expert]
+        return activate(x[rows] @ inner.T, "silu") @ outer.T
+
+    expected = by_expert(D_MODEL, chosen, counts.tolist(), run)
+    load = torch.ones(EXPERTS, dtype=torch.int64, device=DEVICE)
+    got = grouped(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert load.tolist() == (counts + 1).tolist()
+
+
+def test_a_tokens_sum_does_not_depend_on_the_others() -> None:
+    gate_up, down, _ = weights(False)
+    grouped = GroupedExperts(gate_up, down, "silu", fixed=True)
+    x, logits = torch.randn(40, D_MODEL, device=DEVICE), torch.randn(40, EXPERTS, device=DEVICE)
+    load = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    together = grouped(x, logits, PER_TOKEN, False, load)
+    for token in (0, 17, 39):
+        alone = grouped(x[token : token + 1], logits[token : token + 1], PER_TOKEN, False, load)
+        assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
+def test_a_decoder_with_grouped_experts(family: str, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    ops = replace(REFERENCE, experts=TritonExperts())
+    device = torch.device("cpu")
+    if DEVICE == "cuda":
+        pytest.skip("the interpreter runs kernels on a CPU")
+    reference = build(tmp_path, model=ModelConfig(), ops=REFERENCE, device=device)
+    ours = build(tmp_path, model=ModelConfig(), ops=ops, device=device)
+    assert ours.spec.weight_bytes == sum(tensor.nbytes for tensor in ours.decoder.tensors())
+    draw = random.Random(4)
+    prompt = [draw.randrange(3, 320) for _ in range(24)]
+    expected = PagedRows(reference).step([(1, prompt)])
+    cache = PagedRows(ours)
+    got = torch.cat([cache.step([(1, prompt[:20])]), *(cache.step([(1, [token])]) for token in prompt[20:])])
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+TYPES = {"logits_ptr": "*bf16", "x_ptr": "*bf16", "load_ptr": "*i64", "shares_ptr": "*fp32", "scale_ptr": "*fp32"}
+
+
+def check_compiles(name: str, weight: str, constants: dict[str, object], tile: kernels.Tile) -> str:
+    """Compile a kernel for a Hopper GPU; the names of its matrix instructions."""
+    kernel = getattr(kernels, name)
+    known = {**TYPES, "w_ptr": weight, "out_ptr": "*fp32" if name == "_outer" else "*bf16"}
+    signature = {
+        argument: "constexpr"
+        if argument in constants
+        else known.get(argument, "*i32" if argument.endswith("_ptr") else "i32")
+        for argument in kernel.arg_names
+    }
+    apart = {
+        (kernel.arg_names.index(argument),): [["tt.divisibility", 16]]
+        for argument in (*known, "width", "inputs", "outputs")
+        if argument in signature
+    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    made = triton.compile(
+        ASTSource(kernel, signature, constants, apart), target=GPUTarget("cuda", 90, 32), options=options
+    )
+    return " ".join(part for part in ("wgmma", "mma.sync", "cp.async") if part in made.asm["ptx"])
+
+
+@pytest.mark.parametrize("weight", ["*bf16", "*fp8e4nv"])
+@pytest.mark.parametrize("tile", [kernels.FEW, kernels.MANY], ids=["few", "many"])
+@pytest.mark.parametrize(("name", "more"), [("_inner", {"KIND": 1}), ("_outer", {})])
+def test_the_products_compile_for_hopper(
+    name: str, more: dict[str, object], weight: str, tile: kernels.Tile, apart
+) -> None:
+    shape = {"ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
+    used = apart(check_compiles, name, weight, {"SCALED": weight != "*bf16", "SORTED": True, **more, **shape}, tile)
+    assert "mma" in used and "cp.async" in used
+
+
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [("_route", {"NORMALIZED": True, "BLOCK": 128}), ("_sort", {"ROWS": 64, "BLOCK": 1024})],
+)
+def test_routing_compiles_for_hopper(name: str, constants: dict[str, object], apart) -> None:
+    apart(check_compiles, name, "*bf16", constants, kernels.FEW)
