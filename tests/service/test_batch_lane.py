@@ -77,6 +77,8 @@ def test_rows_have_the_lowest_priority(tmp_path: Path):
         until(server, start(server, line("a") + line("b", priority=-5) + line("c", service_tier="priority")))
         server.chat(priority=(1 << 31) - 1)
         *rows, online = [submit.priority for submit in server.engine.submits]
+        ledger = server.get("/requests?order=batch").json["data"]
+        assert [(row["batch"], row["price_factor"]) for row in ledger] == [(True, 0.5)] * 3
         assert sorted(rows) == [PRIORITY - 10, PRIORITY - 5, PRIORITY] and online < min(rows)
 
 
@@ -85,8 +87,8 @@ def test_online_requests_are_not_refused_because_of_rows(tmp_path: Path):
         batch_id = start(server, b"".join(line(str(row), max_tokens=2000) for row in range(9)))
         server.until(lambda: server.engine.submits)
         assert server.chat(max_tokens=3).status == 200
-        (ledger,) = [row for row in server.get("/requests").json["data"] if not row["batch"]]
-        assert ledger["price_factor"] == 1.0
+        (ledger,) = server.get("/requests").json["data"]
+        assert not ledger["batch"] and ledger["price_factor"] == 1.0
         assert "ridgeline:batch_rows_queued" in server.get("/metrics").data.decode()
         assert server.send("POST", f"/v1/batches/{batch_id}/cancel", {}).json["status"] in ("cancelling", "cancelled")
         until(server, batch_id, "cancelled")
