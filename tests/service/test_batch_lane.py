@@ -12,12 +12,13 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.service.batches.input import answered, row_id
 from ridgeline.service.batches.job import PRIORITY
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.batches.store import Store
 
 from .live import Live, Reply, behaviour, counts, live, says
-from .test_batch_store import CHAT, add_file, line, stored
+from .test_batch_store import BODY, CHAT, add_file, line, stored
 
 LIMIT = 1 << 30
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -76,6 +77,8 @@ def test_rows_have_the_lowest_priority(tmp_path: Path):
         until(server, start(server, line("a") + line("b", priority=-5) + line("c", service_tier="priority")))
         server.chat(priority=(1 << 31) - 1)
         *rows, online = [submit.priority for submit in server.engine.submits]
+        ledger = server.get("/requests?order=batch").json["data"]
+        assert [(row["batch"], row["price_factor"]) for row in ledger] == [(True, 0.5)] * 3
         assert sorted(rows) == [PRIORITY - 10, PRIORITY - 5, PRIORITY] and online < min(rows)
 
 
@@ -84,8 +87,8 @@ def test_online_requests_are_not_refused_because_of_rows(tmp_path: Path):
         batch_id = start(server, b"".join(line(str(row), max_tokens=2000) for row in range(9)))
         server.until(lambda: server.engine.submits)
         assert server.chat(max_tokens=3).status == 200
-        (ledger,) = [row for row in server.get("/requests").json["data"] if not row["batch"]]
-        assert ledger["price_factor"] == 1.0
+        (ledger,) = server.get("/requests").json["data"]
+        assert not ledger["batch"] and ledger["price_factor"] == 1.0
         assert "ridgeline:batch_rows_queued" in server.get("/metrics").data.decode()
         assert server.send("POST", f"/v1/batches/{batch_id}/cancel", {}).json["status"] in ("cancelling", "cancelled")
         until(server, batch_id, "cancelled")
@@ -107,6 +110,24 @@ def test_an_expired_batch_keeps_what_it_has(tmp_path: Path):
             "a": (None, "batch_expired"),
             "b": (None, "batch_expired"),
         }
+
+
+@pytest.mark.parametrize(("status", "end", "ran"), [("finalizing", "completed", 2), ("cancelling", "cancelled", 1)])
+def test_a_server_that_was_killed_at_the_end_of_a_batch_ends_it(tmp_path: Path, status: Any, end: str, ran: int):
+    store = Store(tmp_path, LIMIT)
+    file = add_file(store)
+    store.path(file.id).write_bytes(line("a") + line("b"))
+    left = stored(input_file_id=file.id, expires_at=int(time.time()) + 1000, status=status)
+    store.add_batch(left)
+    answers = [answered(row_id(left.batch.id, row), "ab"[row], 200, BODY, "req_1") for row in range(ran)]
+    store.path(left.output).write_bytes(b"".join(answers) + b'{"id": "torn')
+    store.close()
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        batch = until(server, left.batch.id)
+        assert batch["status"] == end and not server.engine.submits
+        assert batch["request_counts"] == {"total": 2, "completed": ran, "failed": 2 - ran}
+        assert [row["custom_id"] for row in lines(server, batch["output_file_id"])] == ["a", "b"][:ran]
+        assert (batch["error_file_id"] is None) == (ran == 2)
 
 
 def test_rows_outlive_their_engine(tmp_path: Path):

@@ -24,6 +24,8 @@ from ridgeline.metrics.window import QUANTILES, Sums, Window
 SPAN_S = 300.0
 """Seconds that the live figures cover."""
 KEPT_REQUESTS = 4096
+KEPT_BATCH_ROWS = 1024
+"""Rows of batches that are kept, apart from online requests, which they would push out."""
 LATENCIES = ("ttft", "publish", "tpot", "itl", "e2e", "queue", "prefill", "outside")
 """outside: time that neither queue nor device explains. itl is observed once per step, the others once per request."""
 SPEED_SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)
@@ -81,6 +83,7 @@ class Live:
         """Seconds from admission to the first token, per computed prompt token."""
         self._sums = Sums(SPAN_S)
         self._requests = RequestIndex(KEPT_REQUESTS)
+        self._batch_rows = RequestIndex(KEPT_BATCH_ROWS)
         self._minute_ends: float | None = None
         self._reading_due = 0.0
         self._minute_counts: dict[str, int] = {}
@@ -179,9 +182,10 @@ class Live:
         """Add an ended request. Goodput judges requests that have an SLO; core.slo defines how disconnects count."""
         now = self._clock()
         self._advance(now)
-        self._requests.add(record)
         if record.batch:
+            self._batch_rows.add(record)
             return
+        self._requests.add(record)
         slo = self.slo_of(record)
         cause = blame(record, slo)
         judged = bool(slo) and bool(cause or record.cut != DISCONNECTED)
@@ -223,10 +227,13 @@ class Live:
 
     def find(self, request_id: str) -> RequestRecord | None:
         """Find a kept request by the id of its answer or by x-request-id (the newest one)."""
-        return self._requests.find(request_id)
+        return self._requests.find(request_id) or self._batch_rows.find(request_id)
 
     def rows(self, order: str = "recent", limit: int = 20) -> list[RequestRecord]:
-        """Return ended requests: the latest first, or with order "slowest" the slowest of the last minutes first."""
+        """Return ended online requests: the latest first, or with order "slowest" the slowest of the last minutes first. With order
+        "batch": the latest rows of batches."""
+        if order == "batch":
+            return self._batch_rows.recent(limit)
         if order == "slowest":
             since = self._wall() - SPAN_S
             recent = (record for record in self._requests if record.arrived_at + record.e2e_s >= since)

@@ -20,7 +20,7 @@ from ridgeline.service.guard import FRONT
 from ridgeline.service.routes import json_response
 
 ROUTES = web.RouteTableDef()
-ORDERS = ("recent", "slowest")
+ORDERS = ("recent", "slowest", "batch")
 MAX_ROWS = 1000
 MAX_SLOWEST = 10
 MAX_MINUTES = 120
@@ -33,11 +33,11 @@ FACTS = (
 
 @ROUTES.get("/requests")
 async def requests(request: web.Request) -> web.Response:
-    """Requests that have ended, the latest or the slowest first."""
+    """Online requests that have ended, the latest or the slowest first, or with order=batch rows of batches."""
     live = request.app[FRONT].metrics.live
     order = request.query.get("order", "recent")
     if order not in ORDERS:
-        raise RequestError(f"order is {order[:40]!r}: expected recent or slowest.", param="order")
+        raise RequestError(f"order is {order[:40]!r}: expected recent, slowest or batch.", param="order")
     limit = request.query.get("limit", "20")
     if not limit.isdecimal() or not 1 <= int(limit) <= MAX_ROWS:
         raise RequestError(f"limit is {limit[:40]!r}: expected 1 to {MAX_ROWS}.", param="limit")

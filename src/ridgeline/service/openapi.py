@@ -116,9 +116,9 @@ _SINCE = {
     "description": "Unix seconds: also return newer readings of the last hour.",
 }
 _ORDER = {
-    "enum": ["recent", "slowest"],
+    "enum": ["recent", "slowest", "batch"],
     "default": "recent",
-    "description": "The latest or the slowest requests first.",
+    "description": "The latest or the slowest online requests first, or the latest rows of batches.",
 }
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20, "description": "Number of requests."}
 _PURPOSE = {"type": "string", "description": "Only files with this purpose: batch or batch_output."}
