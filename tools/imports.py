@@ -36,7 +36,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "service": ("core", "wire", "text", "metrics", "hardware.table", "planner"),
     "planner": (
         "core", "hardware", "metrics",
-        "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.loop", "engine.virtual",
+        "kv.retention", "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.loop", "engine.virtual",
     ),
     "compress": ("core", "text", "hardware", "models", "quant", "ops", "parallel", "decoding", "speculation", "quality"),
     "bench": ("core", "wire", "text", "metrics", "hardware", "planner", "engine.local"),

@@ -97,6 +97,20 @@ def test_a_pace_of_readers_is_a_remedy_for_late_first_tokens_under_load() -> Non
     assert others and set(others) == {after.server.limits.pace_s}, "other techniques keep the pace"
 
 
+def test_fewer_kept_tokens_are_a_remedy_where_long_answers_fill_the_cache() -> None:
+    now = situation(steady(48, 512, 4000, 100), pages=400)
+    remedies = {remedy.name: remedy for remedy in predict(now, "e2e").offered}
+    text = f"window:sinks=4,keep={max(spec.input + spec.output for spec in now.workload.requests) // 2}"
+    remedy = remedies[f"KV retention: {text}"]
+    assert remedy.gain > 0.15 and remedy.change.risk is Risk.MEDIUM
+    after = remedy.change.after
+    assert after.flags() == ["--kv-retention", text]
+    back = {remedy.name: remedy for remedy in predict(after, "e2e").offered}["KV retention: all"]
+    assert back.change.after.server == now.server
+    short = predict(situation(steady(8, 64, 128, 4)), "e2e").offered
+    assert not [remedy for remedy in short if remedy.technique.name == "KV retention"], "what is short is kept"
+
+
 def test_what_a_restart_does_comes_before_a_change_of_clients() -> None:
     outlook = predict(situation(steady(16, 64, 128, 20), outside_s=5.0), "e2e")
     efforts = [remedy.technique.effort for remedy in outlook.remedies]

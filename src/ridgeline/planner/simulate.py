@@ -29,6 +29,7 @@ from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.virtual import VirtualRunner
+from ridgeline.kv.retention import KEEP_ALL, Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Server:
     pages: int
     limits: Limits
     prefix_cache: bool = True
+    retention: Retention = KEEP_ALL
     batching: str = "continuous"
     steps_in_flight: int = 1
     host_s: float = 0.0
@@ -183,7 +185,7 @@ class _Run:
     """One server that works through its requests."""
 
     def __init__(self, server: Server, workload: Workload, concurrency: int | None) -> None:
-        leases = Leases(server.layout, server.pages, prefix_cache=server.prefix_cache)
+        leases = Leases(server.layout, server.pages, prefix_cache=server.prefix_cache, retention=server.retention)
         self.device, self.outcomes = _Device(server.cost, server.host_s), list[Outcome]()
         self._scheduler = Scheduler(server.layout, leases, server.limits, admission(server.batching))
         self._loop = Loop(

@@ -20,6 +20,7 @@ from ridgeline.core.workload import HASHED_TOKENS, RequestSpec, Workload
 from ridgeline.engine.policy import Limits
 from ridgeline.hardware.serving import PRODUCT_TIMES
 from ridgeline.hardware.table import Accelerator, find
+from ridgeline.kv.retention import read_retention
 from ridgeline.planner.simulate import Figures, Outcome, Server
 
 MAX_REQUESTS = 200
@@ -137,6 +138,7 @@ def read_situation(
             pages=facts["blocks"],
             limits=limits,
             prefix_cache=engine.enable_prefix_caching,
+            retention=read_retention(engine, layout, ""),
             batching=engine.batching,
             steps_in_flight=facts["steps_in_flight"],
             host_s=figures.get("host_seconds_per_step", 0.0),

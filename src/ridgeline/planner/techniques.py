@@ -7,14 +7,17 @@ determine says so. One that is not built yet is listed too, so that a user knows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Risk, cache_risk, format_risk
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KV_FORMATS, kv_layout
 from ridgeline.hardware.serving import KV_FORMATS_SERVED, PREFERRED, weight_formats
 from ridgeline.hardware.table import ACCELERATORS, Accelerator
+from ridgeline.kv.retention import KEEP_ALL, read_retention
 from ridgeline.planner.situation import Situation, slower
 
 
@@ -75,6 +78,25 @@ def _kv_cache(now: Situation) -> Iterator[Change]:
             pages = now.server.pages * now.server.layout.page_bytes // layout.page_bytes
             server = replace(now.server, cost=replace(now.server.cost, spec=spec), layout=layout, pages=pages)
             yield Change(name, replace(now, server=server, spec=spec), cache_risk(name))
+
+
+SHORTEST_KEPT = 512
+"""Fewest tokens that a proposal keeps: below, answers suffer more than requests gain."""
+
+
+def _retention(now: Situation) -> Iterator[Change]:
+    """Sinks and recent tokens, a half or a quarter of the longest request, where a model and its options can drop any."""
+    longest = max((spec.input + spec.output for spec in now.workload.requests), default=0)
+    if now.engine.kv_retention != "all":
+        yield _with(now, "all", {"kv_retention": "all"}, retention=KEEP_ALL)
+        return
+    for share, risk in ((2, Risk.MEDIUM), (4, Risk.LARGE)):
+        text = f"window:sinks=4,keep={longest // share}"
+        if longest // share < SHORTEST_KEPT:
+            return
+        with suppress(ConfigError):
+            retention = read_retention(replace(now.engine, kv_retention=text), now.server.layout, "")
+            yield replace(_with(now, text, {"kv_retention": text}, retention=retention), risk=risk)
 
 
 def _prefix_cache(now: Situation) -> Iterator[Change]:
@@ -232,6 +254,7 @@ def _with(now: Situation, detail: str, options: Mapping[str, object], **server: 
 TECHNIQUES: tuple[Technique, ...] = (
     Technique("weight format", _weights, "answers drift: measure it on your texts with `ridgeline compare`"),
     Technique("KV cache format", _kv_cache, "answers drift: measure it on your texts with `ridgeline compare`"),
+    Technique("KV retention", _retention, "what is dropped cannot be recalled: measure it on your texts"),
     Technique("prefix cache", _prefix_cache, "none"),
     Technique("memory for the KV cache", _cache_memory, "less memory for other programs on the device"),
     Technique("batching policy", _continuous, "none"),
