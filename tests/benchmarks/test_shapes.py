@@ -22,7 +22,8 @@ def test_every_model_is_one_that_we_serve(name: str) -> None:
     read = model.spec.step_weight_bytes - model.spec.idle_bytes(1, 1)
     assert shapes.floor_s(model, shapes.case_of("decode:1x256")) > read / 4.3e12
     single, four = (shapes.floor_s(model, shapes.case_of(step)) for step in ("prefill:2048", "chunks:4x2048"))
-    assert 3.5 * single < four < 4.1 * single
+    # A single prompt already reads all experts: that, not its arithmetic, is its floor.
+    assert (3.2 if model.spec.layers[0].experts else 3.5) * single < four < 4.1 * single
 
 
 def small(folder: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import SamplingParams
@@ -149,6 +150,12 @@ def test_an_int8_cache_serves_experts(tmp_path: Path) -> None:
     save("olmoe", tmp_path)
     model: dict[str, object] = {"dtype": "float32", "kv_cache_dtype": "int8"}
     assert [len(tokens) for tokens in answers(tmp_path, PROMPTS, {}, model)] == [16, 16, 16]
+
+
+def test_compression_refuses_experts(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    with pytest.raises(ConfigError, match="a model with experts, which compression does not support: serve it with"):
+        Checkpoint(tmp_path)
 
 
 def test_a_gpu_refuses_formats_before_weights_load(tmp_path: Path) -> None:

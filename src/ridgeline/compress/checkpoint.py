@@ -43,6 +43,11 @@ class Checkpoint:
                 f"Cannot read {folder / 'config.json'}: {getattr(error, 'strerror', None) or error}."
             ) from None
         self.spec = read_spec({key: value for key, value in self.config.items() if key != KEY})
+        if any(layer.experts for layer in self.spec.layers):
+            raise ConfigError(
+                f"{folder} is a model with experts, which compression does not support: serve it with --quantization int8, int4 or "
+                "fp8-weight, which quantize its experts while they load."
+            )
         self.storage: Storage = read_storage(self.config)
         self.files = checkpoint_files(folder) if needs_weights or any(folder.glob("*.safetensors*")) else ()
         self._locations: dict[str, tuple[Path, str]] = {}
