@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
-from ridgeline.core.plan import Join, StepPlan, Transfer
+from ridgeline.core.plan import Compaction, Join, StepPlan, Transfer
 from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.engine.group import GroupRunner
 from ridgeline.engine.local import LocalEngine
@@ -49,6 +49,7 @@ def test_a_plan_arrives_as_it_was_sent(
     sampling = SamplingParams(temperature=0.5, grammar=Grammar("regex", "a+"), logit_bias={3: 1.5})
     plan.joins = [Join(0, 1, array("i", tokens), 1, 0, 9, (2, 3), 5, 0, sampling)]
     plan.transfers = [Transfer(1, (4, 5), "own blocks", (1, 2))]
+    plan.compactions = [Compaction(1, 70, 60, 8, 3, [[1, 2, 3, 4]], [[5, 6]])]
     sent, collected = decode_step(encode_step("e", number, 3, plan), "e", number)
     sent.joins = [replace(join, tokens=array("i", join.tokens)) for join in sent.joins]
     sent.transfers = [
