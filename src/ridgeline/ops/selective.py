@@ -21,6 +21,9 @@ from ridgeline.ops.table import AttentionOps, Heads, Ops, Programs, QkvShape
 NEWEST = 2
 """Newest pages that are always read: the one that is being filled, and the one before."""
 
+PART = 256
+"""Pages of a row whose bounds are read together, so that their copies in float32 stay in a cache."""
+
 
 def selecting(ops: Ops) -> Ops:
     """Operations whose attention selects pages in layers with KvView.selection. Without programs of whole layers and without
@@ -81,7 +84,7 @@ def choose_pages(
     pages = view.table[step.rows.long(), : -(-step.max_length // size)].long()
     held = ((step.length + size - 1) // size).unsqueeze(1)
     place = torch.arange(pages.shape[1], device=q.device)
-    scores = _bounds(q, selection.bounds[pages])
+    scores = torch.cat([_bounds(q, selection.bounds[part]) for part in pages.split(PART, 1)], 2)
     always = (place < 1) | (place >= held - NEWEST)
     scores = scores.masked_fill(always.unsqueeze(1), float("inf"))
     scores = scores.masked_fill((place >= held).unsqueeze(1), float("-inf"))
@@ -98,5 +101,6 @@ def _bounds(q: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     largest of the query heads of a KV head."""
     queries = q.float().unflatten(1, (bounds.shape[3], -1))
     signed = torch.cat((queries.clamp(max=0.0), queries.clamp(min=0.0)), -1)
-    both = bounds.permute(0, 3, 2, 4, 1).flatten(2, 3).float()
-    return torch.matmul(signed, both).amax(2)
+    # In this order copies read whole vectors.
+    both = bounds.permute(0, 3, 1, 2, 4).float().flatten(3)
+    return torch.matmul(both, signed.transpose(2, 3)).amax(3)
