@@ -141,10 +141,6 @@ class Rope:
     attention_factor: float = 1.0
 
 
-SMALLEST_PAGE = 16
-"""Slots of the smallest page that a device chooses, for the number of pages whose bounds are read."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer.
@@ -193,9 +189,7 @@ class LayerSpec:
     @property
     def bounds_bytes(self) -> int:
         """Bytes of the bounds of a page's keys: minimum and maximum of each element, in bfloat16."""
-        if self.budget is None or self.share_from is not None:
-            return 0
-        return 2 * self.n_kv_heads * self.head_dim * DTYPE_BYTES["bfloat16"]
+        return 0 if self.budget is None else 4 * self.written_heads * self.head_dim
 
     def attention_flops(self, start: int, tokens: int) -> int:
         """FLOPs of QK^T and PV for `tokens` causal queries after `start` positions, with the window applied."""
@@ -215,10 +209,10 @@ class LayerSpec:
         return 4 * slots * self.n_heads * self.head_dim, slots
 
     def slots_seen(self, start: int, tokens: int) -> int:
-        """Cache slots that `tokens` queries after `start` positions read, each once. A page's bounds count as a slot."""
+        """Cache slots that `tokens` queries after `start` positions read, each once. Bounds of 16 slots count as one."""
         end = start + tokens
         if self.budget is not None and tokens == 1 and end > self.budget:
-            return min(end, self.budget + end // SMALLEST_PAGE)
+            return min(end, self.budget + end // 16)
         return end if self.window is None else min(end, self.window - 1 + tokens)
 
 

@@ -180,7 +180,7 @@ class DeviceStep:
         views = self._views(self._layers, scratch)
         kept = targets.shape[1] * self.rows.page_tokens
         for queries, view, layer in zip(self.decoder.queries(tokens, views, step), views, self._layers, strict=True):
-            group = layer[2]
+            group = layer[3]
             mass = attention_mass(queries, keys_of(view, pages[group], compaction.slots), view)
             chosen = choose(mass, compaction.blocks * self.rows.page_tokens, kept)
             for part in (view.kv,) if view.scales is None else (view.kv, view.scales):
