@@ -34,6 +34,9 @@ class ModelConfig:
         "number format of the KV cache: auto (the model's dtype), fp8, int8 or int4",
         "--cache-type-k",
     )
+    kv_selection: int = option(
+        0, "tokens of the KV cache that a generated token reads per layer and head, in whole blocks; 0: all"
+    )
     max_model_len: int | None = option(
         None, "maximum tokens of prompt plus answer (default: the model's)", "--context-length", "-c"
     )

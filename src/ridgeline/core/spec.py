@@ -148,6 +148,7 @@ class LayerSpec:
     window: a query sees keys at most `window - 1` positions back; None: all earlier keys. share_from: index of the earlier layer
     whose keys and values this layer reads. It has no weights for keys and values and writes none; n_kv_heads is that layer's.
     d_ff: inner width of the feed-forward block; with experts, of all that one token uses.
+    budget: slots per KV head that the only query of a row reads, in whole pages (ops.selective); None: all.
     """
 
     n_heads: int
@@ -159,6 +160,7 @@ class LayerSpec:
     softcap: float | None = None
     share_from: int | None = None
     experts: ExpertSpec | None = None
+    budget: int | None = None
 
     def on_rank(self, ranks: int) -> LayerSpec:
         """The part of the layer on one of `ranks` ranks. Raises ConfigError where it cannot be divided; see units_on_rank."""
@@ -184,6 +186,11 @@ class LayerSpec:
         """Bytes of keys and values that one token adds to this layer's cache."""
         return 0 if self.share_from is not None else self.slot_bytes(kv_format)
 
+    @property
+    def bounds_bytes(self) -> int:
+        """Bytes of the bounds of a page's keys: minimum and maximum of each element, in bfloat16."""
+        return 0 if self.budget is None else 4 * self.written_heads * self.head_dim
+
     def attention_flops(self, start: int, tokens: int) -> int:
         """FLOPs of QK^T and PV for `tokens` causal queries after `start` positions, with the window applied."""
         return 4 * causal_pairs(start, tokens, self.window) * self.n_heads * self.head_dim
@@ -202,8 +209,10 @@ class LayerSpec:
         return 4 * slots * self.n_heads * self.head_dim, slots
 
     def slots_seen(self, start: int, tokens: int) -> int:
-        """Cache slots that `tokens` queries after `start` positions read, each counted once."""
+        """Cache slots that `tokens` queries after `start` positions read, each once. Bounds of 16 slots count as one."""
         end = start + tokens
+        if self.budget is not None and tokens == 1 and end > self.budget:
+            return min(end, self.budget + end // 16)
         return end if self.window is None else min(end, self.window - 1 + tokens)
 
 
@@ -422,6 +431,12 @@ class KvGroup:
     window: int | None
     token_bytes: int
     """Bytes of keys and values per token, summed over the layers of the group."""
+    bounds_bytes: int = 0
+    """Bytes of the bounds of a page's keys, summed over the layers of the group."""
+
+    def page_bytes(self, page_tokens: int) -> int:
+        """Bytes that the layers of the group use of a page."""
+        return self.token_bytes * page_tokens + self.bounds_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +451,7 @@ class KvLayout:
     @property
     def padding(self) -> float:
         """Share of the cache's bytes that no layer uses, because groups of unequal size share one page size."""
-        used = sum(group.token_bytes for group in self.groups) * self.page_tokens
+        used = sum(group.page_bytes(self.page_tokens) for group in self.groups)
         return 1 - used / (self.page_bytes * len(self.groups))
 
     def pages_for(self, length: int, chunk: int) -> int:
@@ -470,14 +485,16 @@ def kv_layout(spec: ModelSpec, page_tokens: int, drafter_layers: tuple[LayerSpec
         per_piece = -(-len(members) // pieces)
         for first in range(0, len(members), per_piece):
             part = tuple(members[first : first + per_piece])
-            groups.append(KvGroup(part, window, token_bytes * len(part)))
+            bounds_bytes = sum(spec.layers[index].bounds_bytes for index in part)
+            groups.append(KvGroup(part, window, token_bytes * len(part), bounds_bytes))
     for index, draft_layer in enumerate(drafter_layers, len(spec.layers)):
         if draft_layer.share_from is not None:
             continue
         # A draft layer with a window masks its attention; its pages are not freed.
         unwindowed = [group for group in groups if group.window is None] or [KvGroup((), None, 0)]
         host = min(unwindowed, key=lambda group: group.token_bytes)
-        joined = KvGroup((*host.layers, index), None, host.token_bytes + draft_layer.kv_bytes(spec.kv))
+        token_bytes = host.token_bytes + draft_layer.kv_bytes(spec.kv)
+        joined = KvGroup((*host.layers, index), None, token_bytes, host.bounds_bytes)
         groups = [group for group in groups if group is not host] + [joined]
-    page_bytes = max(group.token_bytes for group in groups) * page_tokens
+    page_bytes = max(group.page_bytes(page_tokens) for group in groups)
     return KvLayout(tuple(groups), page_tokens, page_bytes, spec.kv)

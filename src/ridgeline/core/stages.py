@@ -23,8 +23,9 @@ def stage_layout(layout: KvLayout, layers: slice, spec: ModelSpec) -> KvLayout:
     for group in layout.groups:
         members = [layer for layer in group.layers if layer in held]
         token_bytes = sum(spec.layers[layer].kv_bytes(layout.format) for layer in members)
-        groups.append(KvGroup(tuple(layer - first for layer in members), group.window, token_bytes))
-    page_bytes = max(group.token_bytes for group in groups) * layout.page_tokens
+        bounds_bytes = sum(spec.layers[layer].bounds_bytes for layer in members)
+        groups.append(KvGroup(tuple(layer - first for layer in members), group.window, token_bytes, bounds_bytes))
+    page_bytes = max(group.page_bytes(layout.page_tokens) for group in groups)
     return replace(layout, groups=tuple(groups), page_bytes=page_bytes)
 
 

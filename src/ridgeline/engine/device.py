@@ -26,7 +26,7 @@ from ridgeline.models.build import LoadedModel
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Gathered, Int, Knob, Spread
 from ridgeline.ops.sample import Limits, greedy
-from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.step import KvView, Selection, StepInputs
 from ridgeline.speculation.device import DeviceDrafter, DraftRows, NoDrafter
 
 
@@ -64,8 +64,8 @@ class _Logits:
 
 _Facts = tuple[int | None, float | None, float, KvFormat]
 """Window, soft cap, scale and format of a layer's KvView."""
-_Layer = tuple[Tensor, Tensor | None, int, _Facts]
-"""KV cache of a layer, scales of the cache, KV group, remaining fields of its KvView."""
+_Layer = tuple[Tensor, Tensor | None, Selection | None, int, _Facts]
+"""KV cache of a layer, scales of the cache, selection of pages, KV group, remaining fields of its KvView."""
 
 
 class DeviceStep:
@@ -86,7 +86,7 @@ class DeviceStep:
         facts = (
             (layer.window, layer.softcap, spec.scale_of(layer), kv_format) for layer in (*spec.layers, *drafter.layers)
         )
-        layers = tuple(zip(store.kv, store.scales, store.groups, facts, strict=True))
+        layers = tuple(zip(store.kv, store.scales, store.selections, store.groups, facts, strict=True))
         self._layers = layers[: len(spec.layers)]
         drafter_layers = (*layers[len(spec.layers) :], *(layers[at] for at in drafter.attended))
         self._drafter_views = partial(self._views, drafter_layers)
@@ -96,7 +96,7 @@ class DeviceStep:
     def one_layer_of_each_kind(self) -> DeviceStep:
         """A step through one layer of each kind, for warm-up: it launches the same kernels, and its results are meaningless."""
         first: dict[Hashable, int] = {}
-        for index, (kind, (kv, _, group, facts)) in enumerate(
+        for index, (kind, (kv, _, _, group, facts)) in enumerate(
             zip(self.decoder.layer_kinds(), self._layers, strict=True)
         ):
             # Triton specializes kernels for pointers aligned to 16 bytes, which are four int32 of a group's tables and slots.
@@ -158,7 +158,10 @@ class DeviceStep:
     def _views(self, layers: Sequence[_Layer], slots: torch.Tensor) -> list[KvView]:
         """The KvView of each layer. slots: where the keys and values of this step are stored, by group."""
         group_slots, table = slots.unbind(0), self.rows.tables.unbind(0)
-        return [KvView(kv, table[group], group_slots[group], *facts, scales) for kv, scales, group, facts in layers]
+        return [
+            KvView(kv, table[group], group_slots[group], *facts, scales, selection)
+            for kv, scales, selection, group, facts in layers
+        ]
 
     def compact(self, compaction: Compaction) -> None:
         """Copy the slots to which a row's last tokens attend most to fewer pages: these tokens run through the layers once more,
@@ -177,7 +180,7 @@ class DeviceStep:
         views = self._views(self._layers, scratch)
         kept = targets.shape[1] * self.rows.page_tokens
         for queries, view, layer in zip(self.decoder.queries(tokens, views, step), views, self._layers, strict=True):
-            group = layer[2]
+            group = layer[3]
             mass = attention_mass(queries, keys_of(view, pages[group], compaction.slots), view)
             chosen = choose(mass, compaction.blocks * self.rows.page_tokens, kept)
             for part in (view.kv,) if view.scales is None else (view.kv, view.scales):

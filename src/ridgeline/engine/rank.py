@@ -18,6 +18,7 @@ import torch
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Deployment, size
+from ridgeline.core.selection import check_selection
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
 from ridgeline.core.stages import stage_layout
@@ -117,6 +118,8 @@ def plan_rank(model: ModelConfig, config: EngineConfig, stages: Stages) -> RankP
     parts = stages_of(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
     plan = size(Deployment(spec, config, _memory(device, config.ranks), model, drafter_memory, space))
+    if model.kv_selection:
+        check_selection(model.kv_selection, config, plan.page_tokens, device.type)
     ops = _operations(config, spec, device)
     stages.ends("config")
     return RankPlan(model, config, device, folder, spec, wanted, plan, ops, parts)

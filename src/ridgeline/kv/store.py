@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, groupby
 
@@ -17,6 +17,7 @@ import torch
 
 from ridgeline.core.plan import OWN_BLOCKS, Transfer
 from ridgeline.core.spec import KvFormat, KvGroup, KvLayout, LayerSpec
+from ridgeline.ops.step import Selection
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +26,11 @@ class KvStore:
     """Memory of `blocks` pages and the scratch page, for the layers of one rank. layers: those of `layout` (ModelSpec.on_rank),
     then the layers of a drafter.
 
-    Layout: [page][layer][K | V | scales][head][slot][dim]. A page is contiguous, so that one copy moves it, and pages of all groups
-    have the same size. flat: uint8 [pages * page_bytes].
+    Layout: [page][layer][K | V | scales][head][slot][dim], then the bounds of the page's keys for layers that select pages. A page
+    is contiguous, so that one copy moves it, and pages of all groups have the same size. flat: uint8 [pages * page_bytes].
     kv[i]: cache of layer i, [pages, 2, kv_heads, page_tokens, head_dim], as in ops.step.KvView; a dtype that packs several
     elements has a smaller last dimension. scales[i]: [pages, 2, kv_heads, page_tokens, scales]; None for a format without scales.
+    selections[i]: the bounds and the budget of a layer that selects pages, else None.
     groups[i]: the KV group of layer i. A layer with `share_from` uses the cache of that layer.
     runs[group]: all memory of the group's layers as few views [pages, heads of keys and values, page_tokens, width].
     """
@@ -46,6 +48,8 @@ class KvStore:
         self.kv = tuple(parts_of[source][0] for source in sources)
         self.scales = tuple(parts_of[source][1] if layout.format.scale_dtype else None for source in sources)
         self.groups = tuple(group_of[source] for source in sources)
+        selections = {index: made for group in layout.groups for index, made in self._selections(group, layers)}
+        self.selections = tuple(selections.get(source) for source in sources)
 
     def _cut(
         self, group: KvGroup, layers: Sequence[LayerSpec]
@@ -67,6 +71,16 @@ class KvStore:
             runs.append(run)
             first = end
         return runs, parts_of
+
+    def _selections(self, group: KvGroup, layers: Sequence[LayerSpec]) -> Iterator[tuple[int, Selection]]:
+        """The layers of a group that select pages, and their bounds, which follow the keys and values of all its layers."""
+        pages, first = self.flat.view(self.pages, -1), group.token_bytes * self.layout.page_tokens
+        for index in group.layers:
+            layer, end = layers[index], first + layers[index].bounds_bytes
+            if layer.budget is not None:
+                bounds = pages[:, first:end].view(torch.bfloat16).unflatten(1, (2, layer.n_kv_heads, layer.head_dim))
+                yield index, Selection(layer.budget, bounds)
+            first = end
 
     def copy_pages(self, pairs: Sequence[int]) -> None:
         """Copy page pairs[0] to pairs[1], then pairs[2] to pairs[3], and so on, in order: later copies see the earlier ones."""

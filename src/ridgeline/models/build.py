@@ -10,6 +10,7 @@ import torch
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.quantization import resolve_format
+from ridgeline.core.selection import select_pages
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
 from ridgeline.core.stages import stage_spec
 from ridgeline.models.building import Build
@@ -18,6 +19,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
 from ridgeline.ops.capture import Uncaptured
+from ridgeline.ops.selective import selecting
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from ridgeline.quant.format import WeightFormat
@@ -62,7 +64,8 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
         )
     layers = drop_idle_windows(spec.layers, longest)
     served = replace(spec, dtype=dtype, max_len=longest, layers=layers, quantization=quantization)
-    return replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
+    served = replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
+    return select_pages(served, model.kv_selection) if model.kv_selection else served
 
 
 def _kv_format(spec: ModelSpec, name: str) -> str:
@@ -134,6 +137,8 @@ def build(
     if mesh.size > 1 or mesh.stage.count > 1 or (device.type == "cpu" and any(layer.experts for layer in spec.layers)):
         # A CPU captures only kernel calls: neither collectives nor which experts the next step's tokens choose.
         ops = replace(ops, capture=Uncaptured)
+    if any(layer.budget is not None for layer in spec.layers):
+        ops = selecting(ops)
     dummy = model.load_format == "dummy" or device.type == "meta"
     weight_format = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
     decoder = Decoder(Build(spec, ops, weight_format, mesh, dtype, device), spec.max_len)

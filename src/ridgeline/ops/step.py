@@ -19,6 +19,18 @@ for both."""
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """How one layer selects pages (ops.selective).
+
+    budget: slots that the only query of a row reads per KV head. bounds: bfloat16 [pages, 2, kv_heads, head_dim], the minimum and
+    maximum of each element of the keys of a full page; those of other pages are undefined.
+    """
+
+    budget: int
+    bounds: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class KvView:
     """One layer's part of the paged cache.
 
@@ -29,6 +41,7 @@ class KvView:
     window: keys at most window - 1 positions back are seen (None: all). softcap: tanh cap of the scores. scale: of QK^T.
     format: what kv holds; None: the model's dtype. The operations were chosen for it at start-up (AttentionOps.kv_formats).
     scales: [pages, 2, kv_heads, page_tokens, scales of a vector], value = stored * scale; None: a format without scales.
+    selection: None: every query reads all slots that it sees.
     """
 
     kv: torch.Tensor
@@ -39,6 +52,7 @@ class KvView:
     scale: float
     format: KvFormat | None = None
     scales: torch.Tensor | None = None
+    selection: Selection | None = None
 
     @property
     def page_tokens(self) -> int:
