@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6710
+HEART_STATEMENTS = 6790
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -57,6 +57,10 @@ HEART: Mapping[str, str] = {
 """Package, or file of ops and core, that the request path passes through, with the reason. Paths are below PACKAGES."""
 BESIDE_HEART: Mapping[str, str] = {
     "engine/virtual.py": "simulation",
+    "engine/tiers.py": "start-up: options of the tiers below the KV cache",
+    "kv/copies.py": "tiers below the KV cache: copies, with the option --kv-offload-gb",
+    "kv/disk.py": "tiers below the KV cache: files, with the option --kv-disk",
+    "kv/offload.py": "tiers below the KV cache: their index, with the option --kv-offload-gb",
     "engine/group.py": "several ranks: starts, feeds and watches them",
     "engine/rank_link.py": "several ranks: their messages",
     "engine/stage.py": "several ranks: runners of the stages of a pipeline",

@@ -8,7 +8,7 @@ from typing import Any
 
 from ridgeline.core.plan import StepPlan, Transfer
 from ridgeline.core.spec import KvLayout
-from ridgeline.kv.prefix import chain_root, extend_chain
+from ridgeline.kv.prefix import Source, chain_root, extend_chain
 from tests.engine.fake import FakeRunner
 from tests.engine.helpers import PLAIN, VOCAB, Bench
 
@@ -17,13 +17,13 @@ Ends = Callable[[Sequence[int]], dict[int, bool]]
 GARBAGE = (-1, -1)
 
 
-class HostMemory:
+class HostMemory(Source):
     """Blocks of prefixes, each as what the fake device would hold in it: (position, token) of every slot."""
 
     origin = "host"
 
     def __init__(self, layout: KvLayout = PLAIN) -> None:
-        self.pages: list[list[tuple[int, int] | None]] = []
+        self.pages: list[list[tuple[int, int] | None]] = [[]]  # page 0 means: lacking
         self._layout = layout
         self._places: dict[bytes, list[int]] = {}
 

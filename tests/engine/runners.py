@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -90,6 +90,7 @@ class Engine:
     drafts: tuple[int, ...] = ()
     host_drafts: int = 0
     model: LoadedModel | None = None
+    clock: Callable[[], float] = field(default=lambda: 0.0)
 
 
 class Recorded:
@@ -121,7 +122,7 @@ class DeviceBench:
         self.runner = make_runner(self.model, sizes, how.drafter)
         recorded: Any = Recorded(self.runner)
         self.results: list[StepResult] = recorded.results
-        self.loop = Loop(self.scheduler, recorded, steps_in_flight=how.depth, clock=lambda: 0.0)
+        self.loop = Loop(self.scheduler, recorded, steps_in_flight=how.depth, clock=how.clock)
         self.how = how
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}

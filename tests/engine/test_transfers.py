@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import pytest
 
 from ridgeline.core.plan import OWN_BLOCKS
-from ridgeline.kv.prefix import chain_root, extend_chain
+from ridgeline.kv.prefix import Source, chain_root, extend_chain
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone
 
 LONG = PROMPT * 3
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
-class Blocks:
+class Blocks(Source):
     """A source that says what the test wants."""
 
     def __init__(self, origin: str) -> None:

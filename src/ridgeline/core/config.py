@@ -59,6 +59,14 @@ class EngineConfig:
         "tokens whose keys and values stay once a prompt is computed: all, window:sinks=4,keep=1024, snap:window=32,keep=1024 "
         "or heavy:window=32,keep=1024",
     )
+    kv_offload_gb: float = option(
+        0.0, "GiB of host memory for blocks of cached prefixes that the KV cache evicts (default: none)"
+    )
+    kv_disk: str = option("", "folder for such blocks below host memory; a restart finds them (default: none)")
+    kv_disk_gb: float = option(10.0, "largest size of the files in --kv-disk in GiB")
+    kv_offload_ttl: float = option(
+        0.0, "seconds after which a block in host memory or on disk is dropped (default: never)"
+    )
     batching: str = option("continuous", "batching policy: continuous, static:N or dynamic:N,WINDOW_MS")
     reader_pace: str = option(
         "",

@@ -88,3 +88,18 @@ class StepCounts:
         self.accepted_at.extend([0] * (accepted - len(self.accepted_at)))
         for depth in range(accepted):
             self.accepted_at[depth] += 1
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """A tier of memory below the pool of KV blocks: what it holds now, and counts of pages since the start.
+
+    blocks: pages that it holds. stored: copied to it. loaded: copied from it to the pool. dropped: removed, or not copied to it.
+    """
+
+    name: str
+    page_bytes: int
+    blocks: int = 0
+    stored: int = 0
+    loaded: int = 0
+    dropped: int = 0

@@ -68,7 +68,8 @@ OWN_BLOCKS = "own blocks"
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Fills blocks with keys and values that exist elsewhere: in host memory, in another engine, in other blocks.
+    """Fills blocks with keys and values that exist elsewhere: in host memory, in another engine, in other blocks. In
+    StepPlan.stores it copies the other way, from the blocks to the pages.
 
     ticket: its number in StepPlan.cancels and in StepResult.transfers. blocks: targets; no step reads them before the transfer has
     ended. origin: the memory that it reads, OWN_BLOCKS or the name of a source (kv.prefix.Source). pages: places in that memory,
@@ -113,9 +114,10 @@ class StepPlan:
     copies: flat pairs (source page, target page), copied after the tables change and before the forward pass.
     drops: flat pairs (row, slots), applied before joins: the row holds so many slots less. `pages` states its table without their
     blocks.
-    compactions: run before the device's rows and tables change.
-    transfers: started before anything else of the step; they may end in any later step. cancels: tickets whose transfers are no
-    longer needed; after the step nothing writes to their blocks. A step may have transfers and no rows.
+    compactions: run before the device's rows and tables change, and after the stores.
+    stores: copies of blocks that this step reuses to a source; they read the blocks before anything is written to them.
+    transfers: started after the stores and before anything else of the step; they may end in any later step. cancels: tickets whose
+    transfers are no longer needed; after the step nothing writes to their blocks. A step may have transfers and no rows.
     masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows;
     with drafts, masks for the last known token and each node, one after the other.
     score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none): the token *after* each query token.
@@ -141,6 +143,7 @@ class StepPlan:
     drops: array[int] = field(default_factory=_ints)
     compactions: list[Compaction] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
+    stores: list[Transfer] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)
     score_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -202,7 +205,8 @@ class StepResult:
     logprobs: one entry per gained token. scores: one entry per scored query token.
     drawn: for rows with drafts, the tokens drawn after the last known token and after each node. kept: the kept nodes, by depth.
     worth: number of nodes drafted by the device in this step that are worth verifying; without an entry, all of them.
-    transfers: tickets that ended, of this step or of earlier ones -> whether the content arrived; each ticket is stated once.
+    transfers: tickets of transfers and stores that ended, of this step or of earlier ones -> whether the content arrived; each
+    ticket is stated once.
     Tickets that the plan cancels need no entry, nor do those of a plan whose step failed.
     device_s: seconds on the device. gap_s: idle seconds of the device before the step. fresh: part of that time was spent on work
     that later steps of the same shape do not repeat.

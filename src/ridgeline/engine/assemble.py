@@ -23,6 +23,7 @@ from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.rank import Stages, load_rank, plan_rank
 from ridgeline.engine.scheduler import Scheduler
+from ridgeline.engine.tiers import check_tiers, open_tiers
 from ridgeline.hardware.ceilings import read_ceilings
 from ridgeline.kv.retention import read_retention
 from ridgeline.metrics.account import DeviceAccount
@@ -51,6 +52,8 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     rank = plan_rank(model, config, stages)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
     retention = read_retention(config, plan.layout, wanted.device)
+    check_tiers(config, plan.layout)
+    fingerprint = _fingerprint(folder, model, spec, plan.layout, wanted)
     cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
     stages.ends("ceilings")
     with start_group(rank) as group:
@@ -58,7 +61,10 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         runner = group.lead(loaded.runner)
         grammars = _grammars(folder, spec)
         stages.ends("grammar")
-        leases = Leases(plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching, retention=retention)
+        source, loaded.runner.transfers = open_tiers(config, plan.layout, loaded.runner.store, fingerprint, cost)
+        leases = Leases(
+            plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching, source=source, retention=retention
+        )
         limits = Limits(
             plan.max_rows,
             plan.max_step_tokens,
@@ -71,7 +77,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
             max_len=plan.max_len,
             vocab_size=spec.vocab_size,
             eos_ids=spec.eos_ids,
-            fingerprint=_fingerprint(folder, model, spec, plan.layout, wanted),
+            fingerprint=fingerprint,
             seed=model.seed,
             facts=_facts(folder, loaded.model, plan, rank.device)
             | {"speculate": [*wanted.host, *filter(None, [wanted.device])]}

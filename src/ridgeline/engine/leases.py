@@ -31,12 +31,12 @@ class Leases:
         total: int,
         *,
         prefix_cache: bool = True,
-        source: Source | None = None,
+        source: Source = Source(),
         retention: Retention = KEEP_ALL,
     ) -> None:
         self.layout = layout
         self.prefix = PrefixIndex(layout.groups, layout.page_tokens)
-        self.pool = BlockPool(total, self.prefix.evict)
+        self.pool = BlockPool(total, self._evict)
         self.filling: dict[int, Request] = {}
         """Ticket -> request that waits for its transfer. Includes requests that are leaving."""
         self.source, self._prefix_cache, self._retention = source, prefix_cache, retention
@@ -87,9 +87,9 @@ class Leases:
                     request.freed[group] = index + 1
             request.tables[group] = list(table)
         request.published = covered // self._size
-        if plan is None or self.source is None or covered % self._size or not self.looks_up(request):
+        if plan is None or covered % self._size or not self.looks_up(request):
             return covered
-        return self._reserve(request, self.source, plan)
+        return self._reserve(request, plan)
 
     def state(self, request: Request, plan: StepPlan) -> None:
         """Mark the lease ready and write its pages into the plan."""
@@ -140,32 +140,49 @@ class Leases:
 
     # --- filling ----------------------------------------------------------------------------------------------------
 
-    def _reserve(self, request: Request, source: Source, plan: StepPlan) -> int:
+    def _reserve(self, request: Request, plan: StepPlan) -> int:
         """Take blocks for the tokens that the source has, and add the transfer that fills them to the plan. Returns how many tokens
-        will be covered; at least one token is left to compute."""
-        extend_chain(request.chain, request.tokens, self._size, request.root)
+        will be covered; at least one token is left to compute. Blocks that the pool has beyond the prefix hit are shared."""
+        source = self.source
         first, most = request.published, (len(request.tokens) - 1) // self._size
-        places = source.find(request.chain[:most], first)
-        if not places:
+        chain = request.chain[:most]
+        places = source.find(chain, first)
+        if not any(map(any, places)):
             return first * self._size
-        length = first + len(places)
+        length, held = self.prefix.extend(chain, first, places)
+        if length == first:
+            return first * self._size
         for table in request.tables:
-            table.extend([0] * len(places))
+            table.extend([0] * (length - first))
         request.computed = length * self._size
         self._free_behind(request)
-        begins = [max(first, freed) for freed in request.freed]
-        if sum(length - begin for begin in begins) > self.pool.free:
+        lacking = self._share_held(request, first, held)
+        pages = [places[index - first][group] for group, index in lacking]
+        if len(pages) > self.pool.free or not source.pays(first * self._size, request.computed, pages):
             return self.reopen(request)
-        blocks: list[int] = []
-        pages: list[int] = []
-        for group, (table, begin) in enumerate(zip(request.tables, begins, strict=True)):
-            table[begin:] = [self.pool.take() for _ in range(begin, length)]
-            blocks += table[begin:]
-            pages += [place[group] for place in places[begin - first :]]
         request.lease, request.ticket = Lease.RESERVED, next(self._tickets)
+        source.begins(request.ticket, pages)  # before blocks are taken, because the source takes what these evict
+        blocks = [self.pool.take() for _ in lacking]
+        for (group, index), block in zip(lacking, blocks, strict=True):
+            request.tables[group][index] = block
         self.filling[request.ticket] = request
         plan.transfers.append(Transfer(request.ticket, blocks, source.origin, pages))
         return request.computed
+
+    def _share_held(self, request: Request, first: int, held: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """Share the blocks that the index has from block `first` on. Returns those that it lacks: (group, index)."""
+        lacking = []
+        for group, (table, freed) in enumerate(zip(request.tables, request.freed, strict=True)):
+            for index in range(max(first, freed), len(table)):
+                if block := held[index - first][group]:
+                    self.pool.share(block)
+                    table[index] = block
+                else:
+                    lacking.append((group, index))
+        return lacking
+
+    def _evict(self, block: int) -> None:
+        self.source.evicted(*self.prefix.evict(block), block)
 
     def reopen(self, request: Request) -> int:
         """Release the blocks and open the request again without the source, if its blocks will not be filled."""
@@ -173,7 +190,8 @@ class Leases:
         return self.open(request)
 
     def start(self, plan: StepPlan) -> None:
-        """The plan is launched: from now on its transfers may write."""
+        """The plan is launched: from now on its transfers may write. Before them, evicted blocks are copied to the source."""
+        plan.stores = self.source.stores(self._tickets)
         for transfer in plan.transfers:
             self.filling[transfer.ticket].lease = Lease.FILLING
 
@@ -184,12 +202,16 @@ class Leases:
             plan.cancels.append(request.ticket)
         elif request.lease is Lease.RESERVED:
             del self.filling[request.ticket]
+            self.source.ended(request.ticket, False)
             plan.transfers = [transfer for transfer in plan.transfers if transfer.ticket != request.ticket]
 
     def ended(self, plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, bool]]:
         """The requests whose transfers ended with a step, each with whether the content arrived."""
-        failed = [] if result.error is None else [transfer.ticket for transfer in plan.transfers]
+        if not (result.transfers or plan.transfers or plan.stores or plan.cancels):
+            return
+        failed = [] if result.error is None else [transfer.ticket for transfer in (*plan.stores, *plan.transfers)]
         for ticket, arrived in (result.transfers | dict.fromkeys([*plan.cancels, *failed], False)).items():
+            self.source.ended(ticket, arrived)
             request = self.filling.pop(ticket, None)
             if request is not None:
                 yield request, arrived
@@ -311,6 +333,7 @@ class Leases:
         blocks = self.prefix.clear()
         for block in blocks:
             self.pool.forget(block)
+        self.source.clear()
         return len(blocks)
 
     def waste_inside(self, running: Sequence[Request]) -> float:

@@ -25,7 +25,7 @@ from ridgeline.engine.result import Clock, Pending, without
 from ridgeline.engine.row_table import RowTable
 from ridgeline.engine.shape import Sizes
 from ridgeline.engine.warm_up import warm_up
-from ridgeline.kv.store import KvStore
+from ridgeline.kv.store import KvStore, Transfers
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.weights import Progress
 from ridgeline.ops.capture import CudaCapture
@@ -65,6 +65,7 @@ class Runner:
         self._cuda, self._inference = self.device.type == "cuda", torch.inference_mode()
         self.rows = RowTable(layout, sizes.rows, sizes.max_len, model.spec.vocab_size, self.device)
         self.store = KvStore(layout, joined(model.rank_spec.layers, drafter.layers), sizes.blocks, self.device)
+        self.transfers = Transfers(self.store)
         self._step = self._make_step(model, sizes, drafter)
         self.late = LateCompiles()
         """Kernels compiled after `prepare`."""
@@ -94,11 +95,12 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> None:
         """Enqueue one step; on a CPU it runs at once. Raises EngineFailed if the device is lost."""
-        reason = ""
+        reason, arrived, transfers = "", dict[int, bool](), self.transfers
         try:
             if self._pending and isinstance(last := self._pending[-1], Pending):
                 last.keep()
-            arrived = self.store.transfer(plan.transfers) if plan.transfers else {}
+            if plan.transfers or plan.stores or transfers.busy:
+                arrived = transfers.step(plan)
             self._pending.append(self._launch(plan))
             self._pending[-1].transfers = arrived
         except Exception as error:
@@ -107,8 +109,15 @@ class Runner:
         if reason:
             # Outside of the handler, so that the tensors of the failed step are already released.
             self.executor.forget()
-            self._pending.append(without(plan, reason))
+            self._pending.append(self._failed(plan, reason, arrived))
             self._recover(reason)
+
+    def _failed(self, plan: StepPlan, reason: str, arrived: dict[int, bool]) -> StepResult:
+        """The result of a failed step. arrived: what ended with it, of which only tickets of earlier plans count."""
+        self.transfers.forget(plan)
+        result = without(plan, reason)
+        result.transfers = arrived
+        return result
 
     def _recover(self, reason: str) -> None:
         """Release the memory of a failed step. Raises EngineFailed if the device is lost: a CUDA fault is permanent, so every later
@@ -135,12 +144,13 @@ class Runner:
             log.exception("step %d failed on the device", oldest.plan.step)
             reason = f"{type(error).__name__}: {error}"
         self._recover(reason)
-        return without(oldest.plan, reason)
+        return self._failed(oldest.plan, reason, oldest.transfers)
 
     def close(self) -> None:
         """Wait for the device and drop the steps in flight."""
         if self._cuda:
             torch.cuda.synchronize(self.device)
+        self.transfers.close()
         self._pending.clear()
         self.executor.forget()
 

@@ -388,7 +388,7 @@ class Scheduler:
         step = self._flight.popleft()
         self.last_step = result.step
         self.counts.failed += result.error is not None
-        for request, arrived in self.leases.ended(step.plan, result) if self.leases.filling else ():
+        for request, arrived in self.leases.ended(step.plan, result):
             self._end_transfer(request, arrived, now)
         gained: list[Request] = []
         waste: list[Waste] = []

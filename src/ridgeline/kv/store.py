@@ -15,7 +15,7 @@ from itertools import chain, groupby
 
 import torch
 
-from ridgeline.core.plan import OWN_BLOCKS, Transfer
+from ridgeline.core.plan import OWN_BLOCKS, StepPlan, Transfer
 from ridgeline.core.spec import KvFormat, KvGroup, KvLayout, LayerSpec
 from ridgeline.ops.step import Selection
 
@@ -39,7 +39,7 @@ class KvStore:
         self.layout = layout
         self.pages = blocks + 1
         # Zeroed: a masked value must not be NaN, because zero times NaN is NaN.
-        self.flat = _zeros(self.pages * layout.page_bytes, device)
+        self.flat = zeros(self.pages * layout.page_bytes, device)
         cuts = [self._cut(group, layers) for group in layout.groups]
         self.runs = [runs for runs, _ in cuts]
         parts_of = {index: parts for _, of_layers in cuts for index, parts in of_layers.items()}
@@ -102,6 +102,29 @@ class KvStore:
         return {transfer.ticket: transfer.origin == OWN_BLOCKS for transfer in transfers}
 
 
+class Transfers:
+    """Runs the stores and transfers of plans. This one has the store's own blocks only; `kv.copies` has tiers below them."""
+
+    def __init__(self, store: KvStore) -> None:
+        self.store = store
+
+    @property
+    def busy(self) -> bool:
+        """Stores or transfers of earlier plans have not ended."""
+        return False
+
+    def step(self, plan: StepPlan) -> dict[int, bool]:
+        """Cancel, store and transfer as the plan says, before anything else of its step. Returns the tickets that have ended
+        (StepResult.transfers)."""
+        return self.store.transfer(plan.transfers)
+
+    def forget(self, plan: StepPlan) -> None:
+        """The step has failed: its stores and transfers have ended without content."""
+
+    def close(self) -> None:
+        """End the copies. Called when the device has run all steps."""
+
+
 def _parts(layer: LayerSpec, kv_format: KvFormat) -> list[tuple[int, torch.dtype, int]]:
     """Parts of a slot of a layer, equal for keys and values: (heads, dtype, width) of the elements, then of their scales."""
     stored: torch.dtype = getattr(torch, kv_format.dtype)
@@ -111,7 +134,7 @@ def _parts(layer: LayerSpec, kv_format: KvFormat) -> list[tuple[int, torch.dtype
     return parts
 
 
-def _zeros(size: int, device: torch.device) -> torch.Tensor:
+def zeros(size: int, device: torch.device) -> torch.Tensor:
     """Zeros, uint8 [size]. On a CPU this is an anonymous mapping with huge pages where possible: the system zeroes pages at first
     touch, because zeroing gigabytes would dominate the start-up."""
     if device.type != "cpu":

@@ -1,0 +1,237 @@
+"""Copies between the pool and the tiers below it: runs the stores and transfers of plans, for the runner.
+
+On a CPU a copy is a plain copy of memory. On a GPU copies run on a stream of their own through pinned memory. A store first copies
+its pages on the device, in the order of the steps, so that the step that reuses the blocks does not wait for the link.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ridgeline.core.plan import StepPlan, Transfer
+from ridgeline.kv.disk import Disk
+from ridgeline.kv.offload import OFFLOAD
+from ridgeline.kv.store import KvStore, Transfers, zeros
+
+log = logging.getLogger(__name__)
+
+READERS = 4
+"""Threads that read files."""
+STAGING_BYTES = 64 << 20
+"""Device memory through which evicted pages leave, in two halves."""
+
+
+class Event(Protocol):
+    """A point in the order of copies."""
+
+    def query(self) -> bool:
+        """Whether all copies before it have ended."""
+
+    def wait(self) -> None:
+        """Later steps run after it."""
+
+
+class Link(Protocol):
+    """Copies between blocks of the pool and rows of host memory."""
+
+    def down(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Event: ...
+
+    def up(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> Event: ...
+
+
+class Past:
+    """The copies have ended already."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class PlainLink:
+    """The pool is in the memory of the CPU."""
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        self._pages = pages
+
+    def down(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Event:
+        for block, row in zip(blocks, rows, strict=True):
+            row.copy_(self._pages[block])
+        return Past()
+
+    def up(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> Event:
+        for row, block in zip(rows, blocks, strict=True):
+            self._pages[block].copy_(row)
+        return Past()
+
+
+class CudaLink:
+    """The pool is on a GPU. Rows are pinned memory."""
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        self._pages, self._stream = pages, torch.cuda.Stream(pages.device)
+        half = max(1, STAGING_BYTES // 2 // pages.shape[1])
+        self._staging = [torch.empty(half, pages.shape[1], dtype=torch.uint8, device=pages.device) for _ in range(2)]
+        self._free = [torch.cuda.Event() for _ in range(2)]
+        """Recorded when the half has left the device."""
+        self._half = 0
+
+    def down(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Event:
+        steps = torch.cuda.current_stream(self._pages.device)
+        size = self._staging[0].shape[0]
+        for first in range(0, len(blocks), size):
+            half, part = self._half, blocks[first : first + size]
+            self._half = 1 - half
+            steps.wait_event(self._free[half])
+            staged = self._staging[half][: len(part)]
+            torch.index_select(self._pages, 0, torch.tensor(part, device=self._pages.device), out=staged)
+            self._stream.wait_stream(steps)
+            with torch.cuda.stream(self._stream):
+                for page, row in zip(staged, rows[first : first + size], strict=True):
+                    row.copy_(page, non_blocking=True)
+                self._free[half].record(self._stream)
+        return self._mark()
+
+    def up(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> Event:
+        # Steps that were launched before may still read what the blocks held.
+        self._stream.wait_stream(torch.cuda.current_stream(self._pages.device))
+        with torch.cuda.stream(self._stream):
+            for row, block in zip(rows, blocks, strict=True):
+                self._pages[block].copy_(row, non_blocking=True)
+        return self._mark()
+
+    def _mark(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+
+@dataclass(slots=True)
+class _Load:
+    """A transfer under way. event: of the copies so far. reads: pages of files on their way to memory, with their blocks."""
+
+    event: Event
+    blocks: Sequence[int] = ()
+    reads: list[Future[torch.Tensor | None]] = field(default_factory=list)
+
+
+class TierTransfers(Transfers):
+    """Copies between the pool and host memory of `slots` pages, and from files. disk: the files; None: there are none."""
+
+    def __init__(self, store: KvStore, slots: int, disk: Disk | None = None) -> None:
+        super().__init__(store)
+        pages = store.flat.view(store.pages, -1)
+        self._pinned, page_bytes = pages.is_cuda, pages.shape[1]
+        size = (slots + 1) * page_bytes
+        memory = (
+            torch.empty(size, dtype=torch.uint8, pin_memory=True) if self._pinned else zeros(size, torch.device("cpu"))
+        )
+        self.memory = memory.view(slots + 1, page_bytes)
+        self._link: Link = CudaLink(pages) if self._pinned else PlainLink(pages)
+        self._disk, self._readers = disk, ThreadPoolExecutor(READERS, "kv-read")
+        if disk is not None:
+            disk.view = lambda slot: self.memory[slot].numpy().data
+        self._loads: dict[int, _Load] = {}
+        self._stores: dict[int, Event] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._loads or self._stores)
+
+    @torch.inference_mode()
+    def measure(self) -> float:
+        """Bytes per second from host memory to blocks: the best of some copies to the scratch page."""
+        best, rows = math.inf, [self.memory[0]] * 4
+        for _ in range(8):
+            started = time.perf_counter()
+            event = self._link.up(rows, [0] * len(rows))
+            while not event.query():
+                pass
+            best = min(best, time.perf_counter() - started)
+        return len(rows) * self.memory.shape[1] / best
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> dict[int, bool]:
+        ended: dict[int, bool] = {}
+        for ticket in plan.cancels:
+            self._cancel(ticket)
+        for transfer in plan.stores:
+            try:
+                rows = [self.memory[slot] for slot in transfer.pages]
+                self._stores[transfer.ticket] = self._link.down(transfer.blocks, rows)
+            except Exception:
+                log.exception("%d evicted blocks are not kept", len(transfer.blocks))
+                ended[transfer.ticket] = False
+        local = []
+        for transfer in plan.transfers:
+            if transfer.origin == OFFLOAD:
+                self._begin(transfer)
+            else:
+                local.append(transfer)
+        return ended | self.store.transfer(local) | self._take_ended()
+
+    def _begin(self, transfer: Transfer) -> None:
+        pairs = list(zip(transfer.pages, transfer.blocks, strict=True))
+        near = [(self.memory[page], block) for page, block in pairs if page > 0]
+        far = [(-page, block) for page, block in pairs if page < 0]
+        event = self._link.up([row for row, _ in near], [block for _, block in near])
+        reads = [self._readers.submit(self._read, number) for number, _ in far]
+        self._loads[transfer.ticket] = _Load(event, [block for _, block in far], reads)
+
+    def _read(self, number: int) -> torch.Tensor | None:
+        """The page of a file; None: it cannot be served. Runs in a thread."""
+        assert self._disk is not None
+        page = torch.empty(self.memory.shape[1], dtype=torch.uint8, pin_memory=self._pinned)
+        return page if self._disk.read(number, page.numpy().data) else None
+
+    def _take_ended(self) -> dict[int, bool]:
+        """Stores and transfers that have ended. Pages of files are copied on when all of a transfer have been read."""
+        ended = {ticket: True for ticket, event in self._stores.items() if event.query()}
+        for ticket in ended:
+            del self._stores[ticket]
+        for ticket, load in list(self._loads.items()):
+            if load.reads and all(read.done() for read in load.reads):
+                try:
+                    rows = [page for read in load.reads if (page := read.result()) is not None]
+                except Exception:
+                    log.exception("pages of files are not loaded")
+                    rows = []
+                if len(rows) < len(load.reads):
+                    ended[ticket] = False
+                    self._cancel(ticket)
+                    continue
+                load.event, load.reads = self._link.up(rows, load.blocks), []
+            if not load.reads and load.event.query():
+                ended[ticket] = True
+                del self._loads[ticket]
+        return ended
+
+    def _cancel(self, ticket: int) -> None:
+        """Nothing writes to the blocks of the transfer after the copies that have begun, and later steps run after those."""
+        load = self._loads.pop(ticket, None)
+        if load is not None:
+            load.event.wait()
+            for read in load.reads:
+                read.cancel()
+
+    def forget(self, plan: StepPlan) -> None:
+        for transfer in plan.transfers:
+            self._cancel(transfer.ticket)
+        for transfer in plan.stores:
+            self._stores.pop(transfer.ticket, None)
+
+    def close(self) -> None:
+        for ticket in list(self._loads):
+            self._cancel(ticket)
+        self._readers.shutdown(cancel_futures=True)
+        if self._disk is not None:
+            self._disk.close()

@@ -1,0 +1,78 @@
+"""Options of the tiers below the KV cache: with the shipped model, and what is refused before weights load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeline.core.config import EngineConfig
+from ridgeline.core.cost import CostModel, step_work
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.tiers import check_tiers, copy_pays
+from ridgeline.llm import LLM
+from tests.engine.runners import layout_of, pair
+
+SAMPLING = SamplingParams(max_tokens=16, temperature=0.0)
+PROMPTS = [f"{word} upon a time there was a story about {word}. " * 8 for word in ("Once", "Twice", "Never", "Always")]
+
+
+def _answers(**options: Any) -> tuple[list[list[int]], list[int]]:
+    """Tokens and cached tokens of prompts asked twice, in a cache that holds fewer than all of them."""
+    facts: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": 2 << 20} | options
+    llm = LLM(device="cpu", threads=1, **facts)
+    answers = [llm.generate(prompt, SAMPLING)[0] for prompt in PROMPTS * 2]
+    llm.close()
+    return [answer.choices[0].token_ids for answer in answers], [answer.cached_tokens for answer in answers]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"speculate": "auto"},
+        {"kv_cache_dtype": "int8"},
+        {"deterministic": True},
+        {"kv_retention": "window:keep=64"},
+    ],
+    ids=str,
+)
+def test_the_shipped_model_answers_the_same_and_a_restart_finds_its_blocks(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    memory = {"kv_cache_memory": 700_000} if "kv_cache_dtype" in options else {}
+    tiers = {"kv_offload_gb": 0.05, "kv_disk": str(tmp_path), "kv_disk_gb": 0.5}
+    computed, cached = _answers(**options, **memory)
+    assert not any(cached), "each prompt evicts the one before"
+    copied, cached = _answers(**options, **memory, **tiers)
+    assert copied == computed and not any(cached[:4]) and all(cached[4:])
+    restarted, cached = _answers(**options, **memory, **tiers)
+    assert restarted == computed and all(cached)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_offload_gb": -1.0}, "give 0 or more"),
+        ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "leave out --no-enable-prefix-caching"),
+        ({"kv_offload_gb": 1.0, "tensor_parallel_size": 2}, "use one process"),
+        ({"kv_offload_gb": 1e-9}, "give more"),
+        ({"kv_offload_gb": 1e9}, "are free: give less"),
+        ({"kv_disk": "blocks"}, "add --kv-offload-gb"),
+        ({"kv_offload_gb": 1.0, "kv_disk": "blocks", "kv_disk_gb": 0.0}, "give more"),
+    ],
+)
+def test_what_does_not_hold_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_tiers(EngineConfig(**options), layout_of(pair("llama-gqa")[1]))
+    assert caught.value.param in options
+
+
+def test_a_copy_pays_where_it_is_faster() -> None:
+    cost = CostModel(pair("llama-gqa")[1].spec, flops_per_s=1e9, bytes_per_s=1e9, overhead_s=0.0)
+    page = 1 << 16
+    step_s = cost.step_s(step_work(cost.spec, [(0, 512)], 0))
+    assert copy_pays(cost, page, 64 * page / step_s * 1.01)(0, 512, 64, 0)
+    assert not copy_pays(cost, page, 64 * page / step_s * 0.99)(0, 512, 64, 0)
