@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from ridgeline.core.config import EngineConfig
+from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.tiers import check_tiers, copy_pays
 from ridgeline.llm import LLM
+from ridgeline.wire.messages import Control, Reply, StepStats, Submit
 from tests.engine.runners import layout_of, pair
 
 SAMPLING = SamplingParams(max_tokens=16, temperature=0.0)
@@ -50,6 +52,25 @@ def test_the_shipped_model_answers_the_same_and_a_restart_finds_its_blocks(
     assert copied == computed and not any(cached[:4]) and all(cached[4:])
     restarted, cached = _answers(**options, **memory, **tiers)
     assert restarted == computed and all(cached)
+
+
+def test_what_tiers_hold_and_did_is_reported(tmp_path: Path) -> None:
+    records: list[StepStats] = []
+    config = EngineConfig(
+        device="cpu", threads=1, kv_cache_memory=2 << 20, kv_offload_gb=0.05, kv_disk=str(tmp_path), kv_disk_gb=0.5
+    )
+    engine = LocalEngine.start(ModelConfig(dtype="float32", max_model_len=256), config, on_step=records.append)
+    for number in range(8):
+        tokens = [100 * (number % 4) + 7 + token for token in range(80)]
+        list(engine.run([Submit(str(number), tokens, SamplingParams(max_tokens=4), arrival=0.0)]))
+    (reply,) = engine.engine.handle(Control("stats", "stats"))
+    engine.close()
+    assert isinstance(reply, Reply)
+    host, disk = reply.facts["tiers"]
+    assert (host["name"], disk["name"]) == ("host", "disk")
+    assert host["stored"] >= host["loaded"] > 0 and host["blocks"] > 0 and host["page_bytes"] == disk["page_bytes"] > 0
+    last = next(record.tiers for record in reversed(records) if record.tiers)
+    assert {name: loaded for name, _, loaded, _ in last} == {"host": host["loaded"], "disk": disk["loaded"]}
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,18 @@ def test_experts() -> None:
     assert samples["ridgeline:expert_imbalance"] == (4 + 2) / 2
 
 
+def test_tiers_below_the_cache() -> None:
+    """Records have totals since the engine's start; a new engine starts at zero."""
+    metrics = Metrics("tiny")
+    for totals in ((4, 0, 0), (6, 3, 1), (2, 1, 0)):
+        metrics.on_step(replace_step(tiers=[("host", *totals), ("disk", 1, 1, 1)]))
+    samples = scrape(metrics)
+    assert samples["ridgeline:kv_tier_stored_blocks_total[tier=host]"] == 6 + 2
+    assert samples["ridgeline:kv_tier_loaded_blocks_total[tier=host]"] == 3 + 1
+    assert samples["ridgeline:kv_tier_dropped_blocks_total[tier=host]"] == 1
+    assert samples["ridgeline:kv_tier_loaded_blocks_total[tier=disk]"] == 1
+
+
 def replace_step(**changes: object) -> StepStats:
     return msgspec.structs.replace(STEP, **changes)
 

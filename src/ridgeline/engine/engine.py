@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from ridgeline.core.errors import RequestError, RidgelineError
@@ -214,6 +214,7 @@ class Engine:
                 "running": len(self._scheduler.running),
                 "waiting": self._scheduler.queued,
                 "step": self._scheduler.last_step,
+                "tiers": [asdict(tier) for tier in leases.source.tiers()],
             }
         if message.order == "reset_prefix_cache":
             return {"forgotten": leases.reset_prefix_cache()}
@@ -278,6 +279,10 @@ class Engine:
         stats = StepStats(*record, *account[4:])
         if steps and (tokens := self.setup.expert_load.take(step)):
             stats.expert_tokens = tokens
+        if step % _WASTE_EVERY == 0 or not scheduler.running:
+            stats.tiers = [
+                (tier.name, tier.stored, tier.loaded, tier.dropped) for tier in scheduler.leases.source.tiers()
+            ]
         return stats
 
 

@@ -10,6 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 
+from ridgeline.core.events import TierCounts
 from ridgeline.core.plan import Transfer
 from ridgeline.core.spec import KvGroup
 
@@ -58,6 +59,10 @@ class Source:
 
     def clear(self) -> None:
         """Drop all prefixes."""
+
+    def tiers(self) -> Sequence[TierCounts]:
+        """The counts of each tier of this memory since the start."""
+        return ()
 
 
 class PrefixIndex:

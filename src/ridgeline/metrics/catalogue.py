@@ -77,6 +77,11 @@ COUNTERS: Mapping[str, Entry] = {
         label="expert",
         ours=True,
     ),
+    "kv_tier_stored_blocks": Entry(
+        "Evicted blocks of the prefix cache that were copied to a tier.", label="tier", ours=True
+    ),
+    "kv_tier_loaded_blocks": Entry("Blocks that were copied from a tier instead of computed.", label="tier", ours=True),
+    "kv_tier_dropped_blocks": Entry("Blocks that a tier removed, or could not take.", label="tier", ours=True),
     "spec_decode_num_drafts": Entry("Drafts verified."),
     "spec_decode_num_draft_tokens": Entry("Draft tokens verified."),
     "spec_decode_num_accepted_tokens": Entry("Draft tokens accepted."),

@@ -129,6 +129,8 @@ class Metrics:
         self.live = Live(slo, clock)
         self._last_step: float | None = None
         self._saved_s = 0.0
+        self._tiers: dict[str, list[int]] = {}
+        """Last reading of each tier below the KV cache."""
         self._steps: list[StepRecord] = []
         self._gaps: list[float | None] = []
         self._gauges = dict.fromkeys(GAUGES, 0.0)
@@ -180,6 +182,8 @@ class Metrics:
             self._count("late_seconds", work.seconds, work.kind)
         for tokens in (step.expert_tokens for step in steps if step.expert_tokens):
             self._count_experts(tokens)
+        for tiers in (step.tiers for step in steps if step.tiers):
+            self._count_tiers(tiers)
         for part, seconds in PARTS.items():
             self._count("scheduler_host_part_seconds", sum(map(seconds, run_steps)), part)
         step_tokens, host_s, gap_s = (
@@ -200,6 +204,15 @@ class Metrics:
         ratios = [max(counts) * len(counts) / sum(counts) for counts in tokens if any(counts)]
         if ratios:
             self._gauges["expert_imbalance"] = sum(ratios) / len(ratios)
+
+    def _count_tiers(self, tiers: list[tuple[str, int, int, int]]) -> None:
+        """Count what the tiers did since the last reading. A new engine starts at zero."""
+        for name, *counts in tiers:
+            before, self._tiers[name] = self._tiers.get(name, [0, 0, 0]), counts
+            if any(now < then for now, then in zip(counts, before, strict=True)):
+                before = [0, 0, 0]
+            for kind, now, then in zip(("stored", "loaded", "dropped"), counts, before, strict=True):
+                self._count(f"kv_tier_{kind}_blocks", now - then, name)
 
     def _count_drafts(self, step: StepRecord) -> None:
         """Count a step's drafts. A counter cannot fall, so lost seconds are subtracted from the next saved seconds."""

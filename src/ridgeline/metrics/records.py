@@ -67,6 +67,7 @@ class StepRecord(Protocol):
     metered_s: float
     """Device seconds of the steps that prompt_joules and output_joules belong to."""
     expert_tokens: list[list[int]]
+    tiers: list[tuple[str, int, int, int]]
     """Tokens of each expert, by layer with experts, since the last record that has them. Empty in most records."""
 
 

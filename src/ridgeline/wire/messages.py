@@ -149,6 +149,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Device seconds of the steps that prompt_joules and output_joules belong to."""
     expert_tokens: list[list[int]] = []
     """Tokens of each expert, by layer with experts, since the last record that has them. Empty in most records."""
+    tiers: list[tuple[str, int, int, int]] = []
+    """Tiers below the KV cache: name; blocks stored, loaded and dropped since the engine's start. Empty in most records."""
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):
