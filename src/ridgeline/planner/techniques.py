@@ -296,11 +296,17 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("prompt length", _shorter_prompts, "the model sees less context", Effort.CLIENTS, "shorter prompts"),
 )
 
+NOT_PREDICTED: tuple[str, ...] = (
+    "a KV cache of 8 or 4 bits (--kv-cache-dtype)",
+    "tiers below the KV cache (--kv-offload-gb)",
+    "chosen pages of the KV cache (--kv-selection)",
+    "several processes on CPUs (--tensor-parallel-size, --pipeline-parallel-size)",
+    "the batch lane (/v1/batches)",
+)
+"""Techniques that the engine has and the diagnosis cannot judge yet."""
 NOT_BUILT: tuple[str, ...] = (
-    "a KV cache of 8 or 4 bits",
-    "offload of the KV cache and of weights to host memory",
-    "tensor, pipeline, context and expert parallelism",
+    "offload of weights to host memory",
+    "several GPUs, context and expert parallelism",
     "prefill apart from decode",
-    "a batch lane for requests that may wait",
 )
 """Techniques that the diagnosis cannot propose, because the engine does not have them yet."""
