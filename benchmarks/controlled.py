@@ -28,7 +28,7 @@ import torch
 from common import HERE, cpu_name, provenance, timed, write_rows
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.engine import assemble, device
+from ridgeline.engine import device, rank
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.config import read_model
@@ -197,7 +197,7 @@ def start(model: Path, draft: Path | None, config: EngineConfig, script: Script)
         return NO_SPECULATION, Controlled(inner, share, script)
 
     build.wanted_by = lambda *_: wanted
-    assemble.open_drafters = opened  # type: ignore[assignment]
+    rank.open_drafters = opened  # type: ignore[assignment]
     local = LocalEngine.start(
         ModelConfig(model=str(model), load_format="dummy", max_model_len=PLACES, dtype="bfloat16"),
         config,

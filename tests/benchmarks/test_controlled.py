@@ -11,17 +11,17 @@ import torch
 from controlled import NODES, PLACES, Script, dictated, start
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.engine import assemble
+from ridgeline.engine import rank
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.speculation import build
 from tests.benchmarks.test_ledger import LLAMA
 
 
 def test_a_drafter_of_chosen_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for room, name in ((build, "wanted_by"), (assemble, "open_drafters")):
+    for room, name in ((build, "wanted_by"), (rank, "open_drafters")):
         monkeypatch.setattr(room, name, getattr(room, name))  # what `start` puts there goes with the test
-    runners = Mock(side_effect=assemble.build_runner)
-    monkeypatch.setattr(assemble, "build_runner", runners)
+    runners = Mock(side_effect=rank.build_runner)
+    monkeypatch.setattr(rank, "build_runner", runners)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": PLACES}))
     config = EngineConfig(device="cpu", max_num_seqs=2, enable_prefix_caching=False, kv_cache_memory=1 << 24)
     script = Script.write(3, PLACES + 64, LLAMA["vocab_size"], torch.device("cpu"))

@@ -34,6 +34,7 @@ SAID = {
     "block_size": "32",
     "enable_prefix_caching": "false",
     "kv_retention": "window:keep=256",
+    "kv_selection": "512",
     "kv_offload_gb": "4",
     "kv_disk": "blocks",
     "kv_disk_gb": "20",

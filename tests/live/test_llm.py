@@ -13,7 +13,7 @@ import pytest
 from ridgeline import LLM, SamplingParams
 from ridgeline.core.errors import ConfigError, EngineFailed, RequestError
 from ridgeline.core.sampling import Grammar
-from ridgeline.engine import assemble, runner
+from ridgeline.engine import rank, runner
 from ridgeline.engine.engine import Engine
 from ridgeline.engine.runner import Runner
 from ridgeline.models.build import LoadedModel
@@ -319,7 +319,7 @@ def test_a_closed_engine_has_given_all_back(monkeypatch: pytest.MonkeyPatch) -> 
         held.extend(weakref.ref(made) for made in (made, loaded.decoder.embedding, made.rows.tokens))
         return made
 
-    monkeypatch.setattr(assemble, "build_runner", build_runner)
+    monkeypatch.setattr(rank, "build_runner", build_runner)
     model = LLM(shipped_model(), max_model_len=64, max_num_seqs=2, kv_cache_memory=1_000_000, threads=1)
     assert model.generate(PROMPT, SamplingParams(max_tokens=2))[0].text
     stream = model.stream(PROMPT)

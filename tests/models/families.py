@@ -81,6 +81,8 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3": ("Gemma3Text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": ROPES}),
 }
 
+WITH_EXPERTS = frozenset(("mixtral", "mixtral-one", "qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "olmoe"))
+
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: object) -> torch.nn.Module:
     """Write family `name` into `folder`; returns transformers' model, biases and norms made non-trivial."""

@@ -246,6 +246,7 @@ def test_every_operation_was_judged() -> None:
     assert {field.name for field in fields(Ops)} - _shared(INVARIANT, TRITON) == {
         "name",
         "attention",
+        "experts",
         "matmul",
         "programs",
     }
