@@ -23,8 +23,8 @@ from ridgeline.kv.store import KvStore, Transfers
 
 DISK_BYTES_PER_S = 1e9
 """Assumed rate of reading files. What was written lately is in the system's page cache and faster."""
-KEEP_S = 10.0
-"""Seconds in which an engine that ends writes the prefixes of its pool to files."""
+KEEP_S = 6.0
+"""Seconds in which an engine that ends writes the prefixes of its pool to files. The service kills it after 10."""
 
 
 def check_tiers(config: EngineConfig, layout: KvLayout) -> None:

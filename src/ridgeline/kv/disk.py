@@ -38,7 +38,7 @@ HEADER = struct.Struct("<8sI32s32sIQdI")
 """Magic, version, fingerprint, key, group, bytes of the page, time of writing, CRC-32 of the page. The time of the last use is the
 file's time of modification."""
 NAME = re.compile(r"([0-9a-f]{64})-(\d{1,6})\.kv")
-CLOSE_S = 10.0
+CLOSE_S = 2.0
 """Seconds that closing waits for files to be written."""
 
 View = Callable[[int], memoryview]
