@@ -1,105 +1,193 @@
-"""Time to first token of a long prompt that the KV cache has evicted: computed again, from host memory, from files.
+"""Time to first token of a long shared prompt: computed, reloaded from host memory, and reloaded from files after a restart:
 
-    offload.py --model benchmarks/models/smollm-135m --tokens 1920 --kv-bytes 46080000 --machine "..."
-    offload.py --model benchmarks/models/llama-3.1-8b --tokens 16384 --kv-bytes 2200000000 --device cuda --machine "..."
+    python benchmarks/offload.py --model benchmarks/models/smollm-135m --out benchmarks/results/kv.json
+    python benchmarks/offload.py --model benchmarks/models/llama-3.1-8b --tokens 16384 --device cuda --rounds 3 \\
+        --without-files --decoders 8 --machine "1x NVIDIA H200" --out benchmarks/results/kv.json
 
-Writes the row offload-<tokens>-ttft-ratio (on a CPU with -cpu): host memory against computing, and the ratio of files beside it.
-The weights are random, which changes no time. Each time is the median of `--rounds`.
+Random weights, which cost what real ones cost, and the shape's context made long enough for the prompt. The cache holds little
+more than one prompt. A first prompt is computed; a second one of the same length evicts it; the first one is sent again. Then the
+engine ends and starts again with the files alone. Rounds repeat all of it with other prompts. Rows: medians, and the ratios to the
+computed prompt.
+
+--decoders: requests that decode before and during the reload from host memory. Row -decode-ratio: their time per token while the
+prompt is reloaded, over that before. --without-files: host memory alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import provenance, write_rows
+from common import cpu_name, provenance, write_rows
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.spec import kv_layout
 from ridgeline.engine.local import LocalEngine
-from ridgeline.wire.messages import Submit
+from ridgeline.models.build import served_spec
+from ridgeline.models.config import read_model
+from ridgeline.wire.messages import StepStats, Submit
 
-TARGET = 0.25
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+BEFORE = 100
+"""Tokens of each decoder before the prompt is sent."""
+DECODED = 3000
+"""Tokens after which a request that decodes beside the prompt ends by itself."""
 
 
+@dataclass(slots=True)
 class Bench:
-    """An engine whose cache holds one prompt, so that each other prompt evicts it."""
+    """An engine, and the records of its steps."""
 
-    def __init__(self, arguments: argparse.Namespace, **tiers: Any) -> None:
-        self._tokens, self._runs = arguments.tokens, 0
-        model = ModelConfig(model=arguments.model, load_format="dummy", max_model_len=arguments.tokens + 64)
-        config = EngineConfig(device=arguments.device, kv_cache_memory=arguments.kv_bytes, **tiers)
-        self.engine = LocalEngine.start(model, config)
-        self._ask(-1)  # the first run of any prompt is slower
+    args: argparse.Namespace
+    folder: str
+    steps: list[StepStats] = field(default_factory=list)
+    engine: LocalEngine = field(init=False)
+    vocab: int = field(init=False)
 
-    def _ask(self, seed: int) -> tuple[float, int]:
-        """Seconds to the first token of the prompt of this number, and its cached tokens."""
-        self._runs += 1
-        prompt = [(seed + 7) * 1009 % 40_000 + place % 997 for place in range(self._tokens)]
-        started, first, cached = time.perf_counter(), 0.0, 0
-        self.engine.submit(
-            Submit(str(self._runs), prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), time.time())
+    def __post_init__(self) -> None:
+        args = self.args
+        longest = max(args.tokens + 64, 2 * DECODED if args.decoders else 0)
+        shape = _longer(args.model, Path(self.folder), longest)
+        model = ModelConfig(str(shape), load_format="dummy", max_model_len=longest)
+        spec = served_spec(read_model(shape)[0], model)
+        block = 64 if args.device == "cuda" else 16
+        layout = kv_layout(spec, block)
+        slots = longest + args.decoders * (DECODED + block)
+        pages = layout.pages_for(slots, slots) + 2
+        config = EngineConfig(
+            device=args.device,
+            threads=args.threads,
+            block_size=block,
+            kv_cache_memory=(pages + 1) * layout.page_bytes,
+            kv_offload_gb=3 * pages * layout.page_bytes / (1 << 30),
+            kv_disk="" if args.without_files else self.folder,
         )
+        self.engine = LocalEngine.start(model, config, on_step=self.steps.append)
+        self.vocab = spec.vocab_size
+
+    def ttft(self, name: str, prompt: list[int]) -> tuple[float, int]:
+        """Seconds to the first token of a prompt, and how many of its tokens came from the cache."""
+        first, cached = 0.0, 0
+        started = time.perf_counter()
+        self.engine.submit(Submit(name, prompt, SAMPLING, time.time()))
         for delta in self.engine.deltas():
-            if delta.tokens and not first:
+            if delta.error:
+                raise RuntimeError(delta.error)
+            if not first:
                 first, cached = time.perf_counter() - started, delta.cached
         return first, cached
 
-    def again(self, rounds: int) -> list[tuple[float, int]]:
-        """Ask for prompt 0 after another prompt, so many times."""
-        timed = []
-        for number in range(1, rounds + 1):
-            self._ask(number)
-            timed.append(self._ask(0))
-        return timed
+    def slowdown(self, prompt: list[int]) -> float:
+        """Time per token of requests that decode while a prompt is reloaded, over that before the prompt was sent."""
+        names = [f"decoder {number}" for number in range(self.args.decoders)]
+        endless = SamplingParams(temperature=1.0, max_tokens=DECODED, ignore_eos=True)
+        for number, name in enumerate(names):
+            self.engine.submit(Submit(name, [number + 5] * 16, endless, time.time(), cache=False))
+        times: list[float] = []
+        sent = 0
+        for delta in self.engine.deltas():
+            if delta.id == names[0] and not delta.finish:
+                times.append(time.perf_counter())
+                if len(times) == BEFORE:
+                    self.engine.submit(Submit("reloaded", prompt, SAMPLING, time.time()))
+                    sent = len(times)
+            elif delta.id == "reloaded" and delta.finish:
+                for name in names:
+                    self.engine.finish(name, 0, "stop", 0)
+        before = (times[sent - 1] - times[sent - 1 - BEFORE // 2]) / (BEFORE // 2)
+        return (times[-1] - times[sent - 1]) / (len(times) - sent) / before
 
-    def close(self) -> None:
-        self.engine.close()
+
+def _longer(model: Path, folder: Path, tokens: int) -> Path:
+    """A copy of a shape whose context has at least so many tokens."""
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = max(tokens, config["max_position_embeddings"])
+    copy = folder / model.name
+    copy.mkdir(exist_ok=True)
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Values of each row, one per round: seconds to first token by way, and the slowdown of decoding."""
+    chance = random.Random(0)
+    values: dict[str, list[float]] = {"recompute": [], "host": [], "disk": [], "decode": []}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for number in range(args.rounds):
+            bench = Bench(args, folder)
+            shared, other = ([chance.randrange(bench.vocab) for _ in range(args.tokens)] for _ in range(2))
+            bench.ttft("warm up", [chance.randrange(bench.vocab) for _ in range(64)])
+            for way, prompt in (("recompute", shared), ("", other), ("host", shared)):
+                seconds, cached = bench.ttft(f"{way} {number}", prompt)
+                _expect(way, cached, args.tokens)
+                if way:
+                    values[way].append(seconds)
+            if args.decoders:
+                values["decode"].append(bench.slowdown(other))
+            bench.engine.close()
+            if not args.without_files:
+                bench = Bench(args, folder)
+                bench.ttft("warm up", [chance.randrange(bench.vocab) for _ in range(64)])
+                seconds, cached = bench.ttft("disk", shared)
+                _expect("disk", cached, args.tokens)
+                values["disk"].append(seconds)
+                bench.engine.close()
+    return values
+
+
+def _expect(way: str, cached: int, tokens: int) -> None:
+    """A reloaded prompt was reloaded, and a computed one was computed."""
+    if (cached > tokens * 0.9) != (way in ("host", "disk")):
+        raise RuntimeError(f"{way or 'the other prompt'}: {cached} of {tokens} tokens came from the cache.")
+
+
+def rows_of(values: dict[str, list[float]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    machine = args.machine or (cpu_name() if args.device == "cpu" else "")
+    start, end = f"offload-{args.tokens // 1024}k-", "-cpu" if args.device == "cpu" else ""
+    rows: list[dict[str, Any]] = []
+    shared = {"model": args.model.name, "rounds": args.rounds, **provenance(machine)}
+
+    def add(name: str, value: float, unit: str, **more: object) -> None:
+        rows.append({"row": f"{start}{name}{end}", "value": round(value, 4), "unit": unit, **more, **shared})
+
+    computed = statistics.median(values["recompute"])
+    for way, name in (("recompute", ""), ("host", "ttft-ratio"), ("disk", "disk-ttft-ratio")):
+        if seconds := values[way]:
+            add(f"{way}-ttft", statistics.median(seconds), "s", each=[round(value, 4) for value in seconds])
+            if name:
+                add(name, statistics.median(seconds) / computed, "of the computed prompt", target=0.25)
+    if values["decode"]:
+        add("decode-ratio", statistics.median(values["decode"]), "of the time per token before", target=1.05)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tokens", type=int, default=1920)
+    parser.add_argument("--model", type=Path, required=True, help="folder with config.json")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--kv-bytes", type=int, required=True, help="for little more than one prompt")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--offload-gb", type=float, default=1.0)
-    parser.add_argument("--machine", required=True)
-    parser.add_argument("--out", default="benchmarks/results")
-    arguments = parser.parse_args()
-    seconds: dict[str, float] = {}
-    cached: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        files = {"kv_disk": folder, "kv_disk_gb": 4 * arguments.offload_gb}
-        for name, rounds, tiers in (
-            ("compute", arguments.rounds, {}),
-            ("host", arguments.rounds + 1, {"kv_offload_gb": arguments.offload_gb}),
-            ("write", 2, {"kv_offload_gb": arguments.offload_gb, **files}),
-            ("disk", 1, {"kv_offload_gb": arguments.offload_gb, **files}),
-        ):
-            bench = Bench(arguments, **tiers)
-            # The first ask of the host tier computes the prompt. A restart finds it in files.
-            timed = bench.again(rounds)[name == "host" :]
-            bench.close()
-            seconds[name], cached[name] = statistics.median(second for second, _ in timed), timed[-1][1]
-            print(name, [f"{second * 1e3:.0f} ms, {hit} cached" for second, hit in timed], flush=True)
-    row = {
-        "row": f"offload-{arguments.tokens}-ttft-ratio" + ("-cpu" if arguments.device == "cpu" else ""),
-        "value": round(seconds["host"] / seconds["compute"], 4),
-        "unit": "of the time to compute the prompt",
-        "target": TARGET,
-        "disk_ratio": round(seconds["disk"] / seconds["compute"], 4),
-        "ttft_ms": {name: round(1000 * seconds[name], 1) for name in ("compute", "host", "disk")},
-        "cached_tokens": {name: cached[name] for name in ("compute", "host", "disk")},
-        "model": Path(arguments.model).name,
-    }
-    print(row)
-    write_rows(Path(arguments.out) / "kv.json", [row | provenance(arguments.machine)])
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--decoders", type=int, default=0)
+    parser.add_argument(
+        "--folder", help="parent of the folder of the files (default: the system's for temporary files)"
+    )
+    parser.add_argument("--without-files", action="store_true")
+    parser.add_argument("--machine", default="")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    rows = rows_of(measure(args), args)
+    for row in rows:
+        print(row["row"], row["value"], row["unit"])
+    write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

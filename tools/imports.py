@@ -35,7 +35,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     ),
     "service": ("core", "wire", "text", "metrics", "hardware.table", "planner"),
     "planner": (
-        "core", "hardware", "metrics",
+        "core", "hardware", "metrics", "kv.offload", "kv.prefix",
         "kv.retention", "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.loop", "engine.virtual",
     ),
     "compress": ("core", "text", "hardware", "models", "quant", "ops", "parallel", "decoding", "speculation", "quality"),
@@ -73,7 +73,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
 
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.retention",
-    "hardware.table", "hardware.probe", "hardware.context",
+    "kv.offload", "kv.disk", "hardware.table", "hardware.probe", "hardware.context",
     "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
     "engine.in_flight", "engine.loop", "engine.virtual", "speculation.interface", "speculation.speculator", "speculation.options",
     "cli.main", "cli.serve", "cli.chat",

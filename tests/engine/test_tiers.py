@@ -12,7 +12,8 @@ from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
-from ridgeline.engine.tiers import check_tiers, copy_pays
+from ridgeline.engine.tiers import check_tiers
+from ridgeline.kv.offload import CopyCost
 from ridgeline.llm import LLM
 from ridgeline.wire.messages import Control, Reply, StepStats, Submit
 from tests.engine.runners import layout_of, pair
@@ -73,6 +74,16 @@ def test_what_tiers_hold_and_did_is_reported(tmp_path: Path) -> None:
     assert {name: loaded for name, _, loaded, _ in last} == {"host": host["loaded"], "disk": disk["loaded"]}
 
 
+def test_an_engine_that_ends_writes_what_its_cache_holds(tmp_path: Path) -> None:
+    """Nothing was evicted. Files of other operations are not served: with --deterministic no token depends on a batch."""
+    options: dict[str, Any] = {"kv_offload_gb": 0.05, "kv_disk": str(tmp_path), "kv_cache_memory": 32 << 20}
+    tokens, _ = _answers(**options)
+    _, cached = _answers(deterministic=True, **options)
+    assert not any(cached[:4]) and all(cached[4:])
+    again, cached = _answers(**options)
+    assert again == tokens and all(cached)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -95,5 +106,8 @@ def test_a_copy_pays_where_it_is_faster() -> None:
     cost = CostModel(pair("llama-gqa")[1].spec, flops_per_s=1e9, bytes_per_s=1e9, overhead_s=0.0)
     page = 1 << 16
     step_s = cost.step_s(step_work(cost.spec, [(0, 512)], 0))
-    assert copy_pays(cost, page, 64 * page / step_s * 1.01)(0, 512, 64, 0)
-    assert not copy_pays(cost, page, 64 * page / step_s * 0.99)(0, 512, 64, 0)
+    rate = 64 * page / step_s  # of a copy that takes as long as the step
+    assert CopyCost(cost, page, rate * 1.01).pays(0, 512, 64, 0)
+    assert not CopyCost(cost, page, rate * 0.99).pays(0, 512, 64, 0)
+    assert CopyCost(cost, page, 3 * rate, rate).pays(0, 512, 64, 42)
+    assert not CopyCost(cost, page, 3 * rate, rate).pays(0, 512, 64, 44)

@@ -97,6 +97,27 @@ def test_a_pace_of_readers_is_a_remedy_for_late_first_tokens_under_load() -> Non
     assert others and set(others) == {after.server.limits.pace_s}, "other techniques keep the pace"
 
 
+def test_host_memory_is_a_remedy_where_shared_prefixes_are_evicted() -> None:
+    """Six contexts of 8,192 tokens come in turn, and the cache holds two of them."""
+    requests = (
+        RequestSpec(2.0 * index, 8200, 4, tuple(range(100 * (index % 6), 100 * (index % 6) + 64)), 128)
+        for index in range(24)
+    )
+    now = situation(Workload("contexts", tuple(requests), timed=True), pages=300)
+    remedies = {remedy.name: remedy for remedy in predict(now, "ttft").offered}
+    remedy = remedies["host memory for cached prefixes: 9.38 GiB"]
+    assert remedy.gain > 0.5
+    after = remedy.change.after
+    assert after.flags() == ["--kv-offload-gb", "9.38"] and after.server.tier_pages == 1200
+    slow = replace(now, row=replace(H200, host_link=1e9))
+    names = {remedy.name: remedy.gain for remedy in predict(slow, "ttft").offered}
+    assert names.get("host memory for cached prefixes: 9.38 GiB", 0.0) < 0.05, (
+        "copies take longer than the prompt steps"
+    )
+    assert not any("host memory" in remedy.name for remedy in predict(replace(now, row=None), "ttft").offered)
+    assert not any("host memory" in remedy.name for remedy in predict(after, "ttft").offered), "it is there"
+
+
 def test_fewer_kept_tokens_are_a_remedy_where_long_answers_fill_the_cache() -> None:
     now = situation(steady(48, 512, 4000, 100), pages=400)
     remedies = {remedy.name: remedy for remedy in predict(now, "e2e").offered}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.rank import Stages, load_rank, plan_rank
 from ridgeline.engine.scheduler import Scheduler
-from ridgeline.engine.tiers import check_tiers, open_tiers
+from ridgeline.engine.tiers import check_tiers, keep_pool, open_tiers
 from ridgeline.hardware.ceilings import read_ceilings
 from ridgeline.kv.retention import read_retention
 from ridgeline.metrics.account import DeviceAccount
@@ -61,7 +62,9 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         runner = group.lead(loaded.runner)
         grammars = _grammars(folder, spec)
         stages.ends("grammar")
-        source, loaded.runner.transfers = open_tiers(config, plan.layout, loaded.runner.store, fingerprint, cost)
+        source, loaded.runner.transfers = open_tiers(
+            config, plan.layout, loaded.runner.store, f"{fingerprint} {rank.ops.name}", cost
+        )
         leases = Leases(
             plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching, source=source, retention=retention
         )
@@ -93,6 +96,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
             late=loaded.runner.late,
             expert_load=ExpertLoad(loaded.model.decoder.expert_loads()),
             check=group.check,
+            closing=partial(keep_pool, leases, loaded.runner.transfers),
         )
         log.debug("ready: %s", setup.facts)
         return Engine(Loop(scheduler, runner, steps_in_flight=plan.steps_in_flight), setup)

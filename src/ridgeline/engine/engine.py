@@ -45,7 +45,7 @@ class Setup:
 
     fingerprint: hash of the weights and the KV format. Engines share prefixes only if their fingerprints are equal.
     seed: seeds the generator of seeds for requests without one. facts: the content of Ready and of the "stats" reply. check: raises
-    EngineFailed if another rank is lost; called in every turn.
+    EngineFailed if another rank is lost; called in every turn. closing: called before the device is released.
     """
 
     max_len: int
@@ -59,6 +59,7 @@ class Setup:
     late: LateCompiles = field(default_factory=LateCompiles)
     expert_load: ExpertLoad = field(default_factory=ExpertLoad)
     check: Callable[[], None] = lambda: None
+    closing: Callable[[], None] = lambda: None
 
 
 class Engine:
@@ -92,6 +93,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the device memory and stop grammar compilation."""
+        self.setup.closing()
         self.loop.runner.close()
         if self.setup.grammars is not None:
             self.setup.grammars.close()

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from hashlib import sha256
+from itertools import count, islice
 from pathlib import Path
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.core.cost import CostModel, step_work
+from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plan import StepPlan
 from ridgeline.core.sizing import GIB
 from ridgeline.core.spec import KvLayout
+from ridgeline.engine.leases import Leases
 from ridgeline.hardware.probe import host_memory
 from ridgeline.kv.copies import TierTransfers
 from ridgeline.kv.disk import Disk
-from ridgeline.kv.offload import Offload, Pays
+from ridgeline.kv.offload import CopyCost, Offload
 from ridgeline.kv.prefix import Source
 from ridgeline.kv.store import KvStore, Transfers
 
 DISK_BYTES_PER_S = 1e9
 """Assumed rate of reading files. What was written lately is in the system's page cache and faster."""
+KEEP_S = 6.0
+"""Seconds in which an engine that ends writes the prefixes of its pool to files. The service kills it after 10."""
 
 
 def check_tiers(config: EngineConfig, layout: KvLayout) -> None:
@@ -46,27 +53,40 @@ def check_tiers(config: EngineConfig, layout: KvLayout) -> None:
 def open_tiers(
     config: EngineConfig, layout: KvLayout, store: KvStore, fingerprint: str, cost: CostModel
 ) -> tuple[Source, Transfers]:
-    """What the scheduler asks and what the runner copies with; without the options both have nothing below the cache."""
+    """What the scheduler asks and what the runner copies with; without the options both have nothing below the cache.
+
+    Args:
+        fingerprint: of all that determines the bytes of a page, the operations that compute them included.
+    """
     if not config.kv_offload_gb:
         return Source(), Transfers(store)
     slots, ttl_s = int(config.kv_offload_gb * GIB) // layout.page_bytes, config.kv_offload_ttl
     disk = None
     if config.kv_disk:
-        capacity = int(config.kv_disk_gb * GIB)
-        disk = Disk(Path(config.kv_disk), capacity, bytes.fromhex(fingerprint), layout.page_bytes, ttl_s=ttl_s)
+        capacity, digest = int(config.kv_disk_gb * GIB), sha256(fingerprint.encode()).digest()
+        disk = Disk(Path(config.kv_disk), capacity, digest, layout.page_bytes, ttl_s=ttl_s)
     transfers = TierTransfers(store, slots, disk)
-    pays = copy_pays(cost, layout.page_bytes, transfers.measure())
+    pays = CopyCost(cost, layout.page_bytes, transfers.measure(), DISK_BYTES_PER_S).pays
     return Offload(layout, slots, pays, disk, ttl_s=ttl_s), transfers
 
 
-def copy_pays(cost: CostModel, page_bytes: int, bytes_per_s: float) -> Pays:
-    """A copy pays where it takes less time than the prompt step that computes the same tokens. bytes_per_s: from host memory."""
-
-    def pays(start: int, end: int, in_memory: int, on_disk: int) -> bool:
-        copied_s = page_bytes * (in_memory / bytes_per_s + on_disk / DISK_BYTES_PER_S)
-        return copied_s < cost.step_s(step_work(cost.spec, [(start, end - start)], 0))
-
-    return pays
+def keep_pool(leases: Leases, transfers: Transfers) -> None:
+    """Write what the pool has cached to files, before the engine ends. The latest prefixes come first, because time is limited."""
+    offload = leases.source
+    if not isinstance(offload, Offload) or offload.files is None:
+        return
+    blocks, tickets, deadline = reversed(list(leases.prefix.items())), count(1 << 30), time.monotonic() + KEEP_S
+    while time.monotonic() < deadline and (part := list(islice(blocks, max(1, offload.room)))):
+        for key, group, block in part:
+            offload.evicted(key, group, block)
+        ended = transfers.step(StepPlan(0, stores=offload.stores(tickets)))
+        while transfers.busy and time.monotonic() < deadline:
+            time.sleep(0.001)
+            ended |= transfers.step(StepPlan(0))
+        for ticket, arrived in ended.items():
+            offload.ended(ticket, arrived)
+        while not offload.settled and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def _refused(config: EngineConfig, name: str, reason: str) -> ConfigError:

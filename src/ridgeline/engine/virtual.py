@@ -39,14 +39,24 @@ class VirtualRunner:
         acceptance: probability that a draft node is kept, given that its parent is. Siblings are tried in their order.
         stop_probability: probability that a drawn token is an end token, once `min_tokens` are drawn.
         seed: of the random numbers that accept draft nodes.
+        page_s: seconds in which a page is copied from a tier below the pool, one page after the other. Stores take none.
     """
 
-    def __init__(self, cost: CostModel, acceptance: float = 0.0, stop_probability: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        acceptance: float = 0.0,
+        stop_probability: float = 0.0,
+        seed: int = 0,
+        page_s: float = 0.0,
+    ) -> None:
         self.now = self._free_at = 0.0  # _free_at: virtual time in seconds at which the last launched step ends
         self._cost, self._meter, self._vocab = cost, WorkMeter(cost.spec), cost.spec.vocab_size
         self._acceptance, self._stop_below = acceptance, round(stop_probability * (1 << 32))
         self._random = random.Random(seed)
         self._rows: dict[int, _Row] = {}
+        self._page_s, self._copied_at = page_s, 0.0  # _copied_at: virtual time at which the last copy ends
+        self._copies: dict[int, float] = {}  # ticket -> virtual time at which its copy ends
         self._flight: deque[tuple[float, StepResult]] = deque()  # virtual time of the end in seconds, result
 
     def advance(self, to: float) -> None:
@@ -65,9 +75,11 @@ class VirtualRunner:
         ends = [row.computed + count for row, count in zip(rows, plan.n_query, strict=True)]
         logits = sum(plan.samples) + len(plan.drafts) + sum(len(ids) - ids.count(-1) for ids in plan.score_ids.values())
         result = StepResult(plan.step, plan.rows, plan.generations, [], [], [])
-        result.device_s = self._cost.step_s(self._meter.work(ends, plan.n_query, logits))
+        if rows:
+            result.device_s = self._cost.step_s(self._meter.work(ends, plan.n_query, logits))
         result.gap_s = max(0.0, self.now - self._free_at)
         self._free_at += result.gap_s + result.device_s
+        self._copy(plan, result)
         self._flight.append((self._free_at, result))
         first = 0
         for place, row in enumerate(rows):
@@ -84,6 +96,18 @@ class VirtualRunner:
             result.tokens += gained
             ended = Flag.STOP if gained and gained[-1] in row.join.stop_ids else Flag.LIMIT
             result.flags.append(ended if gained and row.ended else 0)
+
+    def _copy(self, plan: StepPlan, result: StepResult) -> None:
+        """Begin the copies of a plan. The result states those that end with its step."""
+        for ticket in plan.cancels:
+            self._copies.pop(ticket, None)
+        for transfer in plan.transfers:
+            self._copied_at = max(self._copied_at, self.now) + len(transfer.pages) * self._page_s
+            self._copies[transfer.ticket] = self._copied_at
+        ended = [ticket for ticket, end in self._copies.items() if end <= self._free_at]
+        for ticket in ended:
+            del self._copies[ticket]
+        result.transfers = dict.fromkeys([*ended, *(store.ticket for store in plan.stores)], True)
 
     def collect(self) -> StepResult:
         end, result = self._flight.popleft()

@@ -7,7 +7,6 @@ its pages on the device, in the order of the steps, so that the step that reuses
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +26,10 @@ READERS = 4
 """Threads that read files."""
 STAGING_BYTES = 64 << 20
 """Device memory through which evicted pages leave, in two halves."""
+
+
+MEASURED_BYTES = 64 << 20
+"""Bytes that `measure` copies at least, if there are so many."""
 
 
 class Event(Protocol):
@@ -149,15 +152,17 @@ class TierTransfers(Transfers):
 
     @torch.inference_mode()
     def measure(self) -> float:
-        """Bytes per second from host memory to blocks: the best of some copies to the scratch page."""
-        best, rows = math.inf, [self.memory[0]] * 4
-        for _ in range(8):
+        """Bytes per second from host memory to the pool, of the fastest of three copies to the scratch page."""
+        rows = self.memory[: 1 + MEASURED_BYTES // self.memory.shape[1]]
+        rows.zero_()  # memory that was never touched has no pages of its own
+        seconds = []
+        for _ in range(3):
             started = time.perf_counter()
-            event = self._link.up(rows, [0] * len(rows))
+            event = self._link.up(list(rows), [0] * len(rows))
             while not event.query():
                 pass
-            best = min(best, time.perf_counter() - started)
-        return len(rows) * self.memory.shape[1] / best
+            seconds.append(time.perf_counter() - started)
+        return rows.nbytes / min(seconds)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> dict[int, bool]:

@@ -34,10 +34,11 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"RIDGEKV\n"
 VERSION = 1
-HEADER = struct.Struct("<8sI32s32sIQI")
-"""Magic, version, fingerprint, key, group, bytes of the page, CRC-32 of the page."""
+HEADER = struct.Struct("<8sI32s32sIQdI")
+"""Magic, version, fingerprint, key, group, bytes of the page, time of writing, CRC-32 of the page. The time of the last use is the
+file's time of modification."""
 NAME = re.compile(r"([0-9a-f]{64})-(\d{1,6})\.kv")
-CLOSE_S = 10.0
+CLOSE_S = 2.0
 """Seconds that closing waits for files to be written."""
 
 View = Callable[[int], memoryview]
@@ -123,24 +124,20 @@ class Disk:
                 path.unlink(missing_ok=True)
             elif match := NAME.fullmatch(path.name):
                 part = Part(bytes.fromhex(match[1]), int(match[2]))
-                if reason := self._refusal(path, part):
+                header, status = _head(path), path.stat()
+                if reason := self._refusal(header, status.st_size, part):
                     _remove(path, reason)
                 else:
-                    usable.append((path.stat().st_atime, path.stat().st_mtime, part))
+                    usable.append((status.st_mtime, HEADER.unpack(header)[-2], part))
         for _, written_at, part in sorted(usable):
             self._enter(part, written_at)
         self._evict_beyond(self._capacity)
 
-    def _refusal(self, path: Path, part: Part) -> str:
+    def _refusal(self, header: bytes, size: int, part: Part) -> str:
         """Why a file cannot be of this part; empty: header and length are right."""
-        with path.open("rb") as file:
-            header = file.read(HEADER.size)
-            return self._header_refusal(header, os.fstat(file.fileno()).st_size, part)
-
-    def _header_refusal(self, header: bytes, size: int, part: Part) -> str:
         if len(header) < HEADER.size or size != HEADER.size + self.page_bytes:
             return f"it has {size:,} bytes instead of {HEADER.size + self.page_bytes:,}"
-        magic, version, fingerprint, key, group, length, _ = HEADER.unpack(header)
+        magic, version, fingerprint, key, group, length, *_ = HEADER.unpack(header)
         if (magic, version) != (MAGIC, VERSION):
             return "it is not a page of this version"
         if (fingerprint, length) != (self._fingerprint, self.page_bytes):
@@ -256,13 +253,13 @@ class Disk:
         try:
             with path.open("rb", buffering=0) as file:
                 header = file.read(HEADER.size) or b""
-                reason = self._header_refusal(header, os.fstat(file.fileno()).st_size, part)
+                reason = self._refusal(header, os.fstat(file.fileno()).st_size, part)
                 if not reason and file.readinto(target) != self.page_bytes:
                     reason = "it ends too early"
             if not reason and zlib.crc32(target) != HEADER.unpack(header)[-1]:
                 reason = "its checksum is wrong"
             if not reason:
-                os.utime(path, (self._now(), known[1]))  # the order of use, for the next start
+                os.utime(path)  # the order of use, for the next start
                 return True
         except OSError as error:
             reason = str(error)
@@ -285,7 +282,7 @@ class Disk:
     def _write(self, job: _Job) -> None:
         assert self.view is not None
         page, path = self.view(job.slot), job.path.with_suffix(".tmp")
-        fields = MAGIC, VERSION, self._fingerprint, *job.part, self.page_bytes, zlib.crc32(page)
+        fields = MAGIC, VERSION, self._fingerprint, *job.part, self.page_bytes, self._now(), zlib.crc32(page)
         try:
             with path.open("wb", buffering=0) as file:
                 for data in (HEADER.pack(*fields), page):
@@ -302,6 +299,11 @@ class Disk:
         self._jobs.put(None)
         self._thread.join(CLOSE_S)
         self._lock.close()
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(HEADER.size)
 
 
 def _remove(path: Path, reason: str) -> None:

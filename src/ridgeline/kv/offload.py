@@ -9,10 +9,13 @@ Ownership: the scheduler's thread calls everything here. Slot 0 is never used, s
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.events import TierCounts
 from ridgeline.core.plan import Transfer
 from ridgeline.core.spec import KvLayout
@@ -58,10 +61,26 @@ Pays = Callable[[int, int, int, int], bool]
 """Whether to copy pays: first token, end, pages in host memory, pages on disk."""
 
 
+@dataclass(frozen=True, slots=True)
+class CopyCost:
+    """Decides whether keys and values are copied or computed. page_bytes: of a block of one group. bytes_per_s, file_bytes_per_s:
+    rates of copies from host memory and from files."""
+
+    cost: CostModel
+    page_bytes: int
+    bytes_per_s: float
+    file_bytes_per_s: float = math.inf
+
+    def pays(self, start: int, end: int, in_memory: int, on_disk: int) -> bool:
+        """Whether to copy pages from memory and files is faster than a prompt step with the tokens from `start` to `end`."""
+        seconds = in_memory / self.bytes_per_s + on_disk / self.file_bytes_per_s
+        return seconds * self.page_bytes < self.cost.step_s(step_work(self.cost.spec, [(start, end - start)], 0))
+
+
 class Offload(Source):
     """Host memory of `slots` pages, and the files below it.
 
-    pays: decides between copying and computing. ttl_s: seconds after which a page in host memory is dropped; 0: never. clock: in
+    pays: decides between copying and computing. ttl_s: seconds after which a page in host memory is dropped; 0: never. clock:
     seconds.
     """
 
@@ -199,6 +218,11 @@ class Offload(Source):
             self.files.clear()
 
     # --- measures ---------------------------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """Pages that can be stored now."""
+        return self._pool.free
 
     @property
     def settled(self) -> bool:

@@ -29,6 +29,8 @@ from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.virtual import VirtualRunner
+from ridgeline.kv.offload import CopyCost, Offload
+from ridgeline.kv.prefix import Source
 from ridgeline.kv.retention import KEEP_ALL, Retention
 
 
@@ -38,7 +40,7 @@ class Server:
 
     cost: step times of the model as served. layout, pages: the KV cache. host_s: seconds of the host per step (plan, commit,
     launch), which steps in flight hide. outside_s: seconds of a request outside the engine. replicas: equal servers; requests go to
-    them in turn.
+    them in turn. tier_pages: pages of host memory below the cache. link: bytes per second between host memory and the device.
     """
 
     cost: CostModel
@@ -52,6 +54,20 @@ class Server:
     host_s: float = 0.0
     outside_s: float = 0.0
     replicas: int = 1
+    tier_pages: int = 0
+    link: float = 0.0
+
+    @property
+    def page_s(self) -> float:
+        """Seconds in which a page comes from host memory."""
+        return self.layout.page_bytes / self.link if self.tier_pages else 0.0
+
+    def source(self) -> Source:
+        """The tier below the cache; empty if there is none."""
+        if not self.tier_pages:
+            return Source()
+        pays = CopyCost(self.cost, self.layout.page_bytes, self.link).pays
+        return Offload(self.layout, self.tier_pages, pays)
 
 
 class Outcome(NamedTuple):
@@ -139,8 +155,9 @@ def serve(server: Server, workload: Workload, concurrency: int | None = None) ->
 class _Device:
     """A virtual runner behind a host that takes `host_s` seconds before each launch."""
 
-    def __init__(self, cost: CostModel, host_s: float) -> None:
-        self.runner, self.busy_s, self._host_s = VirtualRunner(cost), 0.0, host_s
+    def __init__(self, server: Server) -> None:
+        self.runner, self.busy_s = VirtualRunner(server.cost, page_s=server.page_s), 0.0
+        self._host_s = server.host_s
         self.calls = 0
         """Calls of launch and collect so far."""
 
@@ -185,8 +202,14 @@ class _Run:
     """One server that works through its requests."""
 
     def __init__(self, server: Server, workload: Workload, concurrency: int | None) -> None:
-        leases = Leases(server.layout, server.pages, prefix_cache=server.prefix_cache, retention=server.retention)
-        self.device, self.outcomes = _Device(server.cost, server.host_s), list[Outcome]()
+        leases = Leases(
+            server.layout,
+            server.pages,
+            prefix_cache=server.prefix_cache,
+            source=server.source(),
+            retention=server.retention,
+        )
+        self.device, self.outcomes = _Device(server), list[Outcome]()
         self._scheduler = Scheduler(server.layout, leases, server.limits, admission(server.batching))
         self._loop = Loop(
             self._scheduler, self.device, steps_in_flight=server.steps_in_flight, clock=lambda: self.device.runner.now

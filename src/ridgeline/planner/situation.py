@@ -25,6 +25,8 @@ from ridgeline.planner.simulate import Figures, Outcome, Server
 
 MAX_REQUESTS = 200
 """Recorded requests that a simulation replays: the newest ones."""
+LINK_SHARE = 0.8
+"""Share of the published rate between host memory and a device that copies of pages are assumed to reach."""
 RECORD = (
     "arrived_at", "prompt_tokens", "cached_tokens", "output_tokens", "finish_reasons", "e2e_s", "ttft_s", "tpot_s", "prefix_hashes",
     "decoding", "spent",
@@ -126,6 +128,8 @@ def read_situation(
             "the server, or give a run of `ridgeline bench run`.",
             param="url",
         )
+    row = find(facts["device"]) if kind == "cuda" else None
+    tier_pages = int(engine.kv_offload_gb * (1 << 30)) // layout.page_bytes
     saved = figures.get("draft_saved_share", 0.0)
     cost = measured_cost(read_cost(spec, facts["cost"]), figures, eager=engine.enforce_eager and kind == "cuda")
     return Situation(
@@ -143,11 +147,13 @@ def read_situation(
             steps_in_flight=facts["steps_in_flight"],
             host_s=figures.get("host_seconds_per_step", 0.0),
             outside_s=snapshot["latencies"].get("outside", {}).get("p50", 0.0),
+            tier_pages=tier_pages if row is not None else 0,
+            link=row.host_link * LINK_SHARE if row is not None else 0.0,
         ),
         workload=workload_of(ended),
         recorded=figures_of(ended),
         kind=kind,
-        row=find(facts["device"]) if kind == "cuda" else None,
+        row=row,
         concurrency=concurrency,
         saved=saved,
     )

@@ -18,7 +18,7 @@ from ridgeline.core.spec import KV_FORMATS, kv_layout
 from ridgeline.hardware.serving import KV_FORMATS_SERVED, PREFERRED, weight_formats
 from ridgeline.hardware.table import ACCELERATORS, Accelerator
 from ridgeline.kv.retention import KEEP_ALL, read_retention
-from ridgeline.planner.situation import Situation, slower
+from ridgeline.planner.situation import LINK_SHARE, Situation, slower
 
 
 class Effort(IntEnum):
@@ -115,6 +115,15 @@ def _cache_memory(now: Situation) -> Iterator[Change]:
         added = (0.95 - engine.gpu_memory_utilization) * now.row.memory_bytes
         pages = now.server.pages + int(added) // page_bytes
         yield _with(now, "95% of the GPU", {"gpu_memory_utilization": 0.95}, pages=pages)
+
+
+def _offload(now: Situation) -> Iterator[Change]:
+    """Host memory of four times the cache below it. On a CPU both are the same memory."""
+    if now.row is not None and now.row.host_link and now.server.prefix_cache and not now.server.tier_pages:
+        pages = 4 * now.server.pages
+        size = round(pages * now.server.layout.page_bytes / (1 << 30), 2)
+        link = now.row.host_link * LINK_SHARE
+        yield _with(now, f"{size:g} GiB", {"kv_offload_gb": size}, tier_pages=pages, link=link)
 
 
 # --- batching ------------------------------------------------------------------------------------------------------------
@@ -257,6 +266,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("KV retention", _retention, "what is dropped cannot be recalled: measure it on your texts"),
     Technique("prefix cache", _prefix_cache, "none"),
     Technique("memory for the KV cache", _cache_memory, "less memory for other programs on the device"),
+    Technique("host memory for cached prefixes", _offload, "as much host memory"),
     Technique("batching policy", _continuous, "none"),
     Technique("requests at once", _rows, "more: each stream is slower; fewer: requests wait"),
     Technique("prompt chunk", _chunks, "smaller: later first tokens; larger: less steady streams"),
@@ -298,7 +308,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 NOT_PREDICTED: tuple[str, ...] = (
     "a KV cache of 8 or 4 bits (--kv-cache-dtype)",
-    "tiers below the KV cache (--kv-offload-gb)",
+    "files of cached prefixes (--kv-disk)",
     "chosen pages of the KV cache (--kv-selection)",
     "several processes on CPUs (--tensor-parallel-size, --pipeline-parallel-size)",
     "the batch lane (/v1/batches)",
