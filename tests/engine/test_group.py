@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-SHORT = {("grouped heads", "two ranks"), ("few blocks", "two stages"), ("drafts", "both"), ("windows", "two stages")}
+SHORT = {("few blocks", "two stages"), ("drafts", "both"), ("windows", "two stages")}
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 WAYS = {
     "two ranks": TENSOR,
@@ -187,7 +187,11 @@ def _state(pid: int) -> str:
         pytest.param(signal.SIGSTOP, False, "rank 2 has sent nothing for 4 s", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 4}, TENSOR | PIPELINE], ids=["ranks", "stages"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.long), TENSOR | PIPELINE],
+    ids=["ranks", "stages"],
+)
 def test_a_lost_rank_ends_the_engine(
     sizes: dict[str, int], blow: signal.Signals, busy: bool, reason: str, tmp_path: Path
 ) -> None:

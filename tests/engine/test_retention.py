@@ -252,7 +252,16 @@ def test_what_does_not_compose_is_refused() -> None:
         read("heavy:window=8,keep=64", pipeline_parallel_size=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"speculate": "auto"}, {"speculate": "recycling"}, {"kv_cache_dtype": "int4"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculate": "auto"},
+        *(
+            pytest.param(option, marks=pytest.mark.long)
+            for option in ({}, {"speculate": "recycling"}, {"kv_cache_dtype": "int4"})
+        ),
+    ],
+)
 def test_the_shipped_model_answers_with_a_bounded_cache(options: dict[str, str]) -> None:
     """Native operations, captured steps and drafters that read the cache: as if nothing was dropped, up to where it is."""
     answers, sampling = [], SamplingParams(max_tokens=300, temperature=0.8, seed=3)

@@ -34,11 +34,11 @@ def _answers(**options: Any) -> tuple[list[list[int]], list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"speculate": "auto"},
         {"kv_cache_dtype": "int8"},
-        {"deterministic": True},
-        {"kv_retention": "window:keep=64"},
+        *(
+            pytest.param(option, marks=pytest.mark.long)
+            for option in ({}, {"speculate": "auto"}, {"deterministic": True}, {"kv_retention": "window:keep=64"})
+        ),
     ],
     ids=str,
 )

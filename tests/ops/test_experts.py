@@ -126,8 +126,8 @@ def check_compiles(name: str, weight: str, constants: dict[str, object], tile: k
     return " ".join(part for part in ("wgmma", "mma.sync", "cp.async") if part in made.asm["ptx"])
 
 
-@pytest.mark.parametrize("weight", ["*bf16", "*fp8e4nv"])
-@pytest.mark.parametrize("tile", [kernels.FEW, kernels.MANY], ids=["few", "many"])
+@pytest.mark.parametrize("weight", ["*bf16", pytest.param("*fp8e4nv", marks=pytest.mark.long)])
+@pytest.mark.parametrize("tile", [pytest.param(kernels.FEW, marks=pytest.mark.long), kernels.MANY], ids=["few", "many"])
 @pytest.mark.parametrize(("name", "more"), [("_inner", {"KIND": 1}), ("_outer", {})])
 def test_the_products_compile_for_hopper(
     name: str, more: dict[str, object], weight: str, tile: kernels.Tile, apart

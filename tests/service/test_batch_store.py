@@ -136,6 +136,7 @@ def test_no_line_stops_the_others(data: bytes):
     assert isinstance(value, batch_input.BadRow) and value.error.message
 
 
+@pytest.mark.long
 def test_too_many_lines(tmp_path: Path):
     path = tmp_path / "input"
     path.write_bytes(line("a") * (batch_input.MAX_LINES + 1))
