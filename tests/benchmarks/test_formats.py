@@ -26,6 +26,7 @@ def test_rows_state_bytes_speed_and_drift(tmp_path: Path) -> None:
     assert all(row["tok_s"] > 0 and row["tok_s_batch"] > 0 and row["commit"] for row in rows.values())
 
 
+@pytest.mark.long
 def test_a_failing_format_is_reported_and_rows_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, rows = run(tmp_path, "--formats", "int5,int8", "--recipes", "")
     assert status == 1 and set(rows) == {"unquantized", "int8"}

@@ -64,6 +64,7 @@ def test_the_sequences_of_a_row_fit_its_cache(row: str) -> None:
         assert rows * length <= out * (FULL.chunk - rows)
 
 
+@pytest.mark.long
 def test_a_sibling_trains_once_and_is_served(pools: Path) -> None:
     """Its server, with a cache in int8 that layers share, scores tokens as the trained decoder does."""
     work = run(pools, "all")

@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-SHORT = {("few blocks", "two stages"), ("drafts", "both"), ("windows", "two stages")}
+SHORT = {("few blocks", "two stages"), ("drafts", "both")}
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 WAYS = {
     "two ranks": TENSOR,

@@ -107,9 +107,15 @@ EXACT: dict[str, object] = {"deterministic": True}
 @pytest.mark.parametrize(
     ("quantization", "more"),
     [
-        *((name, EXACT) for name in ("", "int8", "int4-g32", "fp8", "w8a8", "llm-int8")),
+        ("int4-g32", EXACT),
         ("", {"speculate": "reference+lookahead"}),
-        ("int8", {"speculate": "draft:"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                *((name, EXACT) for name in ("", "int8", "fp8", "w8a8", "llm-int8")),
+                ("int8", {"speculate": "draft:"}),
+            )
+        ),
     ],
 )
 def test_chunks_drafts_and_cached_prefixes_change_no_token(

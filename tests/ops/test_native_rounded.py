@@ -142,6 +142,7 @@ def test_what_is_no_number_stays_in_its_row(ops: Ops, choose: Callable[[Ops], In
     assert out[rest].isfinite().all() and float((out[rest] - clean[rest]).norm() / clean.norm()) < 0.02
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 9])
 def test_a_cpu_without_byte_products(plainer: Callable[[str], Path], threads: int, rows: int) -> None:
     """AVX2 alone multiplies 16-bit numbers; the sums are the same."""

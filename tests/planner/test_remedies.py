@@ -79,6 +79,7 @@ def test_the_first_remedy_of_a_planted_bottleneck_is_its_cure() -> None:
     assert first == {name: name for name in planted}
 
 
+@pytest.mark.long
 def test_a_pace_of_readers_is_a_remedy_for_late_first_tokens_under_load() -> None:
     busy = situation(
         steady(200, 1500, 200, 24), EngineConfig(max_num_batched_tokens=512), limits=Limits(256, 512, 16_384)
@@ -118,8 +119,9 @@ def test_host_memory_is_a_remedy_where_shared_prefixes_are_evicted() -> None:
     assert not any("host memory" in remedy.name for remedy in predict(after, "ttft").offered), "it is there"
 
 
+@pytest.mark.long
 def test_fewer_kept_tokens_are_a_remedy_where_long_answers_fill_the_cache() -> None:
-    now = situation(steady(48, 512, 4000, 100), pages=400)
+    now = situation(steady(16, 512, 1000, 100), pages=40)
     remedies = {remedy.name: remedy for remedy in predict(now, "e2e").offered}
     text = f"window:sinks=4,keep={max(spec.input + spec.output for spec in now.workload.requests) // 2}"
     remedy = remedies[f"KV retention: {text}"]

@@ -400,6 +400,7 @@ def test_the_shipped_draft_fits_the_shipped_model() -> None:
     assert sum(path.stat().st_size for path in assets.rglob("*") if path.is_file()) < 40 * 2**20
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_the_shipped_draft_is_right_as_often_as_when_it_was_shipped() -> None:
     """On held-out documents, as they are and as the model goes on with them greedily: first tokens, and tokens of chains of DEPTH.
