@@ -371,6 +371,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         save(Outcome("x", [run], single=True), str(tmp_path / "file"))
 
 
+@pytest.mark.long
 def test_policies_start_a_server_for_each(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--rate", "50", "--num-prompts", "4", "--input-len", "20", "--output-len", "5", "--json"]
     options = ["--policies", "dynamic:2,20 continuous", "--serve", "--load-format dummy --device cpu --threads 1"]

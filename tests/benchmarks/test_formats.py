@@ -16,6 +16,7 @@ def run(tmp_path: Path, *words: str) -> tuple[int, dict[str, dict]]:
     return status, {row["method"]: row for row in json.loads(out.read_text())}
 
 
+@pytest.mark.long
 def test_rows_state_bytes_speed_and_drift(tmp_path: Path) -> None:
     status, rows = run(tmp_path, "--formats", "int4", "--recipes", "rtn-int3-g128")
     plain, int4, int3 = (rows[name] for name in ("unquantized", "int4", "rtn-int3-g128"))

@@ -140,6 +140,7 @@ def test_heads_of_a_quantized_model_are_not_pooled(model: Path, tmp_path: Path) 
         made(tmp_path / "int4", "gqa-1", tmp_path / "out")
 
 
+@pytest.mark.long
 def test_a_model_with_fewer_heads_is_trained_and_served(
     tiny: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,7 +167,9 @@ def test_sampled_rows_count_only_what_the_teacher_wrote() -> None:
     torch.testing.assert_close(lessons.loss(student, torch.tensor([0, 1])), expected)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "recurrent", "draft"])
+@pytest.mark.parametrize(
+    "kind", ["draft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("medusa", "recurrent"))]
+)
 def test_a_trained_drafter_keeps_the_answers(
     folder: Path, corpus: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

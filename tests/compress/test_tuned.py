@@ -166,6 +166,7 @@ def test_the_engine_serves_a_model_trained_on_its_grid(model: Path, tiny: Path, 
     assert list(token.top_logprobs) == pytest.approx(expected.topk(5).values.tolist(), abs=0.05)
 
 
+@pytest.mark.long
 def test_one_command_from_checkpoint_to_card(
     tiny: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

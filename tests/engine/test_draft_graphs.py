@@ -111,7 +111,7 @@ DRAFTING = ("guesses", "quotes", "lookahead", "guesses+itself", "itself", "medus
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_no_step_with_drafts_runs_without_a_graph(name: str, depth: int) -> None:
     """Requests come while others verify drafts, prompts are read in pieces, and one needs logits processors for a while."""
     bench = with_limits(name, depth)

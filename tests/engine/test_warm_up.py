@@ -15,7 +15,16 @@ from ridgeline.engine.warm_up import chunk_sizes, chunked, mixes, row_counts
 
 
 @pytest.mark.parametrize(
-    "case", ["8b", "8b-one-kernel", "8-heads", "window-eager", "8b-drafts", "8b-eager-drafts", "8-heads-quotes"]
+    "case",
+    [
+        "8b-one-kernel",
+        "8b-drafts",
+        "8-heads",
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in ("8b", "window-eager", "8b-eager-drafts", "8-heads-quotes")
+        ),
+    ],
 )
 def test_no_step_needs_a_kernel_that_start_up_has_not_launched(apart: Callable[..., Any], case: str) -> None:
     """For a Hopper GPU, on paper."""

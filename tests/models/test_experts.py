@@ -107,12 +107,11 @@ EXACT: dict[str, object] = {"deterministic": True}
 @pytest.mark.parametrize(
     ("quantization", "more"),
     [
-        ("int4-g32", EXACT),
         ("", {"speculate": "reference+lookahead"}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                *((name, EXACT) for name in ("", "int8", "fp8", "w8a8", "llm-int8")),
+                *((name, EXACT) for name in ("", "int8", "int4-g32", "fp8", "w8a8", "llm-int8")),
                 ("int8", {"speculate": "draft:"}),
             )
         ),

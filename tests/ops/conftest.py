@@ -229,7 +229,7 @@ def _built(folder: Path) -> Path:
         return build_library(folder).parent
 
 
-@pytest.fixture(scope="module", params=["this-cpu", "plain", "avx2"])
+@pytest.fixture(scope="module", params=["this-cpu", pytest.param("plain", marks=pytest.mark.long), "avx2"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     name = request.param
     where = request.getfixturevalue("folder") if name == "this-cpu" else request.getfixturevalue("plainer")(name)

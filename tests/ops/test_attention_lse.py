@@ -52,7 +52,8 @@ IMPLEMENTATIONS = [
     "reference",
     "cpu",
     "cpu-invariant",
-    *(f"native-{what}" for what in ("1-thread", "2-threads", "fixed", "plain", "avx2")),
+    *(f"native-{what}" for what in ("1-thread", "2-threads", "fixed", "avx2")),
+    pytest.param("native-plain", marks=pytest.mark.long),
     *(pytest.param(name, marks=[pytest.mark.gpu] * (GPU == "cuda")) for name in ("triton", "invariant")),
 ]
 

@@ -25,7 +25,7 @@ SHARES = [0.0, 0.1, 0.5, 1.0]
 """Of non-zero weights."""
 
 
-@pytest.fixture(scope="module", params=["this-cpu", "plain", "avx2"])
+@pytest.fixture(scope="module", params=["this-cpu", pytest.param("plain", marks=pytest.mark.long), "avx2"])
 def library(request: pytest.FixtureRequest) -> Library:
     name = request.param
     where = request.getfixturevalue("folder") if name == "this-cpu" else request.getfixturevalue("plainer")(name)

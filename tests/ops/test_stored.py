@@ -137,7 +137,7 @@ def test_operations_without_a_compiler(case: Any, kv_format: KvFormat, shape: Ca
     check_write(CPU, case, kv_format, shape)
 
 
-@pytest.mark.parametrize("invariant", [False, True], ids=["fast", "invariant"])
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)], ids=["fast", "invariant"])
 def test_triton(invariant: bool, case: Any, kv_format: KvFormat, shape: Callable[..., Any]) -> None:
     pytest.importorskip("triton")
     from ridgeline.ops.triton.invariant import INVARIANT

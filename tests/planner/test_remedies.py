@@ -161,6 +161,7 @@ def test_the_order_weighs_risk_and_effort() -> None:
     assert [remedy.rank for remedy in outlook.remedies] == sorted(remedy.rank for remedy in outlook.remedies)
 
 
+@pytest.mark.long
 def test_a_prediction_is_of_the_objective() -> None:
     now = situation(steady(64, 512, 64, 40), limits=Limits(8, 8448, 16_384))
     for name, (_, value) in OBJECTIVES.items():

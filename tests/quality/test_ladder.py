@@ -47,6 +47,7 @@ def climbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     return json.loads(out.read_text()), plot.read_text()
 
 
+@pytest.mark.long
 def test_speed_memory_and_drift_of_every_rung(climbed: tuple[list[dict[str, Any]], str]) -> None:
     by_rung = {row["rung"]: row for row in climbed[0]}
     eager, compiled, int8, int4, last = by_rung.values()

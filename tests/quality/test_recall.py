@@ -134,6 +134,7 @@ def test_the_engine_scores_the_answers(model: Path) -> None:
     assert result.probability.value == pytest.approx(np.mean(probability), rel=1e-2)
 
 
+@pytest.mark.long
 def test_the_shipped_model_reads_the_list() -> None:
     """It recalls more from windows whose list has the answers than from those whose list is another window's."""
     tokenizer = Tokenizer.load(shipped_model())

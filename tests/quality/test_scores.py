@@ -239,6 +239,7 @@ def test_servers_that_cannot(model: Path, sequences: list[Window], dialect: str,
 OPTIONS = ("--device", "cpu", "--threads", "1", "--kv-cache-memory", "1M", "--window", "24", "--json")
 
 
+@pytest.mark.long
 def test_compare_ends_as_the_limits_say(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, kept = tmp_path / "text.jsonl", tmp_path / "kept.jsonl"
     text.write_text("\n".join(json.dumps({"text": line}) for line in TEXTS))
