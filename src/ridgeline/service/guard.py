@@ -56,6 +56,7 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     request[REQUEST_ID] = request_id(request.headers.get("x-request-id"))
     front.active += 1
     try:
+        _check_framing(request)
         _check_host(request, front.hosts)
         if (answer := front.origins.preflight(request)) is not None:
             return answer
@@ -71,6 +72,12 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         return error_response(as_ridgeline(error))
     finally:
         front.active -= 1
+
+
+def _check_framing(request: web.Request) -> None:
+    """Refuse chunks in HTTP/1.0, which has none: a proxy may not see where the body ends (RFC 9112, section 6.1)."""
+    if request.version < HttpVersion11 and "transfer-encoding" in request.headers:
+        raise RequestError("HTTP/1.0 has no chunks: send content-length, or HTTP/1.1.", param="transfer-encoding")
 
 
 def _check_host(request: web.Request, hosts: Hosts) -> None:
