@@ -22,7 +22,7 @@ from ridgeline.engine.group import start_group
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
-from ridgeline.engine.rank import Stages, load_rank, plan_rank
+from ridgeline.engine.rank import StartTimes, load_rank, plan_rank
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.tiers import check_tiers, keep_pool, open_tiers
 from ridgeline.hardware.ceilings import read_ceilings
@@ -48,20 +48,20 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     Raises:
         ConfigError, UnsupportedModel, DoesNotFit: before any weight is read.
     """
-    stages = Stages(imports_s, progress)
+    times = StartTimes(imports_s, progress)
     policy = admission(config.batching)
-    rank = plan_rank(model, config, stages)
+    rank = plan_rank(model, config, times)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
     retention = read_retention(config, plan.layout, wanted.device)
     check_tiers(config, plan.layout)
     fingerprint = _fingerprint(folder, model, spec, plan.layout, wanted)
     cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
-    stages.ends("ceilings")
+    times.ends("ceilings")
     with start_group(rank) as group:
-        loaded = load_rank(rank, group.mesh, stages)
+        loaded = load_rank(rank, group.mesh, times)
         runner = group.lead(loaded.runner)
         grammars = _grammars(folder, spec)
-        stages.ends("grammar")
+        times.ends("grammar")
         source, loaded.runner.transfers = open_tiers(
             config, plan.layout, loaded.runner.store, f"{fingerprint} {rank.ops.name}", cost
         )
@@ -85,12 +85,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
             facts=_facts(folder, loaded.model, plan, rank.device)
             | {"speculate": [*wanted.host, *filter(None, [wanted.device])]}
             | {"model_options": asdict(model), "options": asdict(config), "cost": cost_values(cost)}
-            | {
-                "ops": rank.ops.name,
-                "tensor_parallel_size": config.tensor_parallel_size,
-                "startup_s": stages.seconds,
-                "ceilings": ceilings,
-            },
+            | {"ops": rank.ops.name, "startup_s": times.seconds, "ceilings": ceilings},
             grammars=grammars,
             account=DeviceAccount(cost, power, loaded.drafter.work),
             late=loaded.runner.late,

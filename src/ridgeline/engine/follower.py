@@ -18,7 +18,7 @@ from contextlib import suppress
 import torch
 
 from ridgeline.core.errors import EngineFailed, RidgelineError
-from ridgeline.engine.rank import Stages, load_rank, plan_rank
+from ridgeline.engine.rank import StartTimes, load_rank, plan_rank
 from ridgeline.engine.rank_link import (
     BEAT_S,
     CONNECT_S,
@@ -65,12 +65,12 @@ def _serve(link: Link) -> None:
     if body is None:
         return
     order = decode_order(body)
-    stages = Stages(0.0, lambda stage, done, total: None)
-    rank = plan_rank(order.model, order.engine, stages)
+    times = StartTimes(0.0, lambda stage, done, total: None)
+    rank = plan_rank(order.model, order.engine, times)
     link.send(encode(Hello(rank.identity)))
     store = torch.distributed.FileStore(order.store, order.engine.ranks)
     mesh = connect_stages(order.rank, rank.stages, order.engine.tensor_parallel_size, store, CONNECT_S)
-    loaded = load_rank(rank, mesh, stages)
+    loaded = load_rank(rank, mesh, times)
     gc.freeze()
     link.send(encode(Ready()))
     threading.Thread(target=_beat, args=(link,), daemon=True).start()

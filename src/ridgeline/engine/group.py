@@ -1,5 +1,5 @@
-"""Several processes that share one model (tensor parallelism). The first rank has the scheduler. It starts the others, sends them
-every plan, and watches them.
+"""Several processes that share one model (tensor and pipeline parallelism). The first rank has the scheduler. It starts the others,
+sends them every plan, and watches them.
 
 All ranks draw the same tokens: noise depends on seed and position alone, and sums over ranks are bitwise equal on each. So the
 first rank's results stand for all. Each rank reports a checksum of its tokens, and a difference ends the group. A rank that ends,
@@ -127,6 +127,7 @@ class RankGroup(Group):
 
     def lead(self, runner: Runner) -> Runner:
         self._wait(lambda follower: follower.ready)
+        shutil.rmtree(self._folder)  # all are connected: nothing is left behind if this process is killed
         return GroupRunner(runner, self) if self._stages == 1 else PipelineRunner(runner, self)
 
     def check(self) -> None:

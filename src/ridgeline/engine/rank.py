@@ -21,8 +21,7 @@ from ridgeline.core.fit import Deployment, size
 from ridgeline.core.selection import check_selection
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
-from ridgeline.core.stages import stage_layout
-from ridgeline.core.stages import stages as stages_of
+from ridgeline.core.stages import stage_layout, stages
 from ridgeline.engine.graph_shapes import draft_limits
 from ridgeline.engine.runner import Runner, build_runner
 from ridgeline.engine.shape import Sizes
@@ -44,7 +43,7 @@ from ridgeline.speculation.options import Wanted
 from ridgeline.text.tokenizer import Tokenizer
 
 
-class Stages:
+class StartTimes:
     """Measures the stages of the start-up in seconds. A stage begins where the stage before it ends. A stage that reports progress
     ends with its last report."""
 
@@ -104,31 +103,31 @@ class LoadedRank:
     drafter: DeviceDrafter
 
 
-def plan_rank(model: ModelConfig, config: EngineConfig, stages: Stages) -> RankPlan:
+def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes) -> RankPlan:
     """Read the model's config and plan the memory of one rank. Raises ConfigError, UnsupportedModel, DoesNotFit."""
     device = _device(config)
     _finish(device)
-    stages.ends("device")
+    times.ends("device")
     folder = resolve_model(model)
     checkpoint, _ = read_model(folder)
     spec = served_spec(checkpoint, model)
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
     for option, reason in _refusals(config, wanted, device):
         raise ConfigError(f"--{option.replace('_', '-')} is {getattr(config, option)}: {reason}.", param=option)
-    parts = stages_of(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
+    parts = stages(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
     plan = size(Deployment(spec, config, _memory(device, config.ranks), model, drafter_memory, space))
     if model.kv_selection:
         check_selection(model.kv_selection, config, plan.page_tokens, device.type)
     ops = _operations(config, spec, device)
-    stages.ends("config")
+    times.ends("config")
     return RankPlan(model, config, device, folder, spec, wanted, plan, ops, parts)
 
 
-def load_rank(rank: RankPlan, mesh: Mesh, stages: Stages) -> LoadedRank:
+def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
     """Load the rank's share of the weights, and make its drafters and its runner."""
     plan, wanted, device = rank.plan, rank.wanted, rank.device
-    loaded = build(rank.folder, model=rank.model, ops=rank.ops, device=device, mesh=mesh, progress=stages.progress)
+    loaded = build(rank.folder, model=rank.model, ops=rank.ops, device=device, mesh=mesh, progress=times.progress)
     sizes = Sizes(
         plan.max_rows,
         plan.max_step_tokens,
@@ -141,9 +140,9 @@ def load_rank(rank: RankPlan, mesh: Mesh, stages: Stages) -> LoadedRank:
     encode, dummy = _encoder(rank.folder), rank.model.load_format == "dummy"
     speculation, drafter = open_drafters(wanted, loaded, encode, draft_limits(sizes, rank.spec), dummy)
     _finish(device)
-    stages.ends("weights")
-    runner = build_runner(loaded, _layout(rank, mesh), sizes, stages.progress, drafter, runner_kind(mesh.stage))
-    stages.ends("runner")
+    times.ends("weights")
+    runner = build_runner(loaded, _layout(rank, mesh), sizes, times.progress, drafter, runner_kind(mesh.stage))
+    times.ends("runner")
     return LoadedRank(loaded, runner, speculation, drafter)
 
 

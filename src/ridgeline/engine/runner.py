@@ -60,13 +60,15 @@ def build_runner(
 class Runner:
     """Runs steps of a model over its KV cache and its row table. Results are in the order of launches."""
 
+    step_kind: type[DeviceStep] = DeviceStep
+
     def __init__(self, model: LoadedModel, layout: KvLayout, sizes: Sizes, drafter: DeviceDrafter) -> None:
         self.device = model.decoder.embedding.device
         self._cuda, self._inference = self.device.type == "cuda", torch.inference_mode()
         self.rows = RowTable(layout, sizes.rows, sizes.max_len, model.spec.vocab_size, self.device)
         self.store = KvStore(layout, joined(model.rank_spec.layers, drafter.layers), sizes.blocks, self.device)
         self.transfers = Transfers(self.store)
-        self._step = self._make_step(model, sizes, drafter)
+        self._step = self.step_kind(model, self.rows, self.store, sizes.step_tokens, drafter)
         self.late = LateCompiles()
         """Kernels compiled after `prepare`."""
         self._sizes = sizes
@@ -74,9 +76,6 @@ class Runner:
         self._before: Clock | None = None
         """Clock of the step collected last."""
         self._pending: deque[Pending | StepResult] = deque()
-
-    def _make_step(self, model: LoadedModel, sizes: Sizes, drafter: DeviceDrafter) -> DeviceStep:
-        return DeviceStep(model, self.rows, self.store, sizes.step_tokens, drafter)
 
     def _make_executor(self) -> Executor:
         if not self._cuda:

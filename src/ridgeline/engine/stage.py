@@ -20,10 +20,7 @@ from ridgeline.engine.executor import Executor
 from ridgeline.engine.logits_inputs import Scores
 from ridgeline.engine.result import Clock, Pending, without
 from ridgeline.engine.runner import Runner
-from ridgeline.engine.shape import Sizes
-from ridgeline.models.build import LoadedModel
 from ridgeline.parallel.pipeline import Stage
-from ridgeline.speculation.device import DeviceDrafter
 
 
 class LastStep(DeviceStep):
@@ -56,22 +53,17 @@ class Begun:
     lost: list[int]
     transfers: dict[int, bool] = field(default_factory=dict)
 
-    def keep(self) -> None:
-        """Its memory is its own."""
-
 
 class LastRunner(Runner):
     """The runner of the last stage."""
 
-    def _make_step(self, model: LoadedModel, sizes: Sizes, drafter: DeviceDrafter) -> DeviceStep:
-        return LastStep(model, self.rows, self.store, sizes.step_tokens, drafter)
+    step_kind = LastStep
 
 
 class EarlierRunner(Runner):
     """The runner of a stage before the last. Its results have the tokens of all rows, and neither log-probabilities nor scores."""
 
-    def _make_step(self, model: LoadedModel, sizes: Sizes, drafter: DeviceDrafter) -> DeviceStep:
-        return EarlierStep(model, self.rows, self.store, sizes.step_tokens, drafter)
+    step_kind = EarlierStep
 
     def _make_executor(self) -> Executor:
         return Executor(self._step)  # each step has memory of its own
