@@ -38,6 +38,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "gpu_memory_utilization": (0.01, 1.0),
     "kv_cache_memory": (1, 1 << 50),
     "block_size": (1, 1 << 12),
+    "tensor_parallel_size": (1, 1 << 10),
+    "pipeline_parallel_size": (1, 1 << 10),
     "kv_offload_gb": (0.0, 1 << 30),
     "kv_disk_gb": (0.0, 1 << 30),
     "kv_offload_ttl": (0.0, 1 << 40),
