@@ -124,6 +124,9 @@ def check(resolved: Resolved) -> None:
     if resolved.service.allowed_origins:
         # Imported on demand: without these options, the import runs later, while the engine process imports torch.
         import_module("ridgeline.service.origins").Origins.parse(resolved.service.allowed_origins)
+    if resolved.service.moderation:
+        judges = import_module("ridgeline.service.moderation.judges")
+        judges.make_judge(resolved.service.moderation, resolved.service.moderation_api_key)
     if resolved.service.allowed_hosts:
         import_module("ridgeline.service.hosts").Hosts.parse(resolved.service.allowed_hosts, resolved.service.host)
 

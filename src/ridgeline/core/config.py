@@ -153,6 +153,24 @@ class ServiceConfig:
         "maximum restarts of a lost engine within --engine-restart-minutes; after them the server exits with status 1",
     )
     engine_restart_minutes: float = option(10.0, "minutes during which a restart counts towards --engine-restarts")
+    moderation: str = option(
+        "",
+        "judge of answers: address of an endpoint with OpenAI's moderation API, or module:function; answers that it flags are "
+        "withdrawn",
+    )
+    moderation_mode: str = option(
+        "buffer",
+        "buffer: send nothing before the whole answer has passed; window: send text that has passed; after: send text at once, and "
+        "withdraw it later",
+    )
+    moderation_window: int = option(
+        200, "characters of new text after which the modes window and after judge an answer again"
+    )
+    moderation_timeout_s: float = option(5.0, "seconds in which the judge must answer")
+    moderation_failure: str = option(
+        "closed", "what happens to an answer that the judge does not judge: closed withdraws it, open lets it pass"
+    )
+    moderation_api_key: str | None = option(None, "key that is sent to the endpoint of --moderation")
     slo: str = option(
         "", "latency limits of a good request: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
     )

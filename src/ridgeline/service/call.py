@@ -59,8 +59,8 @@ class Call:
 class Usage:
     """Token counts of an answer. prompt includes cached, completion includes reasoning.
 
-    received: unix seconds at which the engine's newest tokens came. published: that time for the first content that the user sees;
-    None before it.
+    received: unix seconds at which the newest tokens came that may be sent. published: that time for the first content that the
+    user sees; None before it.
     """
 
     prompt: int = 0

@@ -9,6 +9,7 @@ from ridgeline.core.workload import prefix_hashes
 from ridgeline.metrics import Arrival, Metrics, RequestRecord, Spent, Totals
 from ridgeline.metrics.records import DISCONNECTED
 from ridgeline.service.call import Call, Usage
+from ridgeline.service.piece import CONTENT_FILTER
 from ridgeline.wire.messages import Delta
 
 
@@ -51,6 +52,10 @@ class Ledger:
         at, spent = self._running.pop((delta.id, delta.choice), (now, Spent()))
         self._reasons.append(reason)
         self._ended.append(spent if delta.finish else replace(spent, decode_s=spent.decode_s + now - at))
+
+    def withdrawn(self, reason: str) -> None:
+        """A choice that ended for `reason` was withdrawn."""
+        self._reasons[self._reasons.index(reason)] = CONTENT_FILTER
 
     def close(self, usage: Usage) -> None:
         """The call is over. If some choices have not ended, it was cut off."""

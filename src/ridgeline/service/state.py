@@ -12,6 +12,7 @@ from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.metrics import Metrics
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
+from ridgeline.service.moderation.watch import Moderation
 from ridgeline.service.shadow import Shadow
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
@@ -122,4 +123,5 @@ class Service:
     gate: Gate
     fingerprint: str
     """`system_fingerprint` of every answer: the server version."""
+    moderation: Moderation
     shadow: Shadow | None = None
