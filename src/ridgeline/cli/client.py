@@ -102,7 +102,7 @@ class ChatClient:
         except (OSError, http.client.HTTPException) as error:
             raise unreachable(self.url, error) from None
         if response.status != 200:
-            raise RidgelineError(f"{self.url} answered {response.status}: {error_message(response.read())}")
+            raise RidgelineError(f"{self.url} answered {response.status}: {_error_message(response.read())}")
         return response
 
 
@@ -142,7 +142,7 @@ def _record(answer: Answer, event: Mapping[str, Any]) -> str:
     return piece
 
 
-def error_message(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """The message of an error response, or the beginning of its body."""
     try:
         return str(json.loads(body)["error"]["message"])

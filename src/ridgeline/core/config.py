@@ -145,7 +145,7 @@ class ServiceConfig:
         "share by which rows of batches may raise the p99 latency of online requests, as in 10% (default: up to --slo; without one "
         "10%)",
     )
-    batch_max_gb: float = option(10.0, "largest size of all stored files together in GiB")
+    batch_max_gb: float = option(10.0, "space of uploaded files and results in GiB, beyond which uploads are refused")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
     drain_s: float = option(30.0, "seconds after SIGTERM in which running requests may finish")
     engine_restarts: int = option(

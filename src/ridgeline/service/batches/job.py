@@ -70,11 +70,39 @@ class Job:
         self.pending: deque[int] = deque()
         """Rows to run, in their order."""
         self.running: set[int] = set()
+        self.lock = asyncio.Lock()
+        """Held while the state of the batch changes."""
+        self.ending = False
+        """Whether the rows are withdrawn for good: none starts any more."""
         self.reported = 0, 0
         """Completed and failed rows that the metrics have."""
         self.retry_at = 0.0
         self.storage_error: OSError | None = None
         """Why a result could not be stored."""
+
+    @property
+    def next_row(self) -> int | None:
+        """The row to start next; None if there is none, or if rows may not start."""
+        runs = self.batch.status in ("in_progress", "finalizing") and not self.ending
+        return self.pending[0] if runs and self.pending else None
+
+    def choices(self, row: int) -> int:
+        """Choices that a row asks for."""
+        return self.index.choices.get(row, 1)
+
+    def due(self, now: float) -> bool:
+        """Whether the state of the batch has to change now."""
+        if time.monotonic() < self.retry_at:
+            return False
+        if (
+            self.results is None
+            or self.storage_error is not None
+            or self.batch.status == "cancelling"
+            or self.batch.ended
+        ):
+            return True
+        expired = self.batch.status == "in_progress" and now >= self.batch.expires_at
+        return expired or not (self.pending or self.running)
 
     async def prepare(self, now: float) -> None:
         """Read input and results. A new batch begins, or fails if its file is not valid."""

@@ -85,13 +85,13 @@ async def upload(request: web.Request) -> web.Response:
     try:
         fields, filename, size = await _receive(request, path, min(MAX_FILE_BYTES, space))
         file = _checked_file(file_id, fields, filename, size)
-        await asyncio.to_thread(store.add_file, file)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise StorageFull(f"The file cannot be stored ({error.strerror}): free space on the disk.") from error
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+    await asyncio.shield(asyncio.to_thread(store.add_file, file))  # also for a client that leaves now
     return json_response(file.body())
 
 
@@ -228,9 +228,8 @@ async def create(request: web.Request) -> web.Response:
     if ignored:
         request[IGNORED] = ignored
     stored = await asyncio.to_thread(_new_batch, lane.store, values)
-    await asyncio.to_thread(lane.store.add_batch, stored)
     body = msgspec.json.encode(stored.batch)
-    lane.add(stored)
+    await asyncio.shield(lane.submit(stored))  # also for a client that leaves now
     return web.Response(body=body, content_type="application/json")
 
 

@@ -86,7 +86,7 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        """A transaction. Raises StorageFull if the disk is full."""
+        """A transaction. Raises StorageFull if the disk does not take it."""
         with self._lock:
             database = self._open()
             try:
@@ -96,9 +96,9 @@ class Store:
             except BaseException as error:
                 if database.in_transaction:
                     database.execute("ROLLBACK")
-                if isinstance(error, sqlite3.OperationalError):
+                if isinstance(error, sqlite3.Error):
                     raise StorageFull(
-                        f"The state of batches cannot be stored ({error}): free space on the disk."
+                        f"The state of batches cannot be stored ({error}): free space on the disk of --batch-dir, or replace it."
                     ) from error
                 raise
 
@@ -128,9 +128,13 @@ class Store:
         return self._max_bytes - used
 
     def add_file(self, file: StoredFile) -> None:
-        """Add a file whose bytes are at its path."""
-        with self._write() as database:
-            _insert_file(database, file)
+        """Add a file whose bytes are at its path. If that fails, they are deleted."""
+        try:
+            with self._write() as database:
+                _insert_file(database, file)
+        except BaseException:
+            self.path(file.id).unlink(missing_ok=True)
+            raise
 
     def file(self, file_id: str, param: str = "file_id") -> StoredFile:
         """Raises NotFound, naming `param`."""
@@ -188,7 +192,9 @@ class Store:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def add_batch(self, stored: StoredBatch) -> None:
+        """Add a batch. Raises NotFound if its input file was deleted meanwhile."""
         with self._write() as database:
+            self.file(stored.batch.input_file_id, "input_file_id")
             body = msgspec.json.encode(stored)
             database.execute("INSERT INTO batches (id, ended, body) VALUES (?, 0, ?)", (stored.batch.id, body))
 
