@@ -108,6 +108,18 @@ class ServiceConfig:
     api_key: str | None = option(
         None, "key that clients must send; only /health and the HTML pages without their data are open to everybody"
     )
+    admin_api_key: str | None = option(
+        None, "key of operators: with it, only this key may read other clients' requests and reset the prefix cache"
+    )
+    api_keys: str = option(
+        "", "TOML, JSON or YAML file of API keys with their limits; it is read again when it changes"
+    )
+    isolate_keys: bool = option(False, "API keys share no cached prefixes, so that answer times show nothing of others")
+    usage_file: str = option(
+        "",
+        "SQLite file of what each API key has used (default: one for each port in the user's state folder; none on port 0); off: "
+        "in memory only",
+    )
     allowed_origins: str = option(
         "", "web origins whose pages may call the API from a browser: https://a.example,https://b.example, or * for all"
     )

@@ -23,7 +23,7 @@ from ridgeline.core.slo import Slo, reader_pace
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"
-SECRETS = frozenset({"api_key", "moderation_api_key", "ssl_keyfile_password"})
+SECRETS = frozenset({"admin_api_key", "api_key", "moderation_api_key", "ssl_keyfile_password"})
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),

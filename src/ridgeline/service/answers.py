@@ -154,6 +154,25 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "Health": _object({"status": {"const": "ok"}, "step": {"type": "integer"}}),
     "Version": _object({"version": _STRING}),
     "Home": _object({"name": {"const": "ridgeline"}, "version": _STRING, "model": _STRING, "docs": _STRING}),
+    "KeyUsage": _object(
+        {
+            "object": {"const": "list"},
+            "data": _list(
+                _object(
+                    {
+                        "object": {"const": "usage"},
+                        "start": _COUNT | {"description": "Unix seconds at which the hour, day or month begins."},
+                        "key": {"type": "string", "description": "Name of the API key."},
+                        "requests": _COUNT,
+                        "prompt_tokens": _COUNT,
+                        "cached_tokens": _COUNT,
+                        "output_tokens": _COUNT,
+                        "cost": _SECONDS | {"description": "USD."},
+                    }
+                )
+            ),
+        }
+    ),
     "LedgerRow": _object(
         {
             "id": {"type": "string", "description": "The id of the answer's body."},

@@ -159,6 +159,7 @@ class Server:
         facts = client.facts
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
+        self.front.keys.set_price(metrics.live.ceilings.price)
         if self._reference is not None:
             shadow = Shadow(config, client, metrics, self._reference, service.limits.request_tokens)
             self._shadowing = asyncio.get_running_loop().create_task(shadow.run())
@@ -308,7 +309,7 @@ async def serve(
 
 
 def _stop_signals(front: Front) -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set. The first signal drains, the second ends the drain."""
+    """An event that SIGTERM and SIGINT set. The first signal drains, the second ends the drain. SIGHUP reads the API keys again."""
     stopped = asyncio.Event()
 
     def stop() -> None:
@@ -316,6 +317,8 @@ def _stop_signals(front: Front) -> asyncio.Event:
             front.hurry()
         stopped.set()
 
+    if front.config.api_keys:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(front.keys.reload, changed_only=False))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     return stopped

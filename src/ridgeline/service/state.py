@@ -34,6 +34,10 @@ class ModelCard:
     created: int
     defaults: Mapping[str, float]
 
+    def names(self, name: str | None) -> tuple[str, ...]:
+        """The names that mean the model of a request for `name`."""
+        return (self.name, self.root) if name in (None, self.name, self.root) else (name or "",)
+
     def check(self, name: str | None) -> None:
         """Raises ModelNotFound for another model's name. A request without a model is accepted."""
         if name is not None and name not in (self.name, self.root):
