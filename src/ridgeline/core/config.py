@@ -91,12 +91,22 @@ class EngineConfig:
     pipeline_parallel_size: int = option(
         1, "stages of layers, each of --tensor-parallel-size processes", "-pp", "--pp-size"
     )
+    nnodes: int = option(1, "hosts that run the model together, each an equal part of its processes")
+    node_rank: int = option(0, "number of this host, from 0; the service runs on host 0, and the others wait for it")
+    master_addr: str = option("", "address of host 0 in the network of the hosts")
+    master_port: int = option(29500, "port of host 0 for the processes on the other hosts")
     calibration: str = option("", "file that `ridgeline calibrate` wrote, for accurate predictions of step times")
 
     @property
     def ranks(self) -> int:
         """Processes that run the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def host_ranks(self) -> range:
+        """The ranks that run on this host."""
+        count = self.ranks // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "threads": (1, 1 << 12),
     "draft_tokens": (1, 63),
     "port": (0, 65535),
+    "nnodes": (1, 1 << 16),
+    "master_port": (1, 65535),
     "max_queue": (0, 1 << 30),
     "max_body_mb": (0.001, 1 << 20),
     "batch_max_gb": (0.001, 1 << 20),
