@@ -65,7 +65,14 @@ class Call:
         reader = self.has_reader and not self.constrained_by
         return [
             Submit(
-                f"{self.id}-{index}", prompt, self.sampling, self.arrival, self.priority, self.salt, has_reader=reader
+                f"{self.id}-{index}",
+                prompt,
+                self.sampling,
+                self.arrival,
+                self.priority,
+                self.salt,
+                has_reader=reader,
+                client=self.payer.name,
             )
             for index, prompt in enumerate(self.prompts)
         ]
