@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def reused(model: Model, prompt: Prompt, moves: bool = True) -> list[KeysValues]
     """The keys and values of all segments, each computed alone, with room for the answer."""
     bounds, room = [*prompt.starts, prompt.end], len(prompt.ids) - prompt.end
     parts = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         made = model.alone(prompt.ids[start:end])
         parts.append(model.moved(made, start) if moves else made)
     layers = []
@@ -112,7 +113,7 @@ def first_tokens(prompt: Prompt, count: int) -> Tensor:
     """As many of the first tokens of each segment but the first as `count` allows."""
     each = count // max(1, len(prompt.starts) - 1)
     bounds = [*prompt.starts[1:], prompt.end]
-    return torch.cat([torch.arange(a, min(a + each, b)) for a, b in zip(bounds, bounds[1:], strict=False)])
+    return torch.cat([torch.arange(a, min(a + each, b)) for a, b in pairwise(bounds)])
 
 
 def most_deviating(fresh: KeysValues, old: KeysValues, prompt: Prompt, count: int) -> Tensor:
