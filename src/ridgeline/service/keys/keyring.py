@@ -298,10 +298,10 @@ class Keyring:
         try:
             keys = self._read(self._file)
             self._check_price(keys.values())
-        except ConfigError as error:
-            log.error("the API keys stay as they were: %s", error.message)
+            self._take(keys)
+        except (ConfigError, sqlite3.Error) as error:
+            log.error("the API keys stay as they were: %s", error)
             return False
-        self._take(keys)
         log.warning("%d API keys are in force from %s", len(keys), self._file)
         return True
 
