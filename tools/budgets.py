@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6843
+HEART_STATEMENTS = 6869
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -67,6 +67,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "engine/stage.py": "several ranks: runners of the stages of a pipeline",
     "parallel/pipeline.py": "several ranks: what passes between stages",
     "core/stages.py": "start-up: the layers of each stage",
+    "core/ranks.py": "start-up: heads that ranks share",
     "engine/follower.py": "several ranks: what a rank without a scheduler does",
     "speculation/options.py": "start-up: the option --speculate",
     "speculation/ngram.py": "host drafter: called where its drafts pay",

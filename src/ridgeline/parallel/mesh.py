@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -38,14 +38,26 @@ class Mesh:
         """
         if self.size == 1:
             return x
+        x = x.contiguous()
+        self._run(lambda group: group.allreduce([x]))
+        return x
+
+    def all_gather(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """The parts x [..., n] of all ranks side by side, cut to [..., length]. With one rank x as it is. Raises as all_reduce."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._run(lambda group: group.allgather([parts], [x]))
+        return torch.cat(parts, dim=-1)[..., :length]
+
+    def _run(self, collective: Callable[[torch.distributed.ProcessGroup], torch.distributed.Work]) -> None:
         if self.group is None:
             raise ConfigError(f"Rank {self.rank} of {self.size} is not connected to the other ranks.")
-        x = x.contiguous()
         try:
-            self.group.allreduce([x]).wait()
+            collective(self.group).wait()
         except RuntimeError as error:
             raise EngineFailed(f"Rank {self.rank} of {self.size} lost the other ranks: {error}") from error
-        return x
 
 
 ONE_DEVICE = Mesh()
