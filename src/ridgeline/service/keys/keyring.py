@@ -75,6 +75,8 @@ class UsageHolder(Holder):
         return replace(call, payer=self, salt=salt), ()
 
     def charge(self, record: RequestRecord, cost: float) -> float:
+        if record.cut == "refused":
+            return 0.0
         cost *= PRICE_FACTOR if record.batch else 1.0
         used = Used(1, record.prompt_tokens, record.cached_tokens, record.output_tokens, cost)
         self._usage.add(self.name, used, time.time())
