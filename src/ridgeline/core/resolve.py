@@ -229,7 +229,10 @@ def _yaml(text: str) -> Any:
     try:
         options, nodes = yaml.safe_load(text) or {}, yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+        # Without the lines around it, which may contain a secret.
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(f"{place}{problem or 'it cannot be parsed'}.") from None
     if isinstance(options, dict) and nodes is not None:
         _without_duplicates([(key.value, None) for key, _ in nodes.value])
     return options

@@ -99,6 +99,8 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
     """
     subscription = service.client.submit(*call.submits())
     ledger = Ledger(call, service.metrics)
+    if not call.batch:
+        service.gate.began(call.choices, call.payer.name)
     try:
         run = _Run(service, call, subscription, ledger, usage)
         async with aclosing(service.moderation.watch(run, call.choices)) as watched:
@@ -106,7 +108,7 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
                 yield batch
     finally:
         if not call.batch:
-            service.gate.ended(call.choices)
+            service.gate.ended(call.choices, call.payer.name)
         subscription.close()
         ledger.close(usage)
 
