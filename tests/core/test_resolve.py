@@ -33,6 +33,7 @@ SAID = {
     "kv_cache_memory": "1.5G",
     "block_size": "32",
     "enable_prefix_caching": "false",
+    "cache_pin_share": "0.5",
     "kv_retention": "window:keep=256",
     "kv_selection": "512",
     "kv_offload_gb": "4",

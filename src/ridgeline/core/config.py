@@ -54,6 +54,9 @@ class EngineConfig:
     kv_cache_memory: int | None = option(None, "bytes for the KV cache (default: within --gpu-memory-utilization)")
     block_size: int | None = option(None, "tokens per block of the KV cache")
     enable_prefix_caching: bool = option(True, "reuse the KV cache of equal prompt prefixes")
+    cache_pin_share: float = option(
+        0.3, "largest share of the KV cache's blocks that requests may pin with cache_control; 0: none"
+    )
     kv_retention: str = option(
         "all",
         "tokens whose keys and values stay once a prompt is computed: all, window:sinks=4,keep=1024, snap:window=32,keep=1024 "

@@ -38,6 +38,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "gpu_memory_utilization": (0.01, 1.0),
     "kv_cache_memory": (1, 1 << 50),
     "block_size": (1, 1 << 12),
+    "cache_pin_share": (0.0, 0.9),
     "steps_in_flight": (0, 16),
     "threads": (1, 1 << 12),
     "draft_tokens": (1, 63),

@@ -191,6 +191,7 @@ class Engine:
                     arrival=message.arrival,
                     root=root,
                     cache=message.cache,
+                    breakpoints=() if choice else message.breakpoints,
                     has_reader=message.has_reader,
                     constraint=None if compiled is None else compiled.start(),
                 )
@@ -213,6 +214,7 @@ class Engine:
                 "used": pool.used,
                 "total": pool.total,
                 "cached": pool.cached,
+                "pinned": leases.pins.blocks,
                 "running": len(self._scheduler.running),
                 "waiting": self._scheduler.queued,
                 "step": self._scheduler.last_step,
@@ -285,6 +287,8 @@ class Engine:
             stats.tiers = [
                 (tier.name, tier.stored, tier.loaded, tier.dropped) for tier in scheduler.leases.source.tiers()
             ]
+            pins = scheduler.leases.pins
+            stats.pins = [("blocks", "", pins.blocks), *((*event, count) for event, count in pins.counts.items())]
         return stats
 
 
@@ -300,4 +304,5 @@ def _delta(update: Update) -> Delta:
         update.logprobs,
         update.prompt_logprobs,
         update.times,
+        update.pins,
     )
