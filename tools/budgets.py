@@ -96,6 +96,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/sharing.py": "start-up: which layers share a cache",
     "core/sizing.py": "start-up: what fits into memory",
     "core/slo.py": "judges requests in service and bench",
+    "core/token_prices.py": "prices of requests, in the service",
     "core/workload.py": "workloads of benchmarks and planning",
     "core/selection.py": "checks an option at start-up",
     "ops/selective.py": "operations",

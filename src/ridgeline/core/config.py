@@ -162,6 +162,11 @@ class ServiceConfig:
     price_per_hour: float | None = option(
         None, "price of the device per hour in USD (default: the price in the hardware table)"
     )
+    token_prices: str = option(
+        "",
+        "prices of tokens for usage and /requests: input=0.2,output=0.6 in USD per million; read=0.1,write-5m=1.25,write-1h=2,"
+        "storage=0 (per token-hour),answer=0.1 as factors of them (default: these factors, and no dollars)",
+    )
     metrics_alias: str = option(
         "",
         "also export metrics under the names of another engine: vllm, old (vllm and names that vLLM has removed), sglang",

@@ -20,6 +20,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.quantization import check_format
 from ridgeline.core.slo import Slo, reader_pace
+from ridgeline.core.token_prices import TokenPrices
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"
@@ -56,6 +57,7 @@ CHECKS: Mapping[str, Callable[[str], object]] = {
     "quantization": check_format,
     "slo": Slo.parse,
     "reader_pace": reader_pace,
+    "token_prices": TokenPrices.parse,
 }
 """Checks of options with a syntax of their own. Each raises ConfigError that lists the known values."""
 

@@ -288,7 +288,7 @@ class Engine:
                 (tier.name, tier.stored, tier.loaded, tier.dropped) for tier in scheduler.leases.source.tiers()
             ]
             pins = scheduler.leases.pins
-            stats.pins = [("blocks", "", pins.blocks), *((*event, count) for event, count in pins.counts.items())]
+            stats.pins = pins.readings()
         return stats
 
 

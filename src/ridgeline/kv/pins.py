@@ -54,6 +54,11 @@ class Pins:
     def blocks(self) -> int:
         return len(self._until)
 
+    def readings(self) -> list[tuple[str, str, int]]:
+        """What is pinned now, and the events since the start: kind, reason, count."""
+        now = [("blocks", "", self.blocks), ("prefixes", "", len(self))]
+        return now + [(*event, count) for event, count in self.counts.items()]
+
     def advance(self, now: float) -> None:
         """The time is `now`: drop the pins whose lifetime has ended."""
         self._now = now

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ridgeline.core.events import LateWork
 from ridgeline.core.slo import NO_SLO, Latencies, Slo
+from ridgeline.core.token_prices import Billable
 
 
 class StepRecord(Protocol):
@@ -67,8 +68,10 @@ class StepRecord(Protocol):
     metered_s: float
     """Device seconds of the steps that prompt_joules and output_joules belong to."""
     expert_tokens: list[list[int]]
-    tiers: list[tuple[str, int, int, int]]
     """Tokens of each expert, by layer with experts, since the last record that has them. Empty in most records."""
+    tiers: list[tuple[str, int, int, int]]
+    pins: list[tuple[str, str, int]]
+    """See wire.messages.StepStats. Empty in most records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +193,18 @@ class RequestRecord:
     """Value of the header x-run-id: the agent run that the request belongs to, or ""."""
     batch: bool = False
     """It is a row of a batch. Such rows count in no latency, goodput or arrival of online requests."""
+    cache_writes: Mapping[str, int] = field(default_factory=dict)
+    """Prompt tokens that were computed and pinned in the prefix cache, by lifetime: "5m", "1h"."""
+    cache_token_s: float = 0.0
+    """Tokens times seconds by which it prolonged the storage of pinned prefixes."""
     prefix_hashes: tuple[int, ...] = ()
     """Of the prompt (core.workload.prefix_hashes). () for a request with several prompts."""
+
+    @property
+    def billable(self) -> Billable:
+        return Billable(
+            self.prompt_tokens, self.cached_tokens, self.output_tokens, self.cache_writes, self.cache_token_s
+        )
 
     @property
     def tpot_s(self) -> float | None:

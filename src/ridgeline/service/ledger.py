@@ -90,6 +90,8 @@ class Ledger:
                 run_id=call.run_id,
                 prefix_hashes=prefix_hashes(call.prompts[0]) if len(call.prompts) == 1 else (),
                 batch=call.batch,
+                cache_writes=usage.written,
+                cache_token_s=usage.token_s,
                 late=tuple(live.late[self._late_before :]),
                 declared=call.declared,
                 arrival=self._arrival,

@@ -20,6 +20,7 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.resolve import Resolved
 from ridgeline.core.slo import Slo
+from ridgeline.core.token_prices import TokenPrices
 from ridgeline.metrics import Ceilings, Metrics
 from ridgeline.service.address import Address
 from ridgeline.service.app import make_app
@@ -140,6 +141,7 @@ class Server:
             self.front.close(lost)
             announce.restarting(lost)
             self.front.metrics.engine_restarted()
+            self._service.pin_book.restarted(time.time())
             self.front.metrics.on_step(_NOTHING_RUNS)
             # End the reference engine, too: the next engine is sized by the free memory.
             await self._end_shadowing()
@@ -157,6 +159,7 @@ class Server:
         facts = client.facts
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
+        metrics.live.token_prices = TokenPrices.parse(config.token_prices)
         if self._reference is not None:
             shadow = Shadow(config, client, metrics, self._reference, service.limits.request_tokens)
             self._shadowing = asyncio.get_running_loop().create_task(shadow.run())

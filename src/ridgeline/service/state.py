@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.core.config import ServiceConfig
@@ -12,6 +12,7 @@ from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.metrics import Metrics
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
+from ridgeline.service.pin_book import PinBook
 from ridgeline.service.shadow import Shadow
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
@@ -123,3 +124,4 @@ class Service:
     fingerprint: str
     """`system_fingerprint` of every answer: the server version."""
     shadow: Shadow | None = None
+    pin_book: PinBook = field(default_factory=PinBook)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError, Unavailable
 from ridgeline.core.plan import TokenLogprobs
+from ridgeline.service.batches.objects import PRICE_FACTOR
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.ledger import Ledger
 from ridgeline.service.state import Service
@@ -165,6 +166,7 @@ class _Run:
     """One call while it is answered."""
 
     def __init__(self, service: Service, call: Call, subscription: Subscription, ledger: Ledger, usage: Usage) -> None:
+        self._service = service
         self._call = call
         self._subscription = subscription
         self._ledger = ledger
@@ -174,6 +176,9 @@ class _Run:
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
         usage.prompt = sum(map(len, call.prompts))
+        if service.config.token_prices:
+            usage.prices = service.metrics.live.token_prices
+            usage.price_factor = PRICE_FACTOR if call.batch else 1.0
 
     def failure(self, delta: Delta) -> RidgelineError | None:
         """The error for a choice that ended early: a bad request, a shutdown, or a failure of the server."""
@@ -198,6 +203,8 @@ class _Run:
             return None
         if delta.choice == 0 and delta.cached > 0:
             usage.cached += delta.cached
+        if delta.pins is not None:
+            usage.pin(call.breakpoints, self._service.pin_book.read(call, delta.pins, usage.received))
         self._ledger.observe(delta, usage.received)
         if call.max_tokens == 0:
             piece = Piece(choice.index, "", 0, "length")

@@ -156,7 +156,7 @@ class StepStats(msgspec.Struct, array_like=True):
     tiers: list[tuple[str, int, int, int]] = []
     """Tiers below the KV cache: name; blocks stored, loaded and dropped since the engine's start. Empty in most records."""
     pins: list[tuple[str, str, int]] = []
-    """("blocks", "", pinned blocks), and the events of pins since the engine's start by kind and reason. Empty in most records."""
+    """kv.pins.Pins.readings. Empty in most records."""
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):
