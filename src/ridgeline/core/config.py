@@ -162,6 +162,9 @@ class ServiceConfig:
     price_per_hour: float | None = option(
         None, "price of the device per hour in USD (default: the price in the hardware table)"
     )
+    answer_cache_mb: float = option(
+        0.0, "MiB of whole answers that identical requests with temperature 0 or a seed get again (default: none)"
+    )
     token_prices: str = option(
         "",
         "prices of tokens for usage and /requests: input=0.2,output=0.6 in USD per million; read=0.1,write-5m=1.25,write-1h=2,"

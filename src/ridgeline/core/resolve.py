@@ -51,6 +51,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "drain_s": (0.0, 1 << 20),
     "engine_restarts": (0, 1 << 20),
     "engine_restart_minutes": (0.01, 1 << 20),
+    "answer_cache_mb": (0.0, 1 << 20),
     "price_per_hour": (0.0, 1 << 20),
 }
 CHECKS: Mapping[str, Callable[[str], object]] = {

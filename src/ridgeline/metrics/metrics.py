@@ -285,6 +285,11 @@ class Metrics:
         """Count a request that was refused or ended early. reason: "cancelled", "error", "overloaded", ..."""
         self._count("aborted_requests", 1, reason)
 
+    def answer_looked_up(self, hit: bool, stored_bytes: int) -> None:
+        """Count a lookup in the answer cache. stored_bytes: what it holds."""
+        self._count("answer_cache_hits" if hit else "answer_cache_misses", 1)
+        self._gauges["answer_cache_bytes"] = stored_bytes
+
     def batch_lane(self, queued: int, running: int, batches: int) -> None:
         """Set the gauges of the batch lane: rows that wait, rows in flight, batches that have not ended."""
         gauges = self._gauges

@@ -193,6 +193,8 @@ class RequestRecord:
     """Value of the header x-run-id: the agent run that the request belongs to, or ""."""
     batch: bool = False
     """It is a row of a batch. Such rows count in no latency, goodput or arrival of online requests."""
+    answer_cached: bool = False
+    """The whole answer came from the answer cache. cached_tokens are then all prompt tokens."""
     cache_writes: Mapping[str, int] = field(default_factory=dict)
     """Prompt tokens that were computed and pinned in the prefix cache, by lifetime: "5m", "1h"."""
     cache_token_s: float = 0.0
@@ -203,7 +205,12 @@ class RequestRecord:
     @property
     def billable(self) -> Billable:
         return Billable(
-            self.prompt_tokens, self.cached_tokens, self.output_tokens, self.cache_writes, self.cache_token_s
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens,
+            self.cache_writes,
+            self.cache_token_s,
+            self.answer_cached,
         )
 
     @property

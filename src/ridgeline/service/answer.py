@@ -14,11 +14,11 @@ from aiohttp import web
 
 from ridgeline.core.events import PinOutcome
 from ridgeline.service.breakpoints import Breakpoint
-from ridgeline.service.call import Call, Usage
+from ridgeline.service.call import Call, Piece, Usage
 from ridgeline.service.errors import as_ridgeline, error_event
 from ridgeline.service.fields import TTLS
 from ridgeline.service.state import Service
-from ridgeline.service.stream import Piece, pieces
+from ridgeline.service.stream import pieces
 
 SLOW_WRITE_S = 60.0
 """Seconds after which a client that reads nothing is disconnected."""
@@ -60,7 +60,8 @@ class Shape(Protocol):
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
     """OpenAI's usage object. Always includes cached_tokens and cache_write_tokens, in whole blocks of the prefix cache. With
-    breakpoints, prompt_cache says what became of each; with --token-prices, billed is the price."""
+    breakpoints, prompt_cache says what became of each; with --token-prices, billed is the price. answer_cached: the
+    answer comes from the answer cache, and no token was computed."""
     details: dict[str, Any] = {
         "cached_tokens": usage.cached,
         "cache_write_tokens": sum(usage.written.values()),
@@ -75,6 +76,8 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
     if usage.pins:
         details["cache_write_details"] = {f"ephemeral_{ttl}_tokens": usage.written.get(ttl, 0) for ttl in TTLS}
         content["prompt_cache"] = [_pin(point, outcome) for point, outcome in usage.pins]
+    if usage.repeated:
+        content["answer_cached"] = True
     if usage.prices is not None:
         content["billed"] = usage.prices.bill(usage.billable, usage.price_factor)
     return content

@@ -83,6 +83,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "completion_tokens_details": _object({"reasoning_tokens": _COUNT}),
         },
         {
+            "answer_cached": {"const": True, "description": "The answer comes from the answer cache."},
             "billed": _BILLED,
             "prompt_cache": _list(
                 _object(
@@ -182,6 +183,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
                 "description": "Price relative to an online request: 0.5 for rows of batches.",
             },
             "billed": _BILLED,
+            "answer_cached": {"type": "boolean", "description": "Whether its answer came from the answer cache."},
             "cache_writes": {"type": "object", "description": "Prompt tokens computed and pinned, by lifetime."},
             "cache_token_s": {"type": "number", "description": "Tokens times seconds of storage that it added."},
             **_SHARES,

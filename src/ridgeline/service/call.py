@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ridgeline.core.events import PinOutcome
+from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.core.token_prices import Billable, TokenPrices
@@ -69,12 +70,39 @@ class Call:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token with its log-probabilities. start: the character of the answer's text at which the token begins."""
+
+    start: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(slots=True)
+class Piece:
+    """Update of one choice. finish: "" while it runs, else "stop" or "length".
+
+    count: gained tokens (they count in usage). scored: tokens whose text is released now. ended_by: the scored stop token,
+    which is not part of the text. stopped_by: the request's stop string or stop token id that ended the choice.
+    prompt_logprobs: with the first piece of a prompt's first choice, if requested.
+    """
+
+    index: int
+    text: str
+    count: int
+    finish: str = ""
+    scored: list[Scored] = field(default_factory=list)
+    ended_by: Scored | None = None
+    stopped_by: str | int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
 @dataclass(slots=True)
 class Usage:
     """Token counts of an answer. prompt includes cached and written, completion includes reasoning.
 
     pins: each breakpoint with what became of it. written: prompt tokens that were computed and pinned, by lifetime. prices: of its
-    bill, which usage shows; None: it does not. price_factor: of the bill's dollars.
+    bill, which usage shows; None: it does not. price_factor: of the bill's dollars. repeated: the answer cache had the answer.
     received: unix seconds at which the engine's newest tokens came. published: that time for the first content that the user sees;
     None before it.
     """
@@ -87,12 +115,13 @@ class Usage:
     written: dict[str, int] = field(default_factory=dict)
     prices: TokenPrices | None = None
     price_factor: float = 1.0
+    repeated: bool = False
     received: float = 0.0
     published: float | None = None
 
     @property
     def billable(self) -> Billable:
-        return Billable(self.prompt, self.cached, self.completion, self.written, self.token_s)
+        return Billable(self.prompt, self.cached, self.completion, self.written, self.token_s, self.repeated)
 
     @property
     def token_s(self) -> float:

@@ -12,7 +12,7 @@ from ridgeline.core.errors import BadGrammar, RequestError, UnsupportedField
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.answer import Streaming
 from ridgeline.service.breakpoints import Wanted, check_cached, read_wanted, without_controls
-from ridgeline.service.call import Call, Usage
+from ridgeline.service.call import Call, Piece, Usage
 from ridgeline.service.fields import Fields
 from ridgeline.service.logprobs import chat_logprobs, prompt_logprobs
 from ridgeline.service.reasoning import ReasoningReader
@@ -26,7 +26,6 @@ from ridgeline.service.sampling import (
     read_tier,
 )
 from ridgeline.service.state import Service
-from ridgeline.service.stream import Piece
 from ridgeline.text.chat import ChatTemplate, RenderOptions
 from ridgeline.text.grammar import MAX_SOURCE
 from ridgeline.text.prompts import ChatEncoder, Prompt

@@ -12,7 +12,7 @@ from ridgeline.core.errors import RequestError
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.service.answer import Streaming
 from ridgeline.service.breakpoints import Breakpoint, check_cached, prompt_breakpoint
-from ridgeline.service.call import Call, Usage
+from ridgeline.service.call import Call, Piece, Usage
 from ridgeline.service.fields import MAX_CHOICES, Fields
 from ridgeline.service.logprobs import CompletionLogprobs, prompt_logprobs
 from ridgeline.service.reasoning import ReasoningReader, reasoning_after
@@ -26,7 +26,6 @@ from ridgeline.service.sampling import (
     tokenize,
 )
 from ridgeline.service.state import Service
-from ridgeline.service.stream import Piece
 from ridgeline.text.detokenize import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16

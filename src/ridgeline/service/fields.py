@@ -176,7 +176,7 @@ _PROMPT_CONTROL = Record({**_CONTROL.known, "tokens": Integer(0, LONG), "charact
 _OBJECT = Record({}, open=True)
 _BOOL = Boolean()
 _LABEL = "a label: it is accepted and has no effect"
-_CONTROLLED = "breakpoints and lifetimes are set with cache_control"
+_CONTROLLED = "cache_control sets lifetimes"
 _NO_STORE = "the server does not store answers, so this has no effect"
 _BAD_BOOL: tuple[Any, ...] = ("yes", 1, [])
 _CHAT: tuple[Route, ...] = ("chat",)

@@ -23,6 +23,7 @@ from ridgeline.core.slo import Slo
 from ridgeline.core.token_prices import TokenPrices
 from ridgeline.metrics import Ceilings, Metrics
 from ridgeline.service.address import Address
+from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.app import make_app
 from ridgeline.service.connection import Runner
 from ridgeline.service.front import Front
@@ -210,6 +211,7 @@ def _make_service(
         limits=limits,
         gate=_make_gate(front.config, facts),
         fingerprint=f"ridgeline-{ridgeline.__version__}",
+        answers=AnswerCache(int(front.config.answer_cache_mb * (1 << 20))),
     )
 
 

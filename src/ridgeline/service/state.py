@@ -10,6 +10,7 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ContextTooLong, ModelNotFound, RequestError
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.metrics import Metrics
+from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.pin_book import PinBook
@@ -125,3 +126,4 @@ class Service:
     """`system_fingerprint` of every answer: the server version."""
     shadow: Shadow | None = None
     pin_book: PinBook = field(default_factory=PinBook)
+    answers: AnswerCache = field(default_factory=AnswerCache)

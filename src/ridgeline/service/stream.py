@@ -5,48 +5,22 @@ If a caller leaves it early, as on a disconnect, it closes the subscription, whi
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 
 from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError, Unavailable
 from ridgeline.core.plan import TokenLogprobs
+from ridgeline.service.answer_cache import answer_key
 from ridgeline.service.batches.objects import PRICE_FACTOR
-from ridgeline.service.call import Call, Usage
+from ridgeline.service.call import Call, Piece, Scored, Usage
 from ridgeline.service.ledger import Ledger
 from ridgeline.service.state import Service
 from ridgeline.text.detokenize import Detokenizer
 from ridgeline.text.stops import StopStrings
 from ridgeline.wire.client import Subscription
 from ridgeline.wire.messages import Delta
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A token with its log-probabilities. start: the character of the answer's text at which the token begins."""
-
-    start: int
-    logprobs: TokenLogprobs
-
-
-@dataclass(slots=True)
-class Piece:
-    """Update of one choice. finish: "" while it runs, else "stop" or "length".
-
-    count: gained tokens (they count in usage). scored: tokens whose text is released now. ended_by: the scored stop token,
-    which is not part of the text. stopped_by: the request's stop string or stop token id that ended the choice.
-    prompt_logprobs: with the first piece of a prompt's first choice, if requested.
-    """
-
-    index: int
-    text: str
-    count: int
-    finish: str = ""
-    scored: list[Scored] = field(default_factory=list)
-    ended_by: Scored | None = None
-    stopped_by: str | int | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class _Choice:
@@ -117,12 +91,52 @@ class _Choice:
             piece.scored.append(self._scored.popleft())
 
 
-async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
+def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
     """The call's pieces until every choice has ended; an empty list after a silence of keep_alive_s.
 
     Updates `usage`. Raises RequestError if the engine refuses the request (for example, a grammar that exceeds its limits later),
     EngineFailed if the engine fails.
     """
+    usage.prompt = sum(map(len, call.prompts))
+    if service.config.token_prices:
+        usage.prices = service.metrics.live.token_prices
+        usage.price_factor = PRICE_FACTOR if call.batch else 1.0
+    answers = service.answers
+    key = answer_key(call) if answers.max_bytes else None
+    if key is None:
+        return _computed(service, call, usage)
+    stored = answers.get(key)
+    service.metrics.answer_looked_up(stored is not None, answers.bytes)
+    return _recorded(service, call, usage, key) if stored is None else _repeated(service, call, usage, stored)
+
+
+async def _repeated(
+    service: Service, call: Call, usage: Usage, stored: list[Piece]
+) -> AsyncGenerator[list[Piece], None]:
+    """The pieces of a stored answer. The engine does not see the call."""
+    ledger = Ledger(call, service.metrics)
+    try:
+        usage.received, usage.repeated, usage.cached = time.time(), True, usage.prompt
+        ledger.repeat(usage.received, [piece.finish for piece in stored if piece.finish])
+        for piece in stored:
+            usage.completion += piece.count
+            yield [piece]
+    finally:
+        ledger.close(usage)
+
+
+async def _recorded(service: Service, call: Call, usage: Usage, key: bytes) -> AsyncGenerator[list[Piece], None]:
+    """The pieces of an answer that is stored when it is complete."""
+    answer: list[Piece] = []
+    async with contextlib.aclosing(_computed(service, call, usage)) as batches:
+        async for batch in batches:
+            answer += batch
+            yield batch
+    service.answers.put(key, answer)
+
+
+async def _computed(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
+    """The pieces of an answer that the engine computes."""
     subscription = service.client.submit(*call.submits())
     ledger = Ledger(call, service.metrics)
     try:
@@ -175,10 +189,6 @@ class _Run:
         self._shadow = shadow if shadow is not None and shadow.draws() else None
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
-        usage.prompt = sum(map(len, call.prompts))
-        if service.config.token_prices:
-            usage.prices = service.metrics.live.token_prices
-            usage.price_factor = PRICE_FACTOR if call.batch else 1.0
 
     def failure(self, delta: Delta) -> RidgelineError | None:
         """The error for a choice that ended early: a bad request, a shutdown, or a failure of the server."""
