@@ -75,6 +75,7 @@ SAID = {
     "engine_restart_minutes": "2.5",
     "slo": "ttft=200ms",
     "price_per_hour": "2.5",
+    "warm_prefix": "prefixes.jsonl",
     "answer_cache_mb": "16",
     "token_prices": "input=0.2,output=0.6",
     "metrics_alias": "vllm",

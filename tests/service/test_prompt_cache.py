@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,16 +19,24 @@ from .real import real_server, write_checkpoint
 BOOK = "It was the best of times. " * 6
 EPHEMERAL = {"type": "ephemeral"}
 HOUR = {"type": "ephemeral", "ttl": "1h"}
+WARM = list(range(10, 60))
 PAGE_BYTES = 2 * 2 * 2 * 16 * 4 * 16
 """Of 16 tokens: 2 layers, keys and values, 2 heads of 16 numbers in float32."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A cache of 60 blocks, of which 30 may be pinned."""
+    """A cache of 60 blocks, of which 30 may be pinned and three are at the start."""
     folder = tmp_path_factory.mktemp("model")
     write_checkpoint(folder)
-    config = ServiceConfig(port=0, served_model_name=MODEL, drain_s=1.0, token_prices="input=1,output=2,storage=0.5")
+    (folder / "prefixes.jsonl").write_text(json.dumps({"prompt": WARM, "cache_salt": "warm"}))
+    config = ServiceConfig(
+        port=0,
+        served_model_name=MODEL,
+        drain_s=1.0,
+        token_prices="input=1,output=2,storage=0.5",
+        warm_prefix=str(folder / "prefixes.jsonl"),
+    )
     engine = EngineConfig(
         device="cpu", max_num_seqs=4, threads=1, block_size=16, kv_cache_memory=61 * PAGE_BYTES, cache_pin_share=0.5
     )
@@ -54,6 +63,18 @@ def count(server: Live, name: str, **labels: str) -> float:
     lines = [line for line in text.splitlines() if line.startswith(f"ridgeline:{name}")]
     lines = [line for line in lines if all(f'{label}="{value}"' in line for label, value in labels.items())]
     return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
+
+
+def warm_tokens(server: Live) -> int:
+    """Cached tokens of a prompt with the warm prefix."""
+    answer = server.complete(prompt=[*WARM, 5, 6, 7], cache_salt="warm", max_tokens=1).json
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def test_a_warm_prefix_is_there_before_the_first_request(server: Live) -> None:
+    assert server.get("/admin/stats").json["pinned"] == 3
+    assert warm_tokens(server) == 48
 
 
 def test_a_breakpoint_writes_then_reads_and_usage_prices_both(server: Live) -> None:
@@ -208,6 +229,7 @@ def test_a_lost_prefix_is_told_with_its_reason(server: Live) -> None:
     os.kill(server.engine.process.pid, signal.SIGKILL)
     server.until(lambda: server.server.front.trouble is not None, timeout=10)
     server.until(lambda: server.server.front.trouble is None, timeout=40)
+    assert warm_tokens(server) == 48, "a new engine computes it first"
     assert lost() == "restart"
     assert lost() is None
     assert count(server, "prompt_cache_pins_lost_total", reason="restart") == 1

@@ -162,6 +162,10 @@ class ServiceConfig:
     price_per_hour: float | None = option(
         None, "price of the device per hour in USD (default: the price in the hardware table)"
     )
+    warm_prefix: str = option(
+        "",
+        "file of prefixes (JSON lines with messages or prompt, and ttl) that are computed and pinned before the server is ready",
+    )
     answer_cache_mb: float = option(
         0.0, "MiB of whole answers that identical requests with temperature 0 or a seed get again (default: none)"
     )

@@ -35,6 +35,7 @@ from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
 from ridgeline.service.supervisor import Supervisor
+from ridgeline.service.warm_prefixes import WarmPrefix, read_prefixes, warm
 from ridgeline.text.grammar_worker import GrammarWorker
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
@@ -85,6 +86,7 @@ class Server:
         self._reference = reference
         self._service: Service | None = None
         """Of the current engine, or of the last one until the next is ready."""
+        self._prefixes: Sequence[WarmPrefix] = ()
         self._runner: web.AppRunner | None = None
         self._shadowing: asyncio.Task[None] | None = None
 
@@ -127,7 +129,11 @@ class Server:
         card = ModelCard(
             config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
         )
-        self._answer(_make_service(self.front, card, folder, tokenizer, templates))
+        service = self._service = _make_service(self.front, card, folder, tokenizer, templates)
+        if config.warm_prefix:
+            self._prefixes = await asyncio.to_thread(read_prefixes, Path(config.warm_prefix))
+        await warm(service, self._prefixes)
+        self._answer(service)
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
     async def keep_open(self, announce: Announce | None = None) -> None:
@@ -149,9 +155,11 @@ class Server:
             client = await self._supervisor.restart()
             try:
                 await client.wait_ready()
+                service = _renewed(self._service, client)
+                await warm(service, self._prefixes)
             except RidgelineError:
                 continue  # wait_lost reports an engine that does not start
-            self._answer(_renewed(self._service, client))
+            self._answer(service)
             announce.restarted(self.url)
 
     def _answer(self, service: Service) -> None:
