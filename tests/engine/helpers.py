@@ -89,6 +89,7 @@ class Bench:
         cache, salt = bool(options.pop("cache", True)), str(options.pop("salt", ""))
         has_reader = bool(options.pop("has_reader", False))
         breakpoints: Any = options.pop("breakpoints", ())
+        client = str(options.pop("client", ""))
         sampling = SamplingParams(n=n, **options)  # type: ignore[arg-type]
         assert sampling.max_tokens is not None
         made = []
@@ -109,6 +110,7 @@ class Bench:
                 cache=cache,
                 has_reader=has_reader,
                 breakpoints=() if choice else breakpoints,
+                client=client,
             )
             self.tokens[name, choice] = []
             self.scheduler.add(request)

@@ -12,7 +12,8 @@ from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.answer_cache import AnswerCache, answer_key
 from ridgeline.service.breakpoints import Breakpoint
-from ridgeline.service.call import Call, Piece, Scored
+from ridgeline.service.call import Call
+from ridgeline.service.piece import Piece, Scored
 
 from .live import Live, behaviour, counts, live
 

@@ -193,6 +193,7 @@ class Engine:
                     cache=message.cache,
                     breakpoints=() if choice else message.breakpoints,
                     has_reader=message.has_reader,
+                    client=message.client,
                     constraint=None if compiled is None else compiled.start(),
                 )
             )

@@ -23,6 +23,7 @@ from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
 from ridgeline.core.stages import stage_layout, stages
 from ridgeline.engine.graph_shapes import draft_limits
+from ridgeline.engine.hosts import check_hosts
 from ridgeline.engine.runner import Runner, build_runner
 from ridgeline.engine.shape import Sizes
 from ridgeline.engine.stage import runner_kind
@@ -105,6 +106,7 @@ class LoadedRank:
 
 def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes) -> RankPlan:
     """Read the model's config and plan the memory of one rank. Raises ConfigError, UnsupportedModel, DoesNotFit."""
+    check_hosts(config)
     device = _device(config)
     _finish(device)
     times.ends("device")
@@ -116,7 +118,7 @@ def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes) -> Ra
         raise ConfigError(f"--{option.replace('_', '-')} is {getattr(config, option)}: {reason}.", param=option)
     parts = stages(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
-    plan = size(Deployment(spec, config, _memory(device, config.ranks), model, drafter_memory, space))
+    plan = size(Deployment(spec, config, _memory(device, len(config.host_ranks)), model, drafter_memory, space))
     if model.kv_selection:
         check_selection(model.kv_selection, config, plan.page_tokens, device.type)
     ops = _operations(config, spec, device)
@@ -182,7 +184,7 @@ def _device(config: EngineConfig) -> torch.device:
         raise ConfigError("--device is cuda, but torch finds no GPU: use --device cpu.", param="device")
     if kind == "cpu":
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(config.threads or max(1, cores // max(1, config.ranks)))
+        torch.set_num_threads(config.threads or max(1, cores // max(1, len(config.host_ranks))))
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -210,7 +212,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _memory(device: torch.device, ranks: int) -> Memory:
-    """Memory of the device. Of a CPU only free memory counts, of which each rank has an equal part."""
+    """Memory of the device. Of a CPU only free memory counts, of which each of the host's ranks has an equal part."""
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (host_memory()[1] // ranks,) * 2
     return Memory(device.type, total, total - free)
 

@@ -84,6 +84,10 @@ class Request:
     """A person reads the answer while it is generated."""
     breakpoints: Sequence[tuple[int, float]] = ()
     """Prefixes of the prompt to be pinned: tokens, and seconds of their lifetime. In the order of the prompt."""
+    client: str = ""
+    """Who sent it: clients share the service when requests wait."""
+    charged: int = 0
+    """Its service that Fairness has counted."""
     constraint: Constraint | None = None
     followers: list[Request] = field(default_factory=list)
     """Other choices of the same prompt, waiting to share its blocks."""

@@ -290,6 +290,10 @@ class Metrics:
         self._count("answer_cache_hits" if hit else "answer_cache_misses", 1)
         self._gauges["answer_cache_bytes"] = stored_bytes
 
+    def judged(self, result: str) -> None:
+        """Count a judgement of the moderation judge. result: "passed", "flagged" or "failed"."""
+        self._count("moderation_judgements", 1, result)
+
     def batch_lane(self, queued: int, running: int, batches: int) -> None:
         """Set the gauges of the batch lane: rows that wait, rows in flight, batches that have not ended."""
         gauges = self._gauges

@@ -70,8 +70,9 @@ class StepRecord(Protocol):
     expert_tokens: list[list[int]]
     """Tokens of each expert, by layer with experts, since the last record that has them. Empty in most records."""
     tiers: list[tuple[str, int, int, int]]
+    """Each tier below the KV cache: its name, and the blocks stored, loaded and dropped since the start. Empty in most records."""
     pins: list[tuple[str, str, int]]
-    """See wire.messages.StepStats. Empty in most records."""
+    """Pinned prefixes and the events of pins (kv.pins.Pins.readings). Empty in most records."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from aiohttp import web
 
 from ridgeline.core.events import PinOutcome
 from ridgeline.service.breakpoints import Breakpoint
-from ridgeline.service.call import Call, Piece, Usage
+from ridgeline.service.call import Call, Usage
 from ridgeline.service.errors import as_ridgeline, error_event
 from ridgeline.service.fields import TTLS
+from ridgeline.service.piece import Piece
 from ridgeline.service.state import Service
 from ridgeline.service.stream import pieces
 

@@ -13,7 +13,8 @@ from collections import OrderedDict
 
 import msgspec
 
-from ridgeline.service.call import Call, Piece
+from ridgeline.service.call import Call
+from ridgeline.service.piece import Piece
 
 _decoder = msgspec.msgpack.Decoder(list[Piece])
 

@@ -6,12 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ridgeline.core.events import PinOutcome
-from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.core.token_prices import Billable, TokenPrices
+from ridgeline.metrics import RequestRecord
 from ridgeline.service.breakpoints import Breakpoint
 from ridgeline.wire.messages import Submit
+
+
+class Payer:
+    """Who pays for calls. The default counts nothing. name: of the API key, "" without keys."""
+
+    name = ""
+
+    def charge(self, record: RequestRecord, cost: float) -> float:
+        """Count a call that has ended. cost: of its device time, in USD. Returns what is charged."""
+        return cost
+
+
+NO_PAYER = Payer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +39,7 @@ class Call:
     request_id: of the header x-request-id. run_id: of the header x-run-id, "" without one. declared: latency limits that the caller
     set for this request. ignored: parts of its messages that the template does not read. batch: it is a row of a batch.
     breakpoints: ends of cached prefixes of its only prompt.
+    payer: the client who sent it.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -46,6 +60,7 @@ class Call:
     ignored: tuple[str, ...] = ()
     batch: bool = False
     breakpoints: tuple[Breakpoint, ...] = ()
+    payer: Payer = NO_PAYER
 
     @property
     def choices(self) -> int:
@@ -65,36 +80,10 @@ class Call:
                 self.salt,
                 has_reader=reader,
                 breakpoints=breakpoints,
+                client=self.payer.name,
             )
             for index, prompt in enumerate(self.prompts)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A token with its log-probabilities. start: the character of the answer's text at which the token begins."""
-
-    start: int
-    logprobs: TokenLogprobs
-
-
-@dataclass(slots=True)
-class Piece:
-    """Update of one choice. finish: "" while it runs, else "stop" or "length".
-
-    count: gained tokens (they count in usage). scored: tokens whose text is released now. ended_by: the scored stop token,
-    which is not part of the text. stopped_by: the request's stop string or stop token id that ended the choice.
-    prompt_logprobs: with the first piece of a prompt's first choice, if requested.
-    """
-
-    index: int
-    text: str
-    count: int
-    finish: str = ""
-    scored: list[Scored] = field(default_factory=list)
-    ended_by: Scored | None = None
-    stopped_by: str | int | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(slots=True)
@@ -103,8 +92,8 @@ class Usage:
 
     pins: each breakpoint with what became of it. written: prompt tokens that were computed and pinned, by lifetime. prices: of its
     bill, which usage shows; None: it does not. price_factor: of the bill's dollars. repeated: the answer cache had the answer.
-    received: unix seconds at which the engine's newest tokens came. published: that time for the first content that the user sees;
-    None before it.
+    received: unix seconds at which the newest tokens came that may be sent. published: that time for the first content that the
+    user sees; None before it.
     """
 
     prompt: int = 0

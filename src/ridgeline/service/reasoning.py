@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.core.errors import RequestError
-from ridgeline.service.call import Piece
+from ridgeline.service.piece import Piece
 from ridgeline.service.state import Service
 from ridgeline.text.reasoning import ReasoningSplitter, Tags, detect_tags, starts_inside
 

@@ -13,6 +13,7 @@ from ridgeline.metrics import Metrics
 from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
+from ridgeline.service.moderation.watch import Moderation
 from ridgeline.service.pin_book import PinBook
 from ridgeline.service.shadow import Shadow
 from ridgeline.text.prompts import ChatTemplates
@@ -34,6 +35,10 @@ class ModelCard:
     root: str
     created: int
     defaults: Mapping[str, float]
+
+    def names(self, name: str | None) -> tuple[str, ...]:
+        """The names that mean the model of a request for `name`."""
+        return (self.name, self.root) if name in (None, self.name, self.root) else (name or "",)
 
     def check(self, name: str | None) -> None:
         """Raises ModelNotFound for another model's name. A request without a model is accepted."""
@@ -124,6 +129,7 @@ class Service:
     gate: Gate
     fingerprint: str
     """`system_fingerprint` of every answer: the server version."""
+    moderation: Moderation
     shadow: Shadow | None = None
     pin_book: PinBook = field(default_factory=PinBook)
     answers: AnswerCache = field(default_factory=AnswerCache)

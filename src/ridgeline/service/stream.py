@@ -5,17 +5,18 @@ If a caller leaves it early, as on a disconnect, it closes the subscription, whi
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError, Unavailable
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.service.answer_cache import answer_key
 from ridgeline.service.batches.objects import PRICE_FACTOR
-from ridgeline.service.call import Call, Piece, Scored, Usage
+from ridgeline.service.call import Call, Usage
 from ridgeline.service.ledger import Ledger
+from ridgeline.service.piece import CONTENT_FILTER, Piece, Scored
 from ridgeline.service.state import Service
 from ridgeline.text.detokenize import Detokenizer
 from ridgeline.text.stops import StopStrings
@@ -44,7 +45,8 @@ class _Choice:
         self.tokens: list[int] = []
         """Its tokens; kept only for answers that are scored by the reference."""
         self.count = 0
-        self.finished = False
+        self.finish = ""
+        """How it ended, "" while it runs."""
 
     def take(self, delta: Delta) -> Piece:
         """The piece for a delta. After a stop string the piece has a finish that the engine does not know yet."""
@@ -59,7 +61,7 @@ class _Choice:
             self._finish(piece, delta, hides_stop)
         self._released_characters += len(piece.text)
         self.count += piece.count
-        self.finished = bool(piece.finish)
+        self.finish = piece.finish
         self._release(piece)
         return piece
 
@@ -86,7 +88,7 @@ class _Choice:
 
     def _release(self, piece: Piece) -> None:
         """Release log-probabilities with their text. Those of a stop string that is cut off are dropped."""
-        release_all = self.finished and not isinstance(piece.stopped_by, str)
+        release_all = bool(self.finish) and not isinstance(piece.stopped_by, str)
         while self._scored and (release_all or self._scored[0].start < self._released_characters):
             piece.scored.append(self._scored.popleft())
 
@@ -126,13 +128,14 @@ async def _repeated(
 
 
 async def _recorded(service: Service, call: Call, usage: Usage, key: bytes) -> AsyncGenerator[list[Piece], None]:
-    """The pieces of an answer that is stored when it is complete."""
+    """The pieces of an answer that is stored when it is complete and nothing of it was withdrawn."""
     answer: list[Piece] = []
-    async with contextlib.aclosing(_computed(service, call, usage)) as batches:
+    async with aclosing(_computed(service, call, usage)) as batches:
         async for batch in batches:
             answer += batch
             yield batch
-    service.answers.put(key, answer)
+    if not any(piece.withdrawal for piece in answer):
+        service.answers.put(key, answer)
 
 
 async def _computed(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
@@ -141,19 +144,9 @@ async def _computed(service: Service, call: Call, usage: Usage) -> AsyncGenerato
     ledger = Ledger(call, service.metrics)
     try:
         run = _Run(service, call, subscription, ledger, usage)
-        while not subscription.over:
-            batch: list[Piece] = []
-            failed: RidgelineError | None = None
-            deltas = await subscription.take(service.config.keep_alive_s)
-            usage.received = time.time()
-            for delta in _merged(deltas) if len(deltas) > 1 else deltas:
-                failed = failed or run.failure(delta)
-                if failed is None and (piece := run.take(delta)) is not None:
-                    batch.append(piece)
-            if batch or not deltas:
+        async with aclosing(service.moderation.watch(run, call.choices)) as watched:
+            async for batch in watched:
                 yield batch
-            if failed is not None:
-                raise failed
     finally:
         if not call.batch:
             service.gate.ended(call.choices)
@@ -185,10 +178,43 @@ class _Run:
         self._subscription = subscription
         self._ledger = ledger
         self._usage = usage
+        self._keep_alive_s = service.config.keep_alive_s
         shadow = None if call.batch else service.shadow
         self._shadow = shadow if shadow is not None and shadow.draws() else None
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
+
+    async def batches(self) -> AsyncGenerator[list[Piece], None]:
+        """The pieces of the engine's updates, as `pieces` yields them."""
+        subscription, keep_alive_s = self._subscription, self._keep_alive_s
+        while not subscription.over:
+            batch: list[Piece] = []
+            failed: RidgelineError | None = None
+            deltas = await subscription.take(keep_alive_s)
+            self.released()
+            for delta in _merged(deltas) if len(deltas) > 1 else deltas:
+                failed = failed or self.failure(delta)
+                if failed is None and (piece := self.take(delta)) is not None:
+                    batch.append(piece)
+            if batch or not deltas:
+                yield batch
+            if failed is not None:
+                raise failed
+
+    def released(self) -> None:
+        """The newest tokens may be sent now."""
+        self._usage.received = time.time()
+
+    def withdraw(self, index: int) -> None:
+        """Withdraw a choice, and end it if it still runs."""
+        choice, n = self._choices[index], self._call.sampling.n
+        if choice.finish:
+            self._ledger.withdrawn(choice.finish)
+        else:
+            delta = Delta(f"{self._call.id}-{index // n}", index % n)
+            self._ledger.ended(CONTENT_FILTER, delta)
+            self._subscription.finish(delta.id, delta.choice, "stop", choice.count)
+        choice.finish = CONTENT_FILTER
 
     def failure(self, delta: Delta) -> RidgelineError | None:
         """The error for a choice that ended early: a bad request, a shutdown, or a failure of the server."""
@@ -209,7 +235,7 @@ class _Run:
         """The piece for a delta; None if the service has already ended the choice."""
         call, usage = self._call, self._usage
         choice = self._choices[self._places[delta.id] * call.sampling.n + delta.choice]
-        if choice.finished:
+        if choice.finish:
             return None
         if delta.choice == 0 and delta.cached > 0:
             usage.cached += delta.cached
@@ -218,7 +244,7 @@ class _Run:
         self._ledger.observe(delta, usage.received)
         if call.max_tokens == 0:
             piece = Piece(choice.index, "", 0, "length")
-            choice.finished = True
+            choice.finish = piece.finish
         else:
             piece = choice.take(delta)
         piece.prompt_logprobs = delta.prompt_logprobs if delta.choice == 0 else None

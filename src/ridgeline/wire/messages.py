@@ -36,6 +36,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """A person reads the answer while it is generated: --reader-pace applies."""
     breakpoints: list[tuple[int, float]] = []
     """Prefixes of the prompt to be pinned, in its order: tokens, and seconds of their lifetime."""
+    client: str = ""
+    """Who sent it, "" without API keys: clients share the service when requests wait."""
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
