@@ -7,6 +7,7 @@ import pytest
 from ridgeline.core.events import PinOutcome
 from ridgeline.core.spec import KvLayout
 from tests.engine.helpers import PLAIN, WINDOWED, Bench, oracle
+from tests.engine.late import LateBench, at_once
 
 BOOK = list(range(40))
 
@@ -122,3 +123,23 @@ def test_a_reset_forgets_pins_and_tells_why() -> None:
     bench.submit("second", BOOK, max_tokens=1, breakpoints=[(40, 300.0)])
     bench.run()
     assert bench.pins["second"][0].lost == "reset"
+
+
+@pytest.mark.parametrize("layout", [PLAIN, WINDOWED], ids=["plain", "windowed"])
+def test_blocks_that_come_from_a_tier_are_pinned(layout: KvLayout) -> None:
+    bench = LateBench(layout=layout, ends=at_once, pin_share=0.5)
+    bench.host.keep(BOOK)
+    bench.submit("loads", BOOK, max_tokens=3, breakpoints=[(36, 300.0)])
+    bench.run()
+    assert bench.cached["loads", 0] == 36
+    assert bench.pins["loads"][0].state == "written"
+    assert bench.leases.pins.blocks > 0
+
+
+@pytest.mark.parametrize("layout", [PLAIN, WINDOWED], ids=["plain", "windowed"])
+def test_a_request_without_the_prefix_cache_pins_nothing(layout: KvLayout) -> None:
+    for options in ({"prefix_cache": False}, {}):
+        bench = Bench(layout=layout, pin_share=0.5, **options)
+        bench.submit("asks", BOOK, max_tokens=2, cache=False, breakpoints=[(36, 300.0)])
+        bench.run()
+        assert bench.leases.pins.blocks == 0 and not bench.pins

@@ -71,11 +71,11 @@ class Pins:
         """Pin the prefixes of a prompt that end within its first `full` blocks. They are in the prefix index.
 
         Args:
-            chain: keys of the prompt's full blocks.
+            chain: keys of the prompt's full blocks; empty for a request that does not use the prefix cache.
             breakpoints: (tokens, seconds of the lifetime) of each prefix, in the order of the prompt.
         """
         for tokens, ttl_s in breakpoints:
-            if (count := tokens // self._block_tokens) > full:
+            if (count := tokens // self._block_tokens) > min(full, len(chain)):
                 return
             yield self._pin(chain[:count], ttl_s) if count else self._refused(0, "short")
 
