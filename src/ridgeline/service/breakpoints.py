@@ -111,6 +111,6 @@ def check_cached(facts: Mapping[str, Any], field: str) -> None:
     """Raises UnsupportedField for a breakpoint if the engine with these facts has no prefix cache."""
     if not (facts.get("options") or {}).get("enable_prefix_caching", True):
         raise UnsupportedField(
-            f"{field} is not supported: this server runs without a prefix cache (--enable-prefix-caching false). Leave it out.",
+            f"{field} is not supported: this server runs without a prefix cache (--no-enable-prefix-caching). Leave it out.",
             param=field,
         )
