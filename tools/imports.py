@@ -48,6 +48,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 
 _INTERFACE = ("core", "speculation.interface", "speculation.state", "speculation.host")
 _CONTROLLER = ("core", "speculation.state", "speculation.host", "speculation.batch_state")
+_ROUTING = ("core", "service.routing", "service.fair_queue", "service.prefix_index", "service.progress")
 _PLANNING = (
     "core", "metrics", "kv.blocks", "kv.prefix", "kv.retention",
     "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.in_flight",
@@ -68,6 +69,10 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "speculation.controller": _CONTROLLER,
     "speculation.batch_state": _CONTROLLER,
     "engine.virtual": ("core",),
+    "service.routing": _ROUTING,
+    "service.fair_queue": _ROUTING,
+    "service.prefix_index": _ROUTING,
+    "service.progress": _ROUTING,
 }
 """Module -> all it may import of Ridgeline, where that differs from its package."""
 
