@@ -13,9 +13,9 @@ from ridgeline.service.prefix_index import ENTRY_BYTES, MAX_HOLDERS, PrefixIndex
 from ridgeline.service.progress import Progress
 from ridgeline.service.routing import (
     SAMPLED,
-    Arrival,
     Breaker,
     Capacity,
+    Demand,
     Policy,
     Router,
     State,
@@ -33,34 +33,34 @@ def fleet(count: int = 2, policy: Policy = prefix, capacity: Capacity = Capacity
     return router
 
 
-def sent(router: Router, arrival: Arrival, now: float = 0.0) -> str:
-    replica = router.arrive(arrival, now).replica
+def sent(router: Router, demand: Demand, now: float = 0.0) -> str:
+    replica = router.arrive(demand, now).replica
     assert replica is not None
     return replica.name
 
 
 def test_round_robin_takes_turns() -> None:
     router = fleet(3, round_robin)
-    names = [sent(router, Arrival(10)) for _ in range(9)]
+    names = [sent(router, Demand(10)) for _ in range(9)]
     assert set(names[:3]) == {"r0", "r1", "r2"} and names == names[:3] * 3
 
 
 def test_least_work_prefers_the_shorter_backlog() -> None:
     router = fleet(2, least_work)
-    first = router.arrive(Arrival(10_000), 0.0)
-    other = router.arrive(Arrival(100), 0.0)
+    first = router.arrive(Demand(10_000), 0.0)
+    other = router.arrive(Demand(100), 0.0)
     assert other.replica is not first.replica
-    assert router.arrive(Arrival(100), 0.0).replica is other.replica, "100 tokens wait there, 10,000 at the other"
+    assert router.arrive(Demand(100), 0.0).replica is other.replica, "100 tokens wait there, 10,000 at the other"
     router.first_token(first, 1.0)
     router.finish(first, 1.5)
-    assert router.arrive(Arrival(100), 2.0).replica is not other.replica
+    assert router.arrive(Demand(100), 2.0).replica is not other.replica
 
 
 def test_a_cached_prefix_draws_requests_until_its_backlog_costs_more() -> None:
     router = fleet(2)
     chunks = tuple(range(10))
-    home = sent(router, Arrival(1000, chunks))
-    names = [sent(router, Arrival(1000, chunks)) for _ in range(400)]
+    home = sent(router, Demand(1000, chunks))
+    names = [sent(router, Demand(1000, chunks)) for _ in range(400)]
     assert names[0] == home
     counts = Counter(names)
     assert min(counts.values()) > 100, "one hot prefix does not keep the other replica idle"
@@ -69,21 +69,21 @@ def test_a_cached_prefix_draws_requests_until_its_backlog_costs_more() -> None:
 
 def test_predicted_wait_weighs_the_hit_against_the_queue() -> None:
     router = fleet(2, capacity=Capacity(prefill_tokens_s=1000, decode_s=0.0))
-    home = router.arrive(Arrival(500, (1, 2, 3, 4, 5)), 0.0).replica
-    long = router.arrive(Arrival(2000), 0.0).replica
+    home = router.arrive(Demand(500, (1, 2, 3, 4, 5)), 0.0).replica
+    long = router.arrive(Demand(2000), 0.0).replica
     assert long is not home
-    assert router.arrive(Arrival(600, (1, 2, 3, 4, 5, 6)), 0.0).replica is home, "600 tokens there, 2,600 at the other"
-    assert router.arrive(Arrival(10_000, (9,)), 0.0).replica is home, "600 wait there, 2,000 at the other"
-    assert router.arrive(Arrival(600, (1, 2, 3, 4, 5, 6)), 0.0).replica is long, (
+    assert router.arrive(Demand(600, (1, 2, 3, 4, 5, 6)), 0.0).replica is home, "600 tokens there, 2,600 at the other"
+    assert router.arrive(Demand(10_000, (9,)), 0.0).replica is home, "600 wait there, 2,000 at the other"
+    assert router.arrive(Demand(600, (1, 2, 3, 4, 5, 6)), 0.0).replica is long, (
         "the hit saves less than the queue costs"
     )
 
 
 def test_ties_are_random_and_repeat_with_the_seed() -> None:
     def firsts(seed: int) -> list[str]:
-        return [sent(fleet(4, seed=seed), Arrival(10)) for _ in range(1)]
+        return [sent(fleet(4, seed=seed), Demand(10)) for _ in range(1)]
 
-    names = Counter(sent(fleet(4, seed=seed), Arrival(10)) for seed in range(200))
+    names = Counter(sent(fleet(4, seed=seed), Demand(10)) for seed in range(200))
     assert set(names) == {"r0", "r1", "r2", "r3"} and min(names.values()) > 20
     assert firsts(7) == firsts(7)
 
@@ -91,19 +91,19 @@ def test_ties_are_random_and_repeat_with_the_seed() -> None:
 def test_a_large_fleet_is_sampled_and_its_prefixes_are_reached() -> None:
     router = fleet(20 * SAMPLED)
     chunks = tuple(range(50))
-    home = sent(router, Arrival(5000, chunks))
-    assert sent(router, Arrival(5000, chunks)) == home
-    counts = Counter(sent(router, Arrival(100)) for _ in range(10 * SAMPLED))
+    home = sent(router, Demand(5000, chunks))
+    assert sent(router, Demand(5000, chunks)) == home
+    counts = Counter(sent(router, Demand(100)) for _ in range(10 * SAMPLED))
     assert max(counts.values()) <= 2
 
 
 def test_requests_wait_at_the_limit_and_leave_as_places_come_free() -> None:
     router = fleet(2, capacity=Capacity(limit=1), max_waiting=2)
-    running = [router.arrive(Arrival(10), 0.0) for _ in range(2)]
-    waiting = [router.arrive(Arrival(10), 0.0) for _ in range(2)]
+    running = [router.arrive(Demand(10), 0.0) for _ in range(2)]
+    waiting = [router.arrive(Demand(10), 0.0) for _ in range(2)]
     assert [ticket.replica for ticket in waiting] == [None, None]
     with pytest.raises(Overloaded) as refusal:
-        router.arrive(Arrival(10), 0.0)
+        router.arrive(Demand(10), 0.0)
     assert refusal.value.retry_after_s > 0
     assert router.finish(running[0], 1.0) == [waiting[0]]
     assert router.finish(waiting[1], 1.0) == [], "its client has left"
@@ -112,26 +112,26 @@ def test_requests_wait_at_the_limit_and_leave_as_places_come_free() -> None:
 
 def test_retry_after_follows_the_rate_of_ends() -> None:
     router = fleet(1, capacity=Capacity(limit=1), max_waiting=5)
-    ticket = router.arrive(Arrival(10), 0.0)
+    ticket = router.arrive(Demand(10), 0.0)
     for _ in range(5):
-        router.arrive(Arrival(10), 0.0)
+        router.arrive(Demand(10), 0.0)
     now = 0.0
     for _ in range(100):
         now += 0.5
         (ticket,) = router.finish(ticket, now)
-        router.arrive(Arrival(10), now)
+        router.arrive(Demand(10), now)
     assert router.overloaded(now).retry_after_s == pytest.approx(2.5, rel=0.2)
 
 
 def test_no_replica_up_is_another_error_than_no_room() -> None:
     router = fleet(2)
     router.set_state("r0", State.DOWN, 0.0)
-    assert sent(router, Arrival(10)) == "r1"
+    assert sent(router, Demand(10)) == "r1"
     router.set_state("r1", State.DOWN, 0.0)
     with pytest.raises(Unavailable, match="No replica is up"):
-        router.arrive(Arrival(10), 0.0)
+        router.arrive(Demand(10), 0.0)
     router.expected = 1
-    ticket = router.arrive(Arrival(10), 0.0)
+    ticket = router.arrive(Demand(10), 0.0)
     assert ticket.replica is None
     assert router.set_state("r0", State.UP, 1.0) == [ticket]
 
@@ -139,18 +139,18 @@ def test_no_replica_up_is_another_error_than_no_room() -> None:
 def test_stalled_replicas_are_the_last_resort() -> None:
     router = fleet(2)
     router.set_state("r0", State.STALLED, 0.0)
-    assert {sent(router, Arrival(10)) for _ in range(20)} == {"r1"}
+    assert {sent(router, Demand(10)) for _ in range(20)} == {"r1"}
     router.set_state("r1", State.STALLED, 0.0)
-    assert len({sent(router, Arrival(10)) for _ in range(50)}) == 2
+    assert len({sent(router, Demand(10)) for _ in range(50)}) == 2
 
 
 def test_draining_and_removed_replicas_get_nothing_and_lose_nothing() -> None:
     router = fleet(2, capacity=Capacity(limit=1))
-    first = router.arrive(Arrival(10), 0.0)
+    first = router.arrive(Demand(10), 0.0)
     assert first.replica is not None
     first.replica.draining = True
-    second = router.arrive(Arrival(10), 0.0)
-    waiting = router.arrive(Arrival(10), 0.0)
+    second = router.arrive(Demand(10), 0.0)
+    waiting = router.arrive(Demand(10), 0.0)
     assert router.finish(first, 1.0) == []
     router.remove(first.replica.name if first.replica else "r0" if second.replica.name == "r1" else "r1")
     assert router.finish(second, 1.0) == [waiting]
@@ -158,7 +158,7 @@ def test_draining_and_removed_replicas_get_nothing_and_lose_nothing() -> None:
 
 def test_a_retry_goes_elsewhere_and_ends_after_three() -> None:
     router = fleet(3)
-    ticket = router.arrive(Arrival(10), 0.0)
+    ticket = router.arrive(Demand(10), 0.0)
     tried = [ticket.replica.name]
     for _ in range(2):
         router.finish(ticket, 0.0, failed=True)
@@ -172,8 +172,8 @@ def test_a_retry_goes_elsewhere_and_ends_after_three() -> None:
 
 def test_a_retry_waits_before_all_others() -> None:
     router = fleet(2, capacity=Capacity(limit=1))
-    first, second = (router.arrive(Arrival(10), 0.0) for _ in range(2))
-    waiting = router.arrive(Arrival(10, priority=-5), 0.0)
+    first, second = (router.arrive(Demand(10), 0.0) for _ in range(2))
+    waiting = router.arrive(Demand(10, priority=-5), 0.0)
     router.set_state(first.replica.name, State.DOWN, 0.0)
     router.finish(first, 0.0, failed=True)
     assert router.retry(first, 0.0) and first.replica is None
@@ -208,8 +208,8 @@ def test_a_failing_replica_is_left_alone_and_tried_again() -> None:
     router = fleet(2, least_work)
     router.set_state("r1", State.DOWN, 0.0)
     for _ in range(3):
-        router.finish(router.arrive(Arrival(10), 0.0), 0.0, failed=True)
-    waiting = router.arrive(Arrival(10), 0.0)
+        router.finish(router.arrive(Demand(10), 0.0), 0.0, failed=True)
+    waiting = router.arrive(Demand(10), 0.0)
     assert waiting.replica is None, "r0 is up, but its circuit is open"
     assert router.dispatch(0.5) == []
     assert router.dispatch(1.5) == [waiting]
@@ -217,21 +217,33 @@ def test_a_failing_replica_is_left_alone_and_tried_again() -> None:
 
 def test_a_session_stays_until_its_replica_is_full() -> None:
     router = fleet(2, least_work, capacity=Capacity(limit=5))
-    names = [sent(router, Arrival(1000, session="s")) for _ in range(10)]
+    names = [sent(router, Demand(1000, session="s")) for _ in range(10)]
     assert len(set(names[:5])) == 1 and len(set(names[5:])) == 1 and names[0] != names[5]
 
 
-def test_the_prefill_rate_is_learned() -> None:
-    router = fleet(2, least_work)
-    slow, fast = router.replicas["r0"], router.replicas["r1"]
-    for step in range(200):
-        now = float(step)
-        ticket = router.arrive(Arrival(2000), now)
-        router.first_token(ticket, now + (2.0 if ticket.replica is slow else 0.5))
-        router.finish(ticket, now + 3.0)
-    assert fast.prefill_tokens_s == pytest.approx(4000, rel=0.2)
-    assert slow.prefill_tokens_s < fast.prefill_tokens_s
-    assert sent(router, Arrival(2000), 1000.0) == "r1"
+def test_the_fleet_learns_its_speed_and_stays_even_while_idle() -> None:
+    router, now, names = fleet(4), 0.0, Counter[str]()
+    for _ in range(400):
+        now += 1.0
+        ticket = router.arrive(Demand(2000), now)
+        names[ticket.replica.name] += 1
+        router.first_token(ticket, now + 0.05)
+        router.finish(ticket, now + 0.06)
+    assert router.replicas["r0"].prefill_tokens_s == pytest.approx(40_000, rel=0.05)
+    assert min(names.values()) > 60
+
+
+def test_a_slow_replica_gets_fewer_requests() -> None:
+    router, now, open_tickets, names = fleet(2, least_work), 0.0, [], Counter[str]()
+    for _ in range(400):
+        now += 0.2
+        for ticket in [ticket for ticket in open_tickets if ticket[0] <= now]:
+            open_tickets.remove(ticket)
+            router.finish(ticket[1], now)
+        ticket = router.arrive(Demand(2000), now)
+        names[ticket.replica.name] += 1
+        open_tickets.append((now + (1.5 if ticket.replica.name == "r0" else 0.3), ticket))
+    assert names["r1"] > 3 * names["r0"] > 0
 
 
 def test_random_operations_leave_nothing_behind() -> None:
@@ -246,7 +258,7 @@ def test_random_operations_leave_nothing_behind() -> None:
             try:
                 chunks = tuple(range(chance.randrange(5)))
                 open_tickets.append(
-                    router.arrive(Arrival(chance.randrange(1, 900), chunks, str(chance.randrange(3))), now)
+                    router.arrive(Demand(chance.randrange(1, 900), chunks, str(chance.randrange(3))), now)
                 )
             except (Overloaded, Unavailable):
                 continue

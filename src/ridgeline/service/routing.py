@@ -5,7 +5,9 @@ The router sends a request to the replica with the lowest predicted wait for its
     (prompt tokens that the replica has not cached + prompt tokens that wait there) / prefill rate + decode_s * requests in flight
 
 With the policy `prefix` the cached tokens come from an index of prefixes, with `least-work` none are assumed, and `round-robin`
-takes the replica that was sent a request longest ago. Equal replicas are chosen at random. In fleets with more than `SAMPLED`
+takes the replica that was sent a request longest ago. Equal replicas are chosen at random. Prefill rates are those of `Capacity`
+times a factor that the router learns for the whole fleet: rates of their own would draw an idle fleet's requests to the replica
+that was measured last, and a slow replica is avoided anyway, because its backlog stays. In fleets with more than `SAMPLED`
 replicas the router compares so many of them, drawn at random, and those that have a prefix of the request: the least loaded of
 a few random replicas is nearly as good as that of all (Mitzenmacher, "The power of two choices", 2001).
 
@@ -29,7 +31,7 @@ SAMPLED = 32
 """Replicas that are compared at random."""
 MAX_SESSIONS = 1 << 16
 _LEARNED_TOKENS = 512
-"""Fewest prompt tokens from which a prefill rate is learned: the time of fewer is mostly overhead."""
+"""Fewest prompt tokens from which the fleet's speed is learned: the time of fewer is mostly overhead."""
 _FORGET = 0.95
 _RATE_MEMORY_S = 10.0
 _RETRY_S = (0.05, 60.0)
@@ -38,7 +40,7 @@ _RETRY_S = (0.05, 60.0)
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a replica can do. The prefill rate is a first guess, which measured first tokens replace."""
+    """What a replica can do. The prefill rates of replicas count relative to each other: measured first tokens scale them."""
 
     limit: int = 256
     """Most requests in flight. Further ones wait in the router."""
@@ -59,8 +61,8 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request as the router sees it. chunks: hashes of its prompt's chunks (`prefix_index.py`). priority: lower is served first.
+class Demand:
+    """What a request asks of a replica. chunks: hashes of its prompt's chunks (`prefix_index.py`). priority: lower is served first.
 
     session: requests of one session go to one replica while that has a free place; "" for none.
     """
@@ -109,16 +111,34 @@ class Breaker:
             self._reopens = now + min(self._longest_s, self._cooldown_s * 2.0**trials)
 
 
+class Speed:
+    """How fast the fleet computes prompts, relative to the rates of its capacities: from recent first tokens."""
+
+    __slots__ = ("_measured", "_predicted")
+
+    def __init__(self) -> None:
+        self._predicted = self._measured = 1.0
+
+    @property
+    def factor(self) -> float:
+        return self._predicted / self._measured
+
+    def learn(self, predicted_s: float, measured_s: float) -> None:
+        """A first token that the capacity's rate predicted after predicted_s came after measured_s."""
+        self._predicted = self._predicted * _FORGET + predicted_s
+        self._measured = self._measured * _FORGET + measured_s
+
+
 class Replica:
     """A replica as the router sees it. id: of this incarnation; a replica that returns has another one."""
 
     __slots__ = (
-        "_seconds", "_tokens", "backlog", "breaker", "capacity", "closed_until", "draining", "id", "name", "running",
-        "sent", "state",
+        "_speed", "backlog", "breaker", "capacity", "closed_until", "draining", "id", "name", "running", "sent", "state",
     )  # fmt: skip
 
-    def __init__(self, id: int, name: str, capacity: Capacity) -> None:
+    def __init__(self, id: int, name: str, capacity: Capacity, speed: Speed) -> None:
         self.id, self.name, self.capacity = id, name, capacity
+        self._speed = speed
         self.state = State.DOWN
         self.draining = False
         self.breaker = Breaker()
@@ -129,11 +149,10 @@ class Replica:
         """Prompt tokens of requests that were sent and have no first token yet."""
         self.sent = 0
         """Number of the last request that was sent here."""
-        self._tokens, self._seconds = capacity.prefill_tokens_s, 1.0
 
     @property
     def prefill_tokens_s(self) -> float:
-        return self._tokens / self._seconds
+        return self.capacity.prefill_tokens_s * self._speed.factor
 
     @property
     def serves(self) -> bool:
@@ -148,12 +167,6 @@ class Replica:
     def predicted_wait(self, tokens: int) -> float:
         """Seconds until the first token of a request with so many prompt tokens to compute."""
         return (tokens + self.backlog) / self.prefill_tokens_s + self.capacity.decode_s * self.running
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Prompt tokens, those ahead of a request included, took so long until its first token."""
-        if tokens >= _LEARNED_TOKENS and seconds > 0:
-            self._tokens = self._tokens * _FORGET + tokens
-            self._seconds = self._seconds * _FORGET + seconds
 
 
 Policy: TypeAlias = Callable[[Replica, int, int], float]
@@ -179,7 +192,7 @@ POLICIES: Mapping[str, Policy] = {"prefix": prefix_aware, "least-work": least_wo
 class Ticket:
     """A request in the router, from its arrival to its end. replica: None while it waits."""
 
-    arrival: Arrival
+    demand: Demand
     arrived: float
     replica: Replica | None = None
     sent_at: float = 0.0
@@ -223,6 +236,7 @@ class Router:
         self.expected = 0
         """Replicas that are being started. While there are some, requests wait although no replica is up."""
         self._random = random.Random(seed)
+        self._speed = Speed()
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._by_id: dict[int, Replica] = {}
         self._next_id = self._sent = 0
@@ -232,7 +246,7 @@ class Router:
         """Add a replica, which gets requests once its state is UP. Replaces one of the same name."""
         if name in self.replicas:
             self.remove(name)
-        replica = self.replicas[name] = self._by_id[self._next_id] = Replica(self._next_id, name, capacity)
+        replica = self.replicas[name] = self._by_id[self._next_id] = Replica(self._next_id, name, capacity, self._speed)
         self.index.add_replica(replica.id, capacity.cache_tokens)
         self._next_id += 1
         return replica
@@ -244,13 +258,13 @@ class Router:
         del self._by_id[replica.id]
         self.index.remove_replica(replica.id)
 
-    def arrive(self, arrival: Arrival, now: float) -> Ticket:
+    def arrive(self, demand: Demand, now: float) -> Ticket:
         """A request: sent to `ticket.replica`, or waiting if that is None.
 
         Raises Unavailable if no replica is up or expected, Overloaded if too many requests wait.
         """
         self.totals.requests += 1
-        ticket = Ticket(arrival, now)
+        ticket = Ticket(demand, now)
         if not self.expected and not any(replica.serves for replica in self.replicas.values()):
             self.totals.refused += 1
             raise Unavailable("No replica is up: send the request again later.")
@@ -260,14 +274,15 @@ class Router:
             self.totals.refused += 1
             raise self.overloaded(now)
         self.totals.queued += 1
-        self.queue.push(ticket, arrival.tenant, arrival.priority, arrival.tokens)
+        self.queue.push(ticket, demand.tenant, demand.priority, demand.tokens)
         return ticket
 
     def first_token(self, ticket: Ticket, now: float) -> None:
         """The first token of a stream has come: its prompt is computed."""
         replica = ticket.replica
         if replica is not None and ticket._pending:
-            replica.learn(ticket.ahead, now - ticket.sent_at)
+            if ticket.ahead >= _LEARNED_TOKENS and now > ticket.sent_at:
+                self._speed.learn(ticket.ahead / replica.capacity.prefill_tokens_s, now - ticket.sent_at)
             self._release_prompt(ticket)
 
     def finish(self, ticket: Ticket, now: float, *, failed: bool | None = False) -> list[Ticket]:
@@ -324,36 +339,36 @@ class Router:
 
     def _send(self, ticket: Ticket, now: float) -> bool:
         """Choose a replica and count the request there. False if no replica has room."""
-        arrival = ticket.arrival
-        hits = self.index.hits(arrival.chunks)
+        demand = ticket.demand
+        hits = self.index.hits(demand.chunks)
         replica = self._sticky(ticket, now) or self._choose(ticket, hits, now)
         if replica is None:
             return False
         ticket.replica, ticket.sent_at = replica, now
         ticket.attempts += 1
         ticket.tried.add(replica.id)
-        ticket.cached = min(hits.get(replica.id, 0), max(0, arrival.tokens - 1))
-        ticket._pending = max(1, arrival.tokens - ticket.cached)
+        ticket.cached = min(hits.get(replica.id, 0), max(0, demand.tokens - 1))
+        ticket._pending = max(1, demand.tokens - ticket.cached)
         replica.backlog += ticket._pending
         ticket.ahead = replica.backlog
         replica.running += 1
         self._sent += 1
         replica.sent = self._sent
         replica.breaker.sent()
-        self.index.add(replica.id, arrival.chunks)
+        self.index.add(replica.id, demand.chunks)
         if ticket.attempts == 1:
-            self.totals.prompt_tokens += arrival.tokens
+            self.totals.prompt_tokens += demand.tokens
             self.totals.cached_tokens += ticket.cached
-        if arrival.session:
-            self._sessions[arrival.session] = replica.id
-            self._sessions.move_to_end(arrival.session)
+        if demand.session:
+            self._sessions[demand.session] = replica.id
+            self._sessions.move_to_end(demand.session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         return True
 
     def _sticky(self, ticket: Ticket, now: float) -> Replica | None:
         """The replica of the request's session, if it has room."""
-        session = ticket.arrival.session
+        session = ticket.demand.session
         replica = self._by_id.get(self._sessions.get(session, -1)) if session else None
         if replica is None or replica.state is not State.UP or replica.id in ticket.tried or not replica.can_take(now):
             return None
@@ -362,7 +377,7 @@ class Router:
     def _choose(self, ticket: Ticket, hits: Mapping[int, int], now: float) -> Replica | None:
         candidates = self._candidates(hits, now)
         candidates = [replica for replica in candidates if replica.id not in ticket.tried] or candidates
-        tokens, policy = ticket.arrival.tokens, self.policy
+        tokens, policy = ticket.demand.tokens, self.policy
         best: list[Replica] = []
         lowest = float("inf")
         for replica in candidates:
