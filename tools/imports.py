@@ -73,6 +73,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "service.fair_queue": _ROUTING,
     "service.prefix_index": _ROUTING,
     "service.progress": _ROUTING,
+    "service.autoscale": _ROUTING,
 }
 """Module -> all it may import of Ridgeline, where that differs from its package."""
 
