@@ -120,7 +120,7 @@ def test_retry_after_follows_the_rate_of_ends() -> None:
         now += 0.5
         (ticket,) = router.finish(ticket, now)
         router.arrive(Demand(10), now)
-    assert router.overloaded(now).retry_after_s == pytest.approx(2.5, rel=0.2)
+    assert router.refusal(now).retry_after_s == pytest.approx(2.5, rel=0.2)
 
 
 def test_no_replica_up_is_another_error_than_no_room() -> None:

@@ -7,6 +7,7 @@ request starts, in virtual time, when the former request of its tenant has ended
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
@@ -38,6 +39,10 @@ class FairQueue(Generic[_T]):
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[_T]:
+        """The items in the order in which they came."""
+        return iter(self._waiting)
 
     def push(self, item: _T, tenant: str, priority: int, cost: float) -> None:
         """Add an item. priority: lower leaves first. cost: what the tenant is charged."""

@@ -214,7 +214,10 @@ class Totals:
     queued: int = 0
     refused: int = 0
     retried: int = 0
+    offered_tokens: int = 0
+    """Prompt tokens of all requests that arrived."""
     prompt_tokens: int = 0
+    """Prompt tokens of those that were sent."""
     cached_tokens: int = 0
 
 
@@ -242,6 +245,16 @@ class Router:
         self._next_id = self._sent = 0
         self._end_rate, self._last_end = 0.0, -1.0
 
+    @property
+    def speed(self) -> float:
+        """Measured over assumed prefill rates."""
+        return self._speed.factor
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait."""
+        return sum(ticket.demand.tokens for ticket in self.queue)
+
     def add(self, name: str, capacity: Capacity = Capacity()) -> Replica:
         """Add a replica, which gets requests once its state is UP. Replaces one of the same name."""
         if name in self.replicas:
@@ -264,15 +277,16 @@ class Router:
         Raises Unavailable if no replica is up or expected, Overloaded if too many requests wait.
         """
         self.totals.requests += 1
+        self.totals.offered_tokens += demand.tokens
         ticket = Ticket(demand, now)
-        if not self.expected and not any(replica.serves for replica in self.replicas.values()):
+        if not self.expected and not self._serves:
             self.totals.refused += 1
-            raise Unavailable("No replica is up: send the request again later.")
+            raise self.refusal(now)
         if not self.queue and self._send(ticket, now):
             return ticket
         if len(self.queue) >= self.max_waiting:
             self.totals.refused += 1
-            raise self.overloaded(now)
+            raise self.refusal(now)
         self.totals.queued += 1
         self.queue.push(ticket, demand.tenant, demand.priority, demand.tokens)
         return ticket
@@ -306,7 +320,7 @@ class Router:
         """After `finish`: send a request without any byte of an answer again, to another replica if one has room, or let it wait at
         the head of the queue. False if it was sent `most` times, or if no replica serves.
         """
-        if ticket.attempts >= most or not (self.expected or any(replica.serves for replica in self.replicas.values())):
+        if ticket.attempts >= most or not (self.expected or self._serves):
             return False
         self.totals.retried += 1
         if not self._send(ticket, now):
@@ -329,13 +343,19 @@ class Router:
             sent.append(ticket)
         return sent
 
-    def overloaded(self, now: float) -> Overloaded:
+    def refusal(self, now: float) -> Overloaded | Unavailable:
         """The error for a request that finds no place. It says when one is expected."""
+        if not self._serves:
+            return Unavailable("No replica is up: send the request again later.")
         ahead = len(self.queue)
         rate = self._end_rate if now - self._last_end < _RATE_MEMORY_S else 0.0
         wait = min(_RETRY_S[1], max(_RETRY_S[0], ahead / rate)) if rate else 1.0
         message = f"All replicas are busy and {ahead} requests wait. Retry after the seconds in the header retry-after."
         return Overloaded(message, retry_after_s=wait)
+
+    @property
+    def _serves(self) -> bool:
+        return any(replica.serves for replica in self.replicas.values())
 
     def _send(self, ticket: Ticket, now: float) -> bool:
         """Choose a replica and count the request there. False if no replica has room."""

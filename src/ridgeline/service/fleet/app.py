@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import aiohttp
 import msgspec
@@ -25,6 +26,9 @@ from ridgeline.service.guard import ACCESS, add_headers, guard
 from ridgeline.service.routes import json_response
 from ridgeline.service.routing import State
 
+Series: TypeAlias = Callable[[], str]
+MORE_SERIES: web.AppKey[Series] = web.AppKey("more_series")
+"""Series of what stands beside the router: a fleet."""
 ROUTES = web.RouteTableDef()
 _FORWARDED = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 _MODELS_S = 2.0
@@ -34,7 +38,7 @@ _KEYS = ("authorization", "x-api-key")
 def make_router_app(access: Access, balancer: Balancer) -> web.Application:
     """The aiohttp application. Run it with `handler_cancellation`, so that a disconnect ends the request."""
     app = web.Application(middlewares=[guard])
-    app[ACCESS], app[BALANCER] = access, balancer
+    app[ACCESS], app[BALANCER], app[MORE_SERIES] = access, balancer, lambda: ""
     app.on_response_prepare.append(add_headers)
     for path in _FORWARDED:
         app.router.add_post(path, forward)
@@ -64,7 +68,8 @@ async def version(request: web.Request) -> web.Response:
 @ROUTES.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     """The router's metrics in the text format of Prometheus."""
-    return web.Response(body=render(request.app[BALANCER]), headers={"content-type": CONTENT_TYPE})
+    text = render(request.app[BALANCER]) + request.app[MORE_SERIES]()
+    return web.Response(body=text.encode(), headers={"content-type": CONTENT_TYPE})
 
 
 @ROUTES.get("/v1/models")

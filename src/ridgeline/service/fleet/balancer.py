@@ -98,10 +98,6 @@ class Balancer:
         await self._turn(ticket)
         return ticket
 
-    def upstream(self, ticket: Ticket) -> Upstream:
-        assert ticket.replica is not None
-        return self.upstreams[ticket.replica.name]
-
     def first_byte(self, ticket: Ticket) -> None:
         self.router.first_token(ticket, self._clock())
 
@@ -127,12 +123,12 @@ class Balancer:
 
     def down(self, ticket: Ticket, trouble: str) -> None:
         """The replica cannot serve. The next health check may say otherwise."""
-        if ticket.replica is not None and ticket.replica.name in self.upstreams:
-            ticket.replica.state = State.DOWN
-            self.upstream(ticket).trouble = trouble
+        if ticket.replica is not None and (upstream := self.upstreams.get(ticket.replica.name)) is not None:
+            ticket.replica.state = upstream.state = State.DOWN
+            upstream.trouble = trouble
 
     async def _turn(self, ticket: Ticket) -> None:
-        """Wait until a replica is chosen. Raises Overloaded after queue_s."""
+        """Wait until a replica is chosen. Raises Overloaded, or Unavailable if none is up, after queue_s."""
         if ticket.replica is not None:
             self.counts.queue_seconds.add(0.0)
             return
@@ -144,7 +140,7 @@ class Balancer:
         except BaseException as error:
             self.finish(ticket, failed=None)
             if isinstance(error, TimeoutError):
-                raise self.router.overloaded(self._clock()) from None
+                raise self.router.refusal(self._clock()) from None
             raise
         finally:
             del self._turns[ticket]

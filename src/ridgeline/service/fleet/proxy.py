@@ -86,9 +86,9 @@ class Passing:
 
     async def run(self) -> web.StreamResponse:
         while True:
-            upstream, name = self._balancer.upstream(self._ticket), self._name
+            name = self._name
             try:
-                answer = await self._attempt(upstream)
+                answer = await self._attempt(name)
             except ClientLost as error:
                 self._balancer.counts.count(name, "client_left")
                 log.info("%s: the client disconnected (%s)", self._request[REQUEST_ID], error)
@@ -110,8 +110,10 @@ class Passing:
             if answer is not None:
                 return answer
 
-    async def _attempt(self, upstream: Upstream) -> web.StreamResponse | None:
+    async def _attempt(self, name: str) -> web.StreamResponse | None:
         """Send the request to one replica. None: it is to be sent again. Raises ReplicaLost or ClientLost."""
+        if (upstream := self._balancer.upstreams.get(name)) is None:
+            raise ReplicaLost("it was removed")
         try:
             async with asyncio.timeout(None) as scope:
                 exchange = Exchange(scope)

@@ -6,6 +6,8 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from aiohttp import web
+
 from ridgeline.core.config import ServiceConfig
 from ridgeline.service.access import Access
 from ridgeline.service.address import Address
@@ -24,12 +26,17 @@ class RouterServer:
 
 @asynccontextmanager
 async def routing(
-    config: ServiceConfig, router: RouterConfig, listeners: Sequence[socket.socket]
+    config: ServiceConfig,
+    router: RouterConfig,
+    listeners: Sequence[socket.socket],
+    extend: Callable[[web.Application], None] = lambda app: None,
 ) -> AsyncIterator[RouterServer]:
-    """A router within the block; at its end it drains. listeners: bound sockets (`listen.bind`)."""
+    """A router within the block; at its end it drains. listeners: bound sockets (`listen.bind`). extend: adds routes."""
     access, address = Access(config), Address.read(config)
     async with Balancer(router, config.max_queue) as balancer:
-        runner = await listen(make_router_app(access, balancer), address, listeners)
+        app = make_router_app(access, balancer)
+        extend(app)
+        runner = await listen(app, address, listeners)
         try:
             yield RouterServer(access, balancer, address.url(runner.addresses[0][1]))
         finally:

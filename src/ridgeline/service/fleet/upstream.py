@@ -58,6 +58,11 @@ class Upstream:
         self._silent_since: float | None = None
         """Time of the first of the last health checks without any answer."""
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its first health check without an answer, if it does not answer now."""
+        return 0.0 if self._silent_since is None else asyncio.get_running_loop().time() - self._silent_since
+
     async def send(
         self, method: str, path: str, headers: Sequence[tuple[str, str]], body: Any
     ) -> aiohttp.ClientResponse:
@@ -109,7 +114,7 @@ class Upstream:
 
     def _sweep(self, now: float) -> None:
         """Abort exchanges that cannot be expected to go on."""
-        silence = 0.0 if self._silent_since is None else now - self._silent_since
+        silence = self.silent_s
         for exchange in tuple(self.exchanges):
             if exchange.received != exchange.seen or exchange.idle_since < 0:
                 exchange.seen, exchange.idle_since = exchange.received, now
