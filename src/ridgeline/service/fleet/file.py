@@ -87,7 +87,7 @@ def read_fleet(path: Path, environ: Mapping[str, str]) -> FleetFile:
     for key in content:
         if key not in known:
             _refuse_key(key, (*known, "gpus", *SECTIONS), path.name)
-    fleet = FleetConfig(**split_options(content, FleetConfig, origin=path.name)[0])
+    fleet = FleetConfig(**_read(content, FleetConfig, origin=path.name)[0])
     if fleet.launcher not in LAUNCHERS:
         raise _bad(f"launcher ({path.name})", fleet.launcher, f"one of {', '.join(LAUNCHERS)}")
     _check_bounds(fleet, path.name)
@@ -137,7 +137,7 @@ def _serve(options: dict[str, Any], origin: str) -> Mapping[str, Any]:
         if name in ("host", "port", "batch_dir", *SHARED) and name not in ("max_queue", "max_body_mb", "drain_s"):
             where = "leave it out" if name == "batch_dir" else "give it in the section router"
             raise ConfigError(f"{name} ({origin}) is set by the fleet: {where}.", param=name)
-    split_options(options, *CONFIGS, origin=origin)
+    _read(options, *CONFIGS, origin=origin)
     return {**options, "host": "127.0.0.1", "port": 0, "batch_dir": OFF}
 
 
@@ -146,9 +146,9 @@ def _router(options: dict[str, Any], origin: str, environ: Mapping[str, str]) ->
     for name in options:
         if name not in known and name not in SHARED:
             _refuse_key(name, (*known, *SHARED), origin)
-    shared, own_values = split_options(options, ServiceConfig, RouterConfig, origin=origin)
+    shared, values = _read(options, ServiceConfig, RouterConfig, origin=origin)
     try:
-        router = RouterConfig(**own_values)
+        router = RouterConfig(**values)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error.message}", param=error.param) from None
     return resolve(shared, environ=environ).service, router
@@ -157,15 +157,12 @@ def _router(options: dict[str, Any], origin: str, environ: Mapping[str, str]) ->
 def _autoscale(
     options: dict[str, Any], origin: str, service: ServiceConfig, router: RouterConfig
 ) -> tuple[AutoscaleConfig, Scaling]:
-    (values,) = split_options(options, AutoscaleConfig, origin=origin)
+    (values,) = _read(options, AutoscaleConfig, origin=origin)
     config = AutoscaleConfig(**values)
     _check_bounds(config, origin)
     if config.most < max(1, config.least):
         raise _bad(f"most ({origin})", config.most, f"at least {max(1, config.least)}")
-    try:
-        slo = Slo.parse(config.slo)
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error.message}", param="slo") from None
+    slo = Slo.parse(config.slo)
     limit = slo.limits()["ttft"]
     if limit is None:
         raise _bad(f"slo ({origin})", config.slo, "a limit on the first token, as in ttft=500ms")
@@ -184,6 +181,16 @@ def _autoscale(
         off_peak_most=config.off_peak_most,
     )
     return config, scaling
+
+
+def _read(options: dict[str, Any], *configs: type, origin: str) -> tuple[dict[str, Any], ...]:
+    """`split_options`, whose errors always name the section and the file."""
+    try:
+        return split_options(options, *configs, origin=origin)
+    except ConfigError as error:
+        if origin in error.message:
+            raise
+        raise ConfigError(f"{origin}: {error.message}", param=error.param) from None
 
 
 def _check_bounds(config: FleetConfig | AutoscaleConfig, origin: str) -> None:

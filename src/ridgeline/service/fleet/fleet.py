@@ -27,6 +27,7 @@ _STAYED_S = 60.0
 _HUNG_S = 30.0
 """Seconds without an answer to health checks after which a replica is replaced."""
 _WATCH_S = 1.0
+_WAKE_S = 0.1
 _STOP_S = 10.0
 """Seconds beyond the drain in which a replica may end."""
 
@@ -105,26 +106,38 @@ class Fleet:
 
     async def autoscale(self) -> None:
         """Decide again and again. Ends at once if the file has no section autoscale."""
-        file = self._file
+        file, router = self._file, self._balancer.router
         if file.scaling is None:
             return
         scaler = Autoscaler(file.scaling)
-        totals, last = self._balancer.router.totals, self._clock()
+        totals, last = router.totals, self._clock()
         requests, tokens = totals.requests, totals.offered_tokens
-        while True:
-            await asyncio.sleep(file.autoscale.every_s)
-            now = self._clock()
-            passed = max(1e-6, now - last)
-            rates = ((totals.requests - requests) / passed, (totals.offered_tokens - tokens) / passed)
-            requests, tokens, last = totals.requests, totals.offered_tokens, now
-            if self.cold_start_s:
-                scaler.cold_start_s = self.cold_start_s
-            decision = scaler.decide(self._measure(now, *rates))
-            self.decisions.append(decision)
-            if decision.wanted != self.wanted:
-                self._say(f"{self.wanted} -> {decision.wanted} replicas: {decision.reason}")
-                log.info("autoscale %s", json.dumps(asdict(decision)))
-                await self.scale(decision.wanted)
+        router.expected += 1  # with zero replicas requests wait for the first
+        try:
+            while True:
+                await self._pause(file.autoscale.every_s)
+                now = self._clock()
+                passed = max(1e-6, now - last)
+                rates = ((totals.requests - requests) / passed, (totals.offered_tokens - tokens) / passed)
+                requests, tokens, last = totals.requests, totals.offered_tokens, now
+                if self.cold_start_s:
+                    scaler.cold_start_s = self.cold_start_s
+                await self._follow(scaler.decide(self._measure(now, *rates)))
+        finally:
+            router.expected -= 1
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not while requests wait and no replica runs or starts."""
+        deadline = self._clock() + seconds
+        while (left := deadline - self._clock()) > 0 and (self._current() or not self._balancer.router.queue):
+            await asyncio.sleep(min(_WAKE_S, left))
+
+    async def _follow(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+        if decision.wanted != self.wanted:
+            self._say(f"{self.wanted} -> {decision.wanted} replicas: {decision.reason}")
+            await self.scale(decision.wanted)
+        log.info("autoscale %s", json.dumps(asdict(decision)))
 
     def render(self) -> str:
         """The fleet's metrics as Prometheus text."""
@@ -196,7 +209,8 @@ class Fleet:
                 ended = str(error) or type(error).__name__
                 if not self._was_up and not self.failed.done():
                     self.failed.set_exception(RidgelineError(f"The fleet cannot start: {ended}"))
-            pause = _FIRST_PAUSE_S if self._clock() - began > _STAYED_S else min(_LONGEST_PAUSE_S, 2 * pause)
+            if self._clock() - began > _STAYED_S:
+                pause = _FIRST_PAUSE_S
             self._say(f"{member.name}: {ended.rstrip('.')}; it is started again in {pause:g} s")
             self.restarts += 1
             self._balancer.router.expected += 1
@@ -204,6 +218,7 @@ class Fleet:
                 await asyncio.sleep(pause)
             finally:
                 self._balancer.router.expected -= 1
+            pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
     async def _run(self, member: Member) -> str:
         """One replica from its start to its end; returns how it ended. Raises RidgelineError if it does not become ready."""

@@ -46,6 +46,17 @@ def _fleet(request: web.Request) -> Fleet:
     return fleet
 
 
+def extension(manager: list[Fleet]) -> Callable[[web.Application], None]:
+    """Adds the fleet's routes and metrics to a router. manager: gets the fleet once it exists."""
+
+    def extend(app: web.Application) -> None:
+        app[MANAGER] = manager
+        app[MORE_SERIES] = lambda: manager[0].render()
+        app.router.add_routes(ROUTES)
+
+    return extend
+
+
 async def run_fleet(
     file: FleetFile, launcher: Launcher, listeners: Sequence[socket.socket], say: Callable[[str], None]
 ) -> None:
@@ -54,13 +65,7 @@ async def run_fleet(
     Raises RidgelineError if the first replicas do not start.
     """
     manager: list[Fleet] = []
-
-    def extend(app: web.Application) -> None:
-        app[MANAGER] = manager
-        app[MORE_SERIES] = lambda: manager[0].render()
-        app.router.add_routes(ROUTES)
-
-    async with routing(file.service, file.router, listeners, extend) as server:
+    async with routing(file.service, file.router, listeners, extension(manager)) as server:
         stopped = stop_signals(server.access)
         try:
             async with Fleet(file, launcher, server.balancer, say) as fleet:
