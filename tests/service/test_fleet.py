@@ -127,6 +127,7 @@ async def test_requests_wait_for_the_first_replica(tmp_path: Path) -> None:
     async with fleet_of(tmp_path, launcher) as fleet:
         request = asyncio.create_task(fleet.chat())
         await fleet.until(lambda: len(fleet.balancer.router.queue) == 1)
+        assert (await fleet.get("/health")).status == 503
         launcher.started[0].replica.health = (200, {"step": 1})
         assert (await request).status == 200
 
@@ -206,6 +207,7 @@ async def test_to_zero_and_back(tmp_path: Path) -> None:
     async with fleet_of(tmp_path, FakeLauncher(), replicas=1, autoscale=autoscale) as fleet:
         scaling = asyncio.create_task(fleet.fleet.autoscale())
         await fleet.until(lambda: len(fleet.launcher.started) == 1 and not fleet.launcher.running)
+        assert (await fleet.get("/health")).json["replicas"] == {"up": 0, "total": 0}
         answer = await fleet.chat()
         assert answer.status == 200, "it waited for a replica"
         rows = (await fleet.get("/admin/decisions")).json["data"]

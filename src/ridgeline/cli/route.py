@@ -17,6 +17,7 @@ from ridgeline.bench.load import raise_file_limit
 from ridgeline.cli.flags import Arguments, Parser, add_options, parser_for
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plural import counted
 from ridgeline.core.resolve import resolve
 from ridgeline.service.fleet.options import SHARED, RouterConfig, read_router, read_url
 from ridgeline.service.fleet.server import serve_router
@@ -48,7 +49,9 @@ def run(args: Arguments) -> int:
         listeners = [cleanup.enter_context(sock) for sock in bind(service.host, service.port)]
 
         def announce(url: str) -> None:
-            console.print(f"routing to {len(replicas)} servers: {url}/v1", highlight=False, soft_wrap=True)
+            console.print(
+                f"listening on {url}; routing to {counted(len(replicas), 'server')}", highlight=False, soft_wrap=True
+            )
 
         uvloop.run(serve_router(service, router, replicas, listeners, announce))
     return 0

@@ -48,12 +48,12 @@ def make_router_app(access: Access, balancer: Balancer) -> web.Application:
 
 @ROUTES.get("/health")
 async def health(request: web.Request) -> web.Response:
-    """200 while a replica is up, otherwise 503 with the reasons."""
+    """200 while a replica is up, or the fleet sleeps until the next request; otherwise 503 with the reasons."""
     balancer = request.app[BALANCER]
     if request.app[ACCESS].draining:
         return error_response(Unavailable("Not healthy: the router is shutting down."))
     up = sum(replica.serves for replica in balancer.router.replicas.values())
-    if not up and not balancer.router.expected:
+    if not up and not balancer.asleep:
         reasons = "; ".join(f"{name}: {upstream.trouble}" for name, upstream in balancer.upstreams.items())
         return error_response(Unavailable(f"Not healthy: no replica is up ({reasons or 'there are none'})."))
     return json_response({"status": "ok", "replicas": {"up": up, "total": len(balancer.upstreams)}})

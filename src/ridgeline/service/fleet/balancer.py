@@ -43,6 +43,8 @@ class Balancer:
         self.router = Router(POLICIES[config.policy], index, max_waiting=max_queue)
         self.upstreams: dict[str, Upstream] = {}
         self.counts = Counts()
+        self.asleep = False
+        """The fleet has no replica because none is needed: the next request starts one."""
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
 

@@ -134,6 +134,7 @@ class Fleet:
 
     async def _follow(self, decision: Decision) -> None:
         self.decisions.append(decision)
+        self._balancer.asleep = decision.wanted == 0
         if decision.wanted != self.wanted:
             self._say(f"{self.wanted} -> {decision.wanted} replicas: {decision.reason}")
             await self.scale(decision.wanted)

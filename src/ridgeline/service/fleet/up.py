@@ -78,7 +78,7 @@ async def run_fleet(
                     task.add_done_callback(restarts.discard)
 
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, renew)
-                say(f"the fleet listens: {server.url}/v1")
+                say(f"listening on {server.url}; requests wait until a replica is ready")
                 await run_until(stopped, _work(fleet, file))
                 await server.access.drain()
                 for task in restarts:
