@@ -39,6 +39,14 @@ def sent(router: Router, demand: Demand, now: float = 0.0) -> str:
     return replica.name
 
 
+def computed(router: Router, demand: Demand) -> str:
+    """Send a request whose prompt is computed at once."""
+    ticket = router.arrive(demand, 0.0)
+    router.first_token(ticket, 0.0)
+    assert ticket.replica is not None
+    return ticket.replica.name
+
+
 def test_round_robin_takes_turns() -> None:
     router = fleet(3, round_robin)
     names = [sent(router, Demand(10)) for _ in range(9)]
@@ -59,7 +67,8 @@ def test_least_work_prefers_the_shorter_backlog() -> None:
 def test_a_cached_prefix_draws_requests_until_its_backlog_costs_more() -> None:
     router = fleet(2)
     chunks = tuple(range(10))
-    home = sent(router, Demand(1000, chunks))
+    assert router.index.chunk_tokens == 100
+    home = computed(router, Demand(1000, chunks))
     names = [sent(router, Demand(1000, chunks)) for _ in range(400)]
     assert names[0] == home
     counts = Counter(names)
@@ -91,7 +100,7 @@ def test_ties_are_random_and_repeat_with_the_seed() -> None:
 def test_a_large_fleet_is_sampled_and_its_prefixes_are_reached() -> None:
     router = fleet(20 * SAMPLED)
     chunks = tuple(range(50))
-    home = sent(router, Demand(5000, chunks))
+    home = computed(router, Demand(5000, chunks))
     assert sent(router, Demand(5000, chunks)) == home
     counts = Counter(sent(router, Demand(100)) for _ in range(10 * SAMPLED))
     assert max(counts.values()) <= 2

@@ -62,9 +62,10 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of a replica. chunks: hashes of its prompt's chunks (`prefix_index.py`). priority: lower is served first.
+    """What a request asks of a replica.
 
-    session: requests of one session go to one replica while that has a free place; "" for none.
+    tokens: of its prompt, at least 1, by estimate. chunks: hashes of its prompt's chunks (`prefix_index.py`). priority: lower is
+    served first. session: requests of one session go to one replica while that has a free place; "" for none.
     """
 
     tokens: int
@@ -231,7 +232,7 @@ class Router:
         self, policy: Policy = prefix_aware, index: PrefixIndex | None = None, *, seed: int = 0, max_waiting: int = 1024
     ) -> None:
         self.policy = policy
-        self.index = index or PrefixIndex()
+        self.index = PrefixIndex() if index is None else index  # an empty index is false
         self.max_waiting = max_waiting
         self.replicas: dict[str, Replica] = {}
         self.queue: FairQueue[Ticket] = FairQueue()
@@ -367,7 +368,7 @@ class Router:
         ticket.replica, ticket.sent_at = replica, now
         ticket.attempts += 1
         ticket.tried.add(replica.id)
-        ticket.cached = min(hits.get(replica.id, 0), max(0, demand.tokens - 1))
+        ticket.cached = min(hits.get(replica.id, 0), demand.tokens - 1)
         ticket._pending = max(1, demand.tokens - ticket.cached)
         replica.backlog += ticket._pending
         ticket.ahead = replica.backlog
@@ -401,7 +402,7 @@ class Router:
         best: list[Replica] = []
         lowest = float("inf")
         for replica in candidates:
-            cost = policy(replica, tokens, hits.get(replica.id, 0))
+            cost = policy(replica, tokens, min(hits.get(replica.id, 0), tokens - 1))
             if cost < lowest:
                 best, lowest = [replica], cost
             elif cost == lowest:
