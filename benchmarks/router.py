@@ -5,8 +5,8 @@
 Simulates the real `Router` (`service/routing.py`) with replicas that compute prompts in order at a fixed rate and keep the trace's
 blocks of 512 tokens in an LRU cache. The figures are counts and virtual times: they do not depend on the machine. Rows
 `router-hits-{policy}`: hit_rate is the share of prompt tokens that the replicas' caches have, expected_hit_rate what the router's
-index expected; ttft_p50_ms and ttft_p99_ms follow from the rate. Row `router-hits-ceiling`: one cache without bound, and one cache of
-the size of all replicas' caches together.
+index expected; ttft_p50_ms and ttft_p99_ms follow from the rate. Row `router-hits-ceiling`: hit_rate of one cache without bound,
+shared_hit_rate of one cache that is as large as those of all replicas together.
 """
 
 from __future__ import annotations
