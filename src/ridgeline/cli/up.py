@@ -5,6 +5,7 @@ SIGHUP, or POST /admin/restart, replaces all servers one after the other. docs/f
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from rich.console import Console
 from ridgeline.bench.load import raise_file_limit
 from ridgeline.cli.flags import Arguments, Parser, parser_for
 from ridgeline.service.fleet.file import read_fleet
+from ridgeline.service.fleet.kubernetes import manifest
 from ridgeline.service.fleet.launcher import LocalLauncher
 from ridgeline.service.fleet.up import run_fleet
 from ridgeline.service.listen import bind
@@ -24,6 +26,11 @@ from ridgeline.service.listen import bind
 def parser() -> Parser:
     parser = parser_for("up", __doc__ or "", (), model=False)
     parser.add_argument("file", metavar="FILE", help="the fleet file")
+    parser.add_argument(
+        "--kubernetes",
+        metavar="IMAGE",
+        help="print the Kubernetes objects of the fleet with this image, and start nothing",
+    )
     return parser
 
 
@@ -31,6 +38,9 @@ def run(args: Arguments) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("ridgeline.service.fleet").setLevel(logging.INFO)  # decisions of the autoscaler with their inputs
     file = read_fleet(Path(args.options.file), os.environ)
+    if image := getattr(args.options, "kubernetes", None):
+        print(json.dumps(manifest(file, image), indent=2))
+        return 0
     raise_file_limit()
     console = Console(stderr=True)
 
