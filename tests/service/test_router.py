@@ -258,6 +258,7 @@ async def test_many_requests_all_end_while_replicas_come_and_go() -> None:
         answers, _ = await asyncio.gather(asyncio.gather(*(fleet.chat() for _ in range(200))), churn())
         assert all(answer.data == b"".join(EVENTS) for answer in answers)
         assert sum(len(replica.bodies) for replica in fleet.replicas) == 200
+        assert sum(balancer.counts.answers.values()) == 200
 
 
 async def test_a_large_body_passes() -> None:

@@ -18,7 +18,8 @@ from ridgeline.bench.load import raise_file_limit
 from ridgeline.cli.flags import Arguments, Parser, parser_for
 from ridgeline.service.fleet.file import read_fleet
 from ridgeline.service.fleet.kubernetes import manifest
-from ridgeline.service.fleet.launcher import LocalLauncher
+from ridgeline.service.fleet.launcher import Launcher, LocalLauncher
+from ridgeline.service.fleet.ray_cluster import RayLauncher
 from ridgeline.service.fleet.up import run_fleet
 from ridgeline.service.listen import bind
 
@@ -49,6 +50,11 @@ def run(args: Arguments) -> int:
 
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(file.service.host, file.service.port)]
-        launcher = LocalLauncher(file.serve, file.gpus, file.service.api_key, say)
+        key = file.service.api_key
+        launcher: Launcher
+        if file.fleet.launcher == "ray":
+            launcher = RayLauncher(file.fleet, file.serve, key)
+        else:
+            launcher = LocalLauncher(file.serve, file.gpus, key, say)
         uvloop.run(run_fleet(file, launcher, listeners, say))
     return 0

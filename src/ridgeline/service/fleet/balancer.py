@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,17 +22,16 @@ _CONNECT_S = 1.0
 _KEEP_ALIVE_S = 30.0
 """Seconds for which an idle connection is kept, less than a server keeps it (75)."""
 _READ_BUFFER = 1 << 16
+REMOVED = "removed"
+"""Label of all replicas that were removed."""
 
 
 @dataclass(slots=True)
 class Counts:
     """Counts since the start, by replica and result where a dictionary."""
 
-    answers: dict[tuple[str, str], int] = field(default_factory=dict)
+    answers: Counter[tuple[str, str]] = field(default_factory=Counter)
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_SECONDS))
-
-    def count(self, replica: str, result: str) -> None:
-        self.answers[replica, result] = self.answers.get((replica, result), 0) + 1
 
 
 class Balancer:
@@ -77,6 +77,8 @@ class Balancer:
         self._watches.pop(name).cancel()
         del self.upstreams[name]
         self.router.remove(name)
+        for replica, result in [key for key in self.counts.answers if key[0] == name]:
+            self.counts.answers[REMOVED, result] += self.counts.answers.pop((replica, result))
 
     async def drain(self, name: str, patience_s: float) -> None:
         """Send a replica no more requests, and wait for those it has, at most patience_s."""
@@ -99,6 +101,10 @@ class Balancer:
         ticket = self.router.arrive(demand, self._clock())
         await self._turn(ticket)
         return ticket
+
+    def count(self, name: str, result: str) -> None:
+        """Count an answer. Replicas that were removed are counted together, so that the number of series stays bounded."""
+        self.counts.answers[name if name in self.upstreams else REMOVED, result] += 1
 
     def first_byte(self, ticket: Ticket) -> None:
         self.router.first_token(ticket, self._clock())

@@ -21,6 +21,8 @@ LAUNCHERS = ("local", "ray")
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "replicas": (0, 10_000),
     "ready_s": (0.1, 1e6),
+    "replica_cpus": (0.0, 1e4),
+    "replica_gpus": (0, 64),
     "least": (0, 10_000),
     "most": (0, 10_000),
     "off_peak_least": (0, 10_000),
@@ -40,6 +42,9 @@ class FleetConfig:
     replicas: int = option(1, "replicas at the start")
     launcher: str = option("local", "where replicas run: local (processes of this machine) or ray (a Ray cluster)")
     ready_s: float = option(900.0, "seconds in which a replica must be ready after its start")
+    ray_address: str = option("auto", "launcher ray: address of the cluster; auto: that of this machine")
+    replica_cpus: float = option(1.0, "launcher ray: CPUs that a replica takes")
+    replica_gpus: int = option(0, "launcher ray: GPUs that a replica takes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,8 @@ def read_fleet(path: Path, environ: Mapping[str, str]) -> FleetFile:
     if fleet.launcher not in LAUNCHERS:
         raise _bad(f"launcher ({path.name})", fleet.launcher, f"one of {', '.join(LAUNCHERS)}")
     _check_bounds(fleet, path.name)
+    if gpus and fleet.launcher == "ray":
+        raise ConfigError(f"gpus ({path.name}): Ray assigns GPUs, give their number as replica_gpus.", param="gpus")
     service, router = _router(sections["router"], f"router in {path.name}", environ)
     autoscale, scaling = _autoscale(sections["autoscale"], f"autoscale in {path.name}", service, router)
     if gpus and max(fleet.replicas, scaling.most if scaling else 0) > len(gpus):

@@ -90,14 +90,14 @@ class Passing:
             try:
                 answer = await self._attempt(name)
             except ClientLost as error:
-                self._balancer.counts.count(name, "client_left")
+                self._balancer.count(name, "client_left")
                 log.info("%s: the client disconnected (%s)", self._request[REQUEST_ID], error)
                 if self._request.transport is not None:
                     self._request.transport.abort()
                 assert self._response is not None
                 return self._response
             except ReplicaLost as error:
-                self._balancer.counts.count(name, "failed")
+                self._balancer.count(name, "failed")
                 if self._response is not None:
                     return await self._broken(self._response, name, error)
                 if not await self._balancer.retry(self._ticket, failed=True):
@@ -105,7 +105,7 @@ class Passing:
                     raise EngineFailed(message) from error
                 continue
             except asyncio.CancelledError:
-                self._balancer.counts.count(name, "client_left")
+                self._balancer.count(name, "client_left")
                 raise
             if answer is not None:
                 return answer
@@ -142,7 +142,7 @@ class Passing:
         name = self._name
         if await self._balancer.retry(self._ticket, failed=None if reply.status in (_BUSY, 503) else True):
             return None
-        self._balancer.counts.count(name, "refused")
+        self._balancer.count(name, "refused")
         return web.Response(status=reply.status, headers=_returned(reply.headers, name), body=body)
 
     async def _pass(self, upstream: Upstream, exchange: Exchange, reply: aiohttp.ClientResponse) -> web.StreamResponse:
@@ -170,7 +170,7 @@ class Passing:
                 raise ClientLost(type(error).__name__) from error
             chunk = await content.readany()
         self.failed = None if reply.status >= 500 else False
-        self._balancer.counts.count(self._name, "ok" if reply.status < 400 else "refused")
+        self._balancer.count(self._name, "ok" if reply.status < 400 else "refused")
         return response
 
     async def _broken(self, response: web.StreamResponse, name: str, error: ReplicaLost) -> web.StreamResponse:
