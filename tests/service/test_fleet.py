@@ -290,6 +290,7 @@ def test_a_file_in_full(tmp_path: Path) -> None:
         ),
         ({"autoscale": {"slo": "x"}}, "autoscale in fleet.json: --slo 'x' is not a known limit"),
         ({"autoscale": {"off_peak": "x"}}, "off_peak (autoscale in fleet.json) is 'x': give two different times"),
+        ({"serve": {"api_keys": "k.yaml"}}, "give admin_api_key in the section router, and no api_key."),
         ({"gpus": ["a"]}, "gpus (fleet.json) is 'a': give a list with the GPUs of each replica"),
         ({"gpus": [0], "launcher": "ray"}, "gpus (fleet.json): Ray assigns GPUs, give their number as replica_gpus."),
         ({"gpus": [0], "replicas": 2}, "gpus (fleet.json) has 1 entries for up to 2 replicas: give one for each."),

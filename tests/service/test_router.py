@@ -86,7 +86,9 @@ async def test_an_error_of_a_replica_passes_and_is_not_repeated() -> None:
 
 
 async def test_busy_and_unready_replicas_are_passed_over() -> None:
-    async with routed(refuses(429, retry_after="30"), refuses(503), streams, policy="round-robin") as fleet:
+    async with routed(
+        refuses(429, retry_after="30", x_ridgeline_queue="full"), refuses(503), streams, policy="round-robin"
+    ) as fleet:
         for _ in range(4):
             answer = await fleet.chat()
             assert answer.status == 200 and answer.headers["x-ridgeline-replica"] == "replica-2"
@@ -94,9 +96,15 @@ async def test_busy_and_unready_replicas_are_passed_over() -> None:
 
 
 async def test_the_429_of_the_last_replica_reaches_the_client() -> None:
-    async with routed(refuses(429, retry_after_ms="1", retry_after="1")) as fleet:
+    async with routed(refuses(429, retry_after_ms="1", retry_after="1", x_ridgeline_queue="full")) as fleet:
         answer = await fleet.chat()
         assert answer.status == 429 and answer.headers["retry-after"] == "1"
+
+
+async def test_the_429_of_a_key_is_the_clients_alone() -> None:
+    async with routed(refuses(429, retry_after="30"), refuses(429, retry_after="30")) as fleet:
+        assert [(await fleet.chat()).status for _ in range(3)] == [429] * 3
+        assert sum(len(replica.bodies) for replica in fleet.replicas) == 3, "no replica is avoided, none is asked again"
 
 
 async def test_requests_wait_in_the_router_and_are_refused_beyond_it() -> None:
@@ -202,6 +210,14 @@ async def test_one_key_is_checked_once_and_passed_on() -> None:
         assert (await fleet.get("/health")).status == 200
         assert (await fleet.chat(headers=SECRET)).status == 200
         assert fleet.replicas[0].headers[-1]["authorization"] == "Bearer secret"
+
+
+async def test_operators_have_a_key_of_their_own() -> None:
+    async with routed(streams, service={"admin_api_key": "boss"}) as fleet:
+        assert (await fleet.chat(headers=SECRET)).status == 200, "the replicas check it"
+        assert fleet.replicas[0].headers[-1]["authorization"] == SECRET["authorization"]
+        assert (await fleet.get("/admin/replicas")).status in (401, 403)
+        assert (await fleet.get("/admin/replicas", {"authorization": "Bearer boss"})).status == 200
 
 
 async def test_models_and_replicas() -> None:

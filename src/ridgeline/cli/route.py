@@ -19,7 +19,7 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import resolve
-from ridgeline.service.fleet.options import SHARED, RouterConfig, read_router, read_url
+from ridgeline.service.fleet.options import SHARED, RouterConfig, check_shared, read_router, read_url
 from ridgeline.service.fleet.server import serve_router
 from ridgeline.service.listen import bind
 
@@ -42,7 +42,7 @@ def run(args: Arguments) -> int:
     if len(set(replicas)) < len(replicas):
         raise ConfigError("A server is given twice with --replica: keep one.", param="replica")
     router = read_router(options, "flag")
-    service = resolve(args.flags, environ=os.environ, file=args.config).service
+    service = check_shared(resolve(args.flags, environ=os.environ, file=args.config).service)
     raise_file_limit()
     console = Console(stderr=True)
     with ExitStack() as cleanup:

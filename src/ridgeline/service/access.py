@@ -7,6 +7,7 @@ import asyncio
 from ridgeline.core.config import ServiceConfig
 from ridgeline.service.bodies import Bodies
 from ridgeline.service.hosts import Hosts
+from ridgeline.service.keys.keyring import Keyring
 from ridgeline.service.origins import Origins
 
 
@@ -23,6 +24,7 @@ class Access:
         self.origins = Origins.parse(config.allowed_origins)
         self.bodies = Bodies(int(config.max_body_mb * (1 << 20)))
         self.hosts = Hosts.parse(config.allowed_hosts, config.host)
+        self.keys = Keyring(config)
         self._hurry = False
 
     def hurry(self) -> None:

@@ -30,6 +30,7 @@ from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.launch import Begun, connect, launch
 from ridgeline.service.listen import cannot_listen
+from ridgeline.service.moderation.watch import Moderation, make_moderation
 from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
@@ -104,6 +105,7 @@ class Server:
         self.port = config.port
         self._supervisor = supervisor
         self._address = Address.read(config)
+        self._moderation = make_moderation(config, metrics.judged)
         self._reference = reference
         self._service: Service | None = None
         """Of the current engine, or of the last one until the next is ready."""
@@ -131,7 +133,7 @@ class Server:
         card = ModelCard(
             config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
         )
-        self._answer(_make_service(self.front, card, folder, tokenizer, templates))
+        self._answer(_make_service(self.front, card, folder, (tokenizer, templates), self._moderation))
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
     async def keep_open(self, announce: Announce | None = None) -> None:
@@ -163,6 +165,7 @@ class Server:
         facts = client.facts
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
+        self.front.keys.set_price(metrics.live.ceilings.price)
         if self._reference is not None:
             shadow = Shadow(config, client, metrics, self._reference, service.limits.request_tokens)
             self._shadowing = asyncio.get_running_loop().create_task(shadow.run())
@@ -186,6 +189,7 @@ class Server:
         if self._service is not None:
             self._service.grammars.close()
         await self._end_shadowing()
+        await self._moderation.close()
 
 
 def _ceilings(config: ServiceConfig, facts: Mapping[str, Any]) -> Ceilings:
@@ -196,9 +200,10 @@ def _ceilings(config: ServiceConfig, facts: Mapping[str, Any]) -> Ceilings:
 
 
 def _make_service(
-    front: Front, card: ModelCard, folder: Path, tokenizer: Tokenizer, templates: ChatTemplates
+    front: Front, card: ModelCard, folder: Path, text: tuple[Tokenizer, ChatTemplates], moderation: Moderation
 ) -> Service:
     """The service for an engine that is ready."""
+    tokenizer, templates = text
     facts = front.client.facts
     limits = Limits.of(facts, tokenizer)
     end_ids = list(facts.get("eos_ids") or ([] if tokenizer.eos_id is None else [tokenizer.eos_id]))
@@ -213,6 +218,7 @@ def _make_service(
         limits=limits,
         gate=_make_gate(front.config, facts),
         fingerprint=f"ridgeline-{ridgeline.__version__}",
+        moderation=moderation,
     )
 
 
@@ -309,7 +315,7 @@ async def serve(
 
 
 def stop_signals(access: Access) -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set. The first signal drains, the second ends the drain."""
+    """An event that SIGTERM and SIGINT set. The first signal drains, the second ends the drain. SIGHUP reads the API keys again."""
     stopped = asyncio.Event()
 
     def stop() -> None:
@@ -317,6 +323,8 @@ def stop_signals(access: Access) -> asyncio.Event:
             access.hurry()
         stopped.set()
 
+    if access.config.api_keys:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(access.keys.reload, changed_only=False))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     return stopped

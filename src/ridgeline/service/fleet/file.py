@@ -14,7 +14,7 @@ from ridgeline.core.resolve import CONFIGS, read_file, resolve, split_options
 from ridgeline.core.slo import Slo
 from ridgeline.service.autoscale import Scaling
 from ridgeline.service.batches.settings import OFF, DayWindow
-from ridgeline.service.fleet.options import SHARED, RouterConfig
+from ridgeline.service.fleet.options import SHARED, RouterConfig, check_shared
 
 SECTIONS = ("serve", "router", "autoscale")
 LAUNCHERS = ("local", "ray")
@@ -99,6 +99,9 @@ def read_fleet(path: Path, environ: Mapping[str, str]) -> FleetFile:
     if gpus and fleet.launcher == "ray":
         raise ConfigError(f"gpus ({path.name}): Ray assigns GPUs, give their number as replica_gpus.", param="gpus")
     service, router = _router(sections["router"], f"router in {path.name}", environ)
+    if "api_keys" in sections["serve"] and (service.admin_api_key is None or service.api_key is not None):
+        remedy = "give admin_api_key in the section router, and no api_key"
+        raise ConfigError(f"api_keys (serve in {path.name}) are checked by the replicas: {remedy}.", param="api_keys")
     autoscale, scaling = _autoscale(sections["autoscale"], f"autoscale in {path.name}", service, router)
     if gpus and max(fleet.replicas, scaling.most if scaling else 0) > len(gpus):
         most = max(fleet.replicas, scaling.most if scaling else 0)
@@ -158,7 +161,7 @@ def _router(options: dict[str, Any], origin: str, environ: Mapping[str, str]) ->
         router = RouterConfig(**values)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error.message}", param=error.param) from None
-    return resolve(shared, environ=environ).service, router
+    return check_shared(resolve(shared, environ=environ).service), router
 
 
 def _autoscale(

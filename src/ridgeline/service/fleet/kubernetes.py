@@ -20,18 +20,23 @@ _CONFIG = "/etc/ridgeline"
 _PROBE_S = 5
 _END_S = 15
 """Seconds beyond the drain until Kubernetes kills a pod."""
-_OWN_OPTIONS = ("host", "port", "api_key", "batch_dir")
+_OWN_OPTIONS = ("host", "port", "batch_dir", "api_key", "admin_api_key")
 
 
 def manifest(file: FleetFile, image: str, name: str = "ridgeline") -> dict[str, Any]:
     """A List of a ConfigMap, the replicas' StatefulSet and Service, the router's Deployment and Service.
 
-    image: a container image with Ridgeline. If the file has a key, the objects read it from the key `api-key` of a Secret `name`.
+    image: a container image with Ridgeline. If the file has keys, the objects read them from `api-key` and `admin-api-key` of a
+    Secret `name`. Raises ConfigError for options that name files of this machine.
     """
     if file.service.ssl_certfile:
         raise ConfigError(
             "ssl_certfile (router) is a file of this machine, which no pod has: leave it out, and terminate TLS in an Ingress.",
             param="ssl_certfile",
+        )
+    if "api_keys" in file.serve:
+        raise ConfigError(
+            "api_keys (serve) is a file of this machine, which no pod has: leave it out.", param="api_keys"
         )
     most = max(file.fleet.replicas, file.scaling.most if file.scaling else 0)
     serve = {key: value for key, value in file.serve.items() if key not in _OWN_OPTIONS}
@@ -109,9 +114,15 @@ def _container(file: FleetFile, image: str, name: str, kind: str, arguments: lis
         "ports": [{"name": "http", "containerPort": PORT}],
         "readinessProbe": _probe(1),
     }
-    if file.service.api_key is not None:
-        secret = {"secretKeyRef": {"name": name, "key": "api-key"}}
-        container["env"] = [{"name": "RIDGELINE_API_KEY", "valueFrom": secret}]
+    keys = [key for key in ("api_key", "admin_api_key") if getattr(file.service, key) is not None]
+    if keys:
+        container["env"] = [
+            {
+                "name": f"RIDGELINE_{key.upper()}",
+                "valueFrom": {"secretKeyRef": {"name": name, "key": key.replace("_", "-")}},
+            }
+            for key in keys
+        ]
     return container
 
 

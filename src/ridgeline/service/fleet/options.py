@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.core.config import option
+from ridgeline.core.config import ServiceConfig, option
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
 from ridgeline.service.routing import POLICIES, Capacity
 
 SHARED = (
-    "host", "port", "api_key", "allowed_origins", "allowed_hosts", "root_path", "ssl_certfile", "ssl_keyfile",
+    "host", "port", "api_key", "admin_api_key", "allowed_origins", "allowed_hosts", "root_path", "ssl_certfile", "ssl_keyfile",
     "ssl_keyfile_password", "max_queue", "max_body_mb", "drain_s",
 )  # fmt: skip
 """Options of `ServiceConfig` that a router has. `max_queue` bounds the requests that wait in it."""
@@ -65,6 +65,16 @@ def read_router(options: Mapping[str, Any], origin: str) -> RouterConfig:
     """Raises ConfigError that names the option and the remedy. origin: "flag", or a file."""
     (values,) = split_options(options, RouterConfig, origin=origin)
     return RouterConfig(**values)
+
+
+def check_shared(service: ServiceConfig) -> ServiceConfig:
+    """The options that a router shares. Raises ConfigError for a file of API keys, which replicas read."""
+    if service.api_keys:
+        remedy = "give it to the replicas, and leave it out here"
+        raise ConfigError(
+            f"api_keys is {service.api_keys!r}, but a router counts no use of keys: {remedy}.", param="api_keys"
+        )
+    return service
 
 
 def read_url(text: str) -> str:

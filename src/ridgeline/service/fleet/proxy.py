@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ridgeline.core.errors import EngineFailed, Unavailable
 from ridgeline.service.answer import write
-from ridgeline.service.errors import error_event
+from ridgeline.service.errors import BUSY, error_event
 from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.demand import read_demand
 from ridgeline.service.fleet.upstream import Exchange, Upstream
@@ -34,7 +34,6 @@ _HOP = frozenset(
 _NOT_SENT = _HOP | {"host", "expect", "content-encoding", "accept-encoding", "origin", "referer", "cookie"}
 """Headers of a request that are not passed on: the router has decoded the body and checked the origin."""
 _NOT_RETURNED = _HOP | {"date", "server", "vary"}
-_BUSY = 429
 _NOT_READY = frozenset({502, 503, 504})
 _DEFAULT_PAUSE_S = 0.5
 _STREAMED_BODY = 1 << 18
@@ -122,7 +121,7 @@ class Passing:
                     body = io.BytesIO(self._body) if len(self._body) > _STREAMED_BODY else self._body
                     reply = await upstream.send(self._request.method, self._request.raw_path, self._headers(), body)
                     async with reply:
-                        if reply.status == _BUSY or reply.status in _NOT_READY:
+                        if (reply.status == 429 and BUSY in reply.headers) or reply.status in _NOT_READY:
                             return await self._refused(reply)
                         return await self._pass(upstream, exchange, reply)
                 finally:
@@ -135,12 +134,12 @@ class Passing:
     async def _refused(self, reply: aiohttp.ClientResponse) -> web.StreamResponse | None:
         """The replica is busy or not ready: try another one. Without another one, its answer is passed on."""
         body = await reply.read()
-        if reply.status == _BUSY:
+        if reply.status == 429:
             self._balancer.pause(self._ticket, _retry_after(reply.headers))
         elif reply.status == 503:
             self._balancer.down(self._ticket, "it answers 503")
         name = self._name
-        if await self._balancer.retry(self._ticket, failed=None if reply.status in (_BUSY, 503) else True):
+        if await self._balancer.retry(self._ticket, failed=None if reply.status in (429, 503) else True):
             return None
         self._balancer.count(name, "refused")
         return web.Response(status=reply.status, headers=_returned(reply.headers, name), body=body)
