@@ -1,0 +1,390 @@
+"""Placement as an integer program over patterns, solved with HiGHS.
+
+A pattern is what a GPU may hold together: counts of replicas, and at most one rank of a replica that several GPUs share. A variable
+counts the GPUs of a class (kind, and what they hold now) with a pattern, as in cutting stock (Gilmore and Gomory 1961). In this form
+solutions that differ only in the numbers of equal GPUs are one solution. If all patterns are few, all are in the program, and the
+answer is optimal. Otherwise patterns are generated: the dual prices of the linear relaxation say what a replica is worth, and a
+knapsack for each class finds the best pattern at these prices. The value of the relaxation plus the best reduced costs is a bound
+(Lagrangian; Lasdon 1970). The integer program over the generated patterns gives the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from ridgeline.planner.placement import EPSILON, Fleet, Footprint, Gpu, Replica, split_device
+
+ALL_PATTERNS = 4000
+"""Patterns up to which all are in the program."""
+PENALTIES = (100.0, 1e5)
+"""Cost of load that is not served, relative to the dearest way to serve it. The second is tried if the first leaves load unserved."""
+Pattern = tuple[tuple[int, int], ...]
+"""(Number of an entry of the fleet, copies), by entry."""
+
+
+def available() -> bool:
+    """Whether HiGHS is installed (the extra `plan`)."""
+    return find_spec("highspy") is not None
+
+
+@dataclass(frozen=True)
+class GpuClass:
+    """GPUs that are alike. held: what they hold now, copies by (number of a model, GPUs of a replica). devices: their numbers. count:
+    None if any number more can be rented."""
+
+    gpu: Gpu
+    held: Mapping[tuple[int, int], int]
+    devices: tuple[int, ...]
+    count: int | None
+
+
+Chosen = Sequence[tuple[GpuClass, Pattern, int]]
+"""GPUs by class and pattern."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The answer of the program. bound: of its objective, which is minimized. optimal: all patterns were in it, and it was solved.
+    short: load that no pattern serves, by number of a model."""
+
+    chosen: Chosen
+    bound: float
+    optimal: bool
+    patterns: int
+    short: Mapping[int, float]
+
+
+def classes(fleet: Fleet) -> list[GpuClass]:
+    """GPUs by kind and what they hold."""
+    held: dict[str, Counter[tuple[int, int]]] = {}
+    for replica in fleet.kept:
+        for device in replica.devices:
+            held.setdefault(device, Counter())[fleet.numbers[replica.model], len(replica.devices)] += 1
+    alike: dict[tuple[str, tuple[Any, ...]], list[int]] = {}
+    for device, content in held.items():
+        kind, number = split_device(device)
+        alike.setdefault((kind, tuple(sorted(content.items()))), []).append(number)
+    made = [
+        GpuClass(fleet.by_name[kind], dict(content), tuple(sorted(devices)), len(devices))
+        for (kind, content), devices in alike.items()
+    ]
+    for gpu in fleet.gpus:
+        taken = {number for entry in made if entry.gpu == gpu for number in entry.devices}
+        free = tuple(number for number in range(gpu.count or 0) if number not in taken)
+        if free or gpu.count is None:
+            made.append(GpuClass(gpu, {}, free, None if gpu.count is None else len(free)))
+    return made
+
+
+def patterns(fleet: Fleet, gpu: Gpu, limit: int, maximal: bool) -> list[Pattern] | None:
+    """All patterns of a kind of GPU, or only those to which nothing can be added; None if there are more than `limit`."""
+    entries = [number for number, (_, foot) in enumerate(fleet.entries) if foot.gpu == gpu.name]
+    stack: list[tuple[int, dict[int, int]]] = [(0, {})]
+    made, seen = list[Pattern](), 0
+    while stack:
+        start, held = stack.pop()
+        seen += 1
+        if seen > limit:
+            return None
+        larger = {entry: {**held, entry: held.get(entry, 0) + 1} for entry in entries}
+        larger = {entry: more for entry, more in larger.items() if fleet.fits(gpu, more)}
+        if held and not (maximal and larger):
+            made.append(tuple(sorted(held.items())))
+        stack += [
+            (position, larger[entry]) for position, entry in enumerate(entries) if position >= start and entry in larger
+        ]
+    return made
+
+
+def pack(fleet: Fleet, start: Sequence[Replica], seconds: float) -> Packing:
+    """GPUs by class and pattern. start: a placement whose patterns are taken first where not all are in the program. seconds: when
+    to stop generating patterns; the integer program then takes up to as long."""
+    alike = classes(fleet)
+    lists = list[list[Pattern] | None]()
+    for entry in alike:
+        left = ALL_PATTERNS - sum(len(made or ()) for made in lists)
+        lists.append(patterns(fleet, entry.gpu, left, maximal=not fleet.previous) if None not in lists else None)
+    for penalty in PENALTIES:
+        program, bound = Program(fleet, alike, penalty), -math.inf
+        if None not in lists:
+            for number, made in enumerate(lists):
+                for pattern in made or ():
+                    program.add(number, pattern)
+        else:
+            for number, pattern in _held(fleet, alike, start):
+                program.add(number, pattern)
+            bound = _generate(program, time.monotonic() + seconds)
+        integer_bound, solved = program.solve_integers(seconds)
+        if not program.short():
+            break
+    complete = None not in lists
+    return Packing(
+        program.chosen(), integer_bound if complete else bound, complete and solved, program.patterns, program.short()
+    )
+
+
+def _held(fleet: Fleet, alike: Sequence[GpuClass], replicas: Sequence[Replica]) -> Iterator[tuple[int, Pattern]]:
+    """(Number of a class, pattern) of every GPU in a placement."""
+    entries = {(fleet.models[number].name, foot): entry for entry, (number, foot) in enumerate(fleet.entries)}
+    held: dict[str, Counter[int]] = {}
+    for replica in replicas:
+        for device in replica.devices:
+            if replica.footprint is not None:
+                held.setdefault(device, Counter())[entries[replica.model, replica.footprint]] += 1
+    places = {f"{entry.gpu.name}:{device}": number for number, entry in enumerate(alike) for device in entry.devices}
+    rented = {entry.gpu.name: number for number, entry in enumerate(alike) if entry.count is None}
+    for device, content in held.items():
+        number = places.get(device, rented.get(split_device(device)[0], -1))
+        yield number, tuple(sorted(content.items()))
+
+
+def _generate(program: Program, until: float) -> float:
+    """Add patterns until none improves the relaxation, or time is over. Returns the bound."""
+    bound = -math.inf
+    while True:
+        value = program.solve_relaxation()
+        slack, improved = 0.0, False
+        for number, entry in enumerate(program.classes):
+            pattern, least = program.priced(entry)
+            if least < 0:
+                slack += least * program.most_gpus(entry)
+                improved |= program.add(number, pattern)
+        bound = max(bound, value + slack)
+        if not improved or value - bound <= 1e-6 * max(1.0, abs(value)) or time.monotonic() > until:
+            return bound
+
+
+class Program:
+    """The program over the patterns that it has so far. It minimizes dollars per hour, or the negative load served, plus moves.
+
+    Rows: a model's load; ranks of each entry that several GPUs share; GPUs of each class; GPUs of hosts that hold groups; limits.
+    """
+
+    def __init__(self, fleet: Fleet, alike: Sequence[GpuClass], penalty: float) -> None:
+        import highspy  # the extra `plan`
+
+        self._highspy, self._fleet, self.classes = highspy, fleet, alike
+        self._highs = _silent(highspy)
+        self._columns: dict[tuple[int, Pattern], int] = {}
+        self._rows = 0
+        self._duals: Sequence[float] = ()
+        self._values: Sequence[float] = ()
+        serving = fleet.goal == "most"
+        self._load = [self._row(0.0 if serving else model.load, math.inf) for model in fleet.models]
+        self._shared = {entry: self._row(0.0, math.inf) for entry, (_, foot) in enumerate(fleet.entries) if foot.gpus > 1}
+        self._counts = {
+            number: self._row(-math.inf, entry.count) for number, entry in enumerate(alike) if entry.count is not None
+        }
+        self._limits = [
+            (name, self._row(-math.inf, limit))
+            for name, limit in (("usd_hour", fleet.usd_hour), ("watts", fleet.watts))
+            if limit is not None
+        ]
+        self._unserved = list[int]()
+        for number, model in enumerate(fleet.models):
+            if serving:
+                self._column(-model.weight, {self._load[number]: -1.0}, model.load)
+            else:
+                dearest = max((self._cost(foot) for foot in model.footprints), default=1.0)
+                self._unserved.append(self._column(penalty * max(dearest, 1e-3), {self._load[number]: 1.0}))
+        self._integers = list[int]()
+        hosts = self._host_rows()
+        for entry, row in self._shared.items():
+            number, foot = fleet.entries[entry]
+            coefficients = {self._load[number]: foot.rate, row: -float(foot.gpus)}
+            coefficients |= {level: float(foot.gpus) for gpus, level in hosts.get(foot.gpu, {}).items() if gpus <= foot.gpus}
+            self._integers.append(self._column(0.0, coefficients))
+
+    def _cost(self, foot: Footprint) -> float:
+        """Dollars per hour of a unit of load on GPUs of its own."""
+        return foot.gpus * (self._fleet.by_name[foot.gpu].usd_hour + self._fleet.move_cost) / foot.rate
+
+    def _host_rows(self) -> Mapping[str, Mapping[int, int]]:
+        """Rows by kind and number of GPUs: groups of that many or more need hosts with room. Sizes of groups divide each other."""
+        rows: dict[str, dict[int, int]] = {}
+        for gpu in self._fleet.gpus:
+            sizes = {foot.gpus for _, foot in self._fleet.entries if foot.gpu == gpu.name and foot.gpus > 1}
+            if gpu.count is None:
+                continue
+            full, rest = divmod(gpu.count, gpu.per_host)
+            rows[gpu.name] = {
+                size: self._row(-math.inf, full * (gpu.per_host // size * size) + rest // size * size) for size in sizes
+            }
+        return rows
+
+    def _row(self, lower: float, upper: float) -> int:
+        self._highs.addRow(lower, upper, 0, [], [])
+        self._rows += 1
+        return self._rows - 1
+
+    def _column(self, cost: float, coefficients: Mapping[int, float], upper: float = math.inf) -> int:
+        self._highs.addCol(cost, 0.0, upper, len(coefficients), list(coefficients), list(coefficients.values()))
+        return int(self._highs.getNumCol()) - 1
+
+    @property
+    def patterns(self) -> int:
+        return len(self._columns)
+
+    def most_gpus(self, entry: GpuClass) -> float:
+        """GPUs of a class that an optimal answer can use."""
+        if entry.count is not None:
+            return entry.count
+        return sum(
+            max(foot.gpus * math.ceil(model.load / foot.rate) for foot in model.footprints)
+            for model in self._fleet.models
+            if model.footprints
+        )
+
+    def add(self, number: int, pattern: Pattern) -> bool:
+        """Add a pattern of a class. Returns whether it is new."""
+        if not pattern or (number, pattern) in self._columns:
+            return False
+        fleet, entry = self._fleet, self.classes[number]
+        coefficients: dict[int, float] = Counter()
+        copies = Counter[tuple[int, int]]()
+        for item, count in pattern:
+            model, foot = fleet.entries[item]
+            copies[model, foot.gpus] += count
+            if foot.gpus > 1:
+                coefficients[self._shared[item]] += count
+            else:
+                coefficients[self._load[model]] += foot.rate * count
+        if number in self._counts:
+            coefficients[self._counts[number]] = 1.0
+        for name, row in self._limits:
+            coefficients[row] = getattr(entry.gpu, name)
+        loads = sum(max(0, count - entry.held.get(key, 0)) for key, count in copies.items())
+        cost = fleet.cost_of_move * loads + (entry.gpu.usd_hour if fleet.goal == "cheapest" else 0.0)
+        self._columns[number, pattern] = self._column(cost, coefficients)
+        return True
+
+    # --- the relaxation and its prices ------------------------------------------------------------------------------
+
+    def solve_relaxation(self) -> float:
+        self._highs.run()
+        self._duals = list(self._highs.getSolution().row_dual)
+        return float(self._highs.getInfo().objective_function_value)
+
+    def priced(self, entry: GpuClass) -> tuple[Pattern, float]:
+        """(The best pattern of a class at the current prices, a bound of its reduced cost)."""
+        fleet, prices = self._fleet, self._duals
+        number = next(index for index, other in enumerate(self.classes) if other is entry)
+        fixed = entry.gpu.usd_hour if fleet.goal == "cheapest" else 0.0
+        fixed -= prices[self._counts[number]] if number in self._counts else 0.0
+        fixed -= sum(getattr(entry.gpu, name) * prices[row] for name, row in self._limits)
+        values = dict[int, float]()
+        for item, (model, foot) in enumerate(fleet.entries):
+            if foot.gpu == entry.gpu.name:
+                row = self._shared[item] if foot.gpus > 1 else self._load[model]
+                value = prices[row] * (1.0 if foot.gpus > 1 else foot.rate)
+                if (model, foot.gpus) not in entry.held:
+                    value -= fleet.cost_of_move
+                if value > 1e-9:
+                    values[item] = value
+        pattern, best = self._knapsack(entry, values)
+        return pattern, fixed - best
+
+    def _knapsack(self, entry: GpuClass, values: Mapping[int, float]) -> tuple[Pattern, float]:
+        """(The pattern of the greatest value, a bound of its value). What exceeds the copies that are held costs a move."""
+        if not values:
+            return (), 0.0
+        fleet, items = self._fleet, list(values)
+        feet = [fleet.entries[item] for item in items]
+        rows = [
+            (1.0, {index: foot.bytes / entry.gpu.memory_bytes for index, (_, foot) in enumerate(feet)}),
+            (1.0 + EPSILON, {index: foot.share for index, (_, foot) in enumerate(feet) if foot.share}),
+            (1.0, {index: 1.0 for index, (_, foot) in enumerate(feet) if foot.gpus > 1}),
+        ]
+        columns = {model: [index for index, (other, _) in enumerate(feet) if other == model] for model, _ in feet}
+        rows += [(1.0, dict.fromkeys(columns[model], 1.0)) for model in columns if fleet.models[model].spread]
+        lengths = [self._copies(entry.gpu, model, foot) for model, foot in feet]
+        costs = [-value for value in values.values()]
+        for key, held in entry.held.items():
+            same = [index for index, (model, foot) in enumerate(feet) if (model, foot.gpus) == key]
+            if same and fleet.cost_of_move:
+                rows.append((float(held), {**dict.fromkeys(same, 1.0), len(costs): -1.0}))
+                costs.append(fleet.cost_of_move)
+                lengths.append(sum(lengths[index] for index in same))
+        rows += self._apart(columns, costs, lengths)
+        solution, bound = _solve(self._highspy, costs, lengths, rows)
+        counts = {item: round(solution[index]) for index, item in enumerate(items) if solution[index] > 0.5}
+        # The solver's tolerance may exceed the memory by some bytes.
+        return tuple(counts.items()) if fleet.fits(entry.gpu, counts) else (), -bound
+
+    def _apart(
+        self, columns: Mapping[int, list[int]], costs: list[float], lengths: list[float]
+    ) -> list[tuple[float, dict[int, float]]]:
+        """Rows that keep models apart. Adds a column for each such model: whether the pattern has it."""
+        models, rows, present = self._fleet.models, list[tuple[float, dict[int, float]]](), dict[int, int]()
+        pairs = [(a, b) for a in columns for b in columns if a != b and models[b].name in models[a].apart]
+        for model in {model for pair in pairs for model in pair}:
+            present[model] = len(costs)
+            costs.append(0.0)
+            lengths.append(1.0)
+            most = sum(lengths[index] for index in columns[model])
+            rows.append((0.0, {**dict.fromkeys(columns[model], 1.0), present[model]: -most}))
+        return rows + [(1.0, {present[a]: 1.0, present[b]: 1.0}) for a, b in pairs]
+
+    def _copies(self, gpu: Gpu, model: int, foot: Footprint) -> float:
+        """Most copies on one GPU."""
+        if foot.gpus > 1 or self._fleet.models[model].spread:
+            return 1.0
+        return float(min(gpu.memory_bytes // max(1, foot.bytes), math.ceil(self._fleet.models[model].load / foot.rate)))
+
+    # --- the integer program ----------------------------------------------------------------------------------------
+
+    def solve_integers(self, seconds: float) -> tuple[float, bool]:
+        """Solve over the patterns. Returns a bound of its value, and whether it was solved to the end."""
+        columns = [*self._integers, *self._columns.values()]
+        kinds = [self._highspy.HighsVarType.kInteger] * len(columns)
+        self._highs.changeColsIntegrality(len(columns), columns, kinds)
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + seconds)
+        self._highs.setOptionValue("mip_rel_gap", 1e-6)
+        self._highs.run()
+        self._values = list(self._highs.getSolution().col_value)
+        solved = self._highs.getModelStatus() == self._highspy.HighsModelStatus.kOptimal
+        return float(self._highs.getInfo().mip_dual_bound), solved
+
+    def chosen(self) -> Chosen:
+        counts = ((key, round(self._values[column])) for key, column in self._columns.items())
+        return [(self.classes[number], pattern, count) for (number, pattern), count in counts if count]
+
+    def short(self) -> Mapping[int, float]:
+        missing = {number: self._values[column] for number, column in enumerate(self._unserved)}
+        return {number: load for number, load in missing.items() if load > 100 * EPSILON}
+
+
+def _silent(highspy: Any) -> Any:
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("threads", 1)
+    return highs
+
+
+def _solve(
+    highspy: Any, costs: Sequence[float], lengths: Sequence[float], rows: Sequence[tuple[float, Mapping[int, float]]]
+) -> tuple[Sequence[float], float]:
+    """(Values, bound) of a small integer program: minimize costs of columns from 0 to their lengths, with rows at most so much."""
+    program = highspy.HighsLp()
+    used = [(upper, row) for upper, row in rows if row]
+    program.num_col_, program.num_row_ = len(costs), len(used)
+    program.col_cost_, program.col_lower_, program.col_upper_ = list(costs), [0.0] * len(costs), list(lengths)
+    program.row_lower_, program.row_upper_ = [-highspy.kHighsInf] * len(used), [upper for upper, _ in used]
+    starts = [0]
+    for _, row in used:
+        starts.append(starts[-1] + len(row))
+    program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    program.a_matrix_.start_ = starts
+    program.a_matrix_.index_ = [column for _, row in used for column in row]
+    program.a_matrix_.value_ = [value for _, row in used for value in row.values()]
+    program.integrality_ = [highspy.HighsVarType.kInteger] * len(costs)
+    highs = _silent(highspy)
+    highs.passModel(program)
+    highs.run()
+    return highs.getSolution().col_value, float(highs.getInfo().mip_dual_bound)

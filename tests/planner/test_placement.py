@@ -1,0 +1,155 @@
+"""Placement against exhaustive search on small random fleets, the textbook's mix, moves, limits, and what to relax."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ridgeline.core.errors import DoesNotFit
+from ridgeline.planner.place import attempt, place
+from ridgeline.planner.placement import Fleet, Footprint, Gpu, ModelLoad, Placement, Replica, split_device
+
+GB = 10**9
+SIZES = {"8b": 8, "13b": 13, "34b": 34, "70b": 70}
+"""Gigabytes of weights at 8 bits."""
+MEMORIES = {"24": 0.5, "40": 1.0, "48": 1.1, "80": 2.0}
+"""Gigabytes of GPUs, and dollars per hour."""
+WORKSPACE = 0.5
+
+
+def footprint(gpu: Gpu, size: float) -> Footprint | None:
+    """The fewest GPUs that hold the weights, a workspace and a cache of an eighth of the weights."""
+    for gpus in (1, 2, 4):
+        taken = int((size * 1.125 / gpus + WORKSPACE) * GB)
+        if taken <= gpu.memory_bytes:
+            return Footprint(gpu.name, taken, gpus)
+    return None
+
+
+def textbook(counts: dict[str, int | None], loads: dict[str, int], goal: str) -> Fleet:
+    gpus = tuple(Gpu(name, int(name) * GB, counts.get(name, 0), price) for name, price in MEMORIES.items())
+    models = tuple(
+        ModelLoad(name, tuple(foot for gpu in gpus if (foot := footprint(gpu, SIZES[name]))), load)
+        for name, load in loads.items()
+    )
+    return Fleet(gpus, models, goal)
+
+
+def check(placement: Placement) -> None:
+    """The rules of a placement, and that its bound is one."""
+    fleet = placement.fleet
+    for device, replicas in placement.devices.items():
+        kind, number = split_device(device)
+        gpu = fleet.by_name[kind]
+        assert gpu.count is None or number < gpu.count
+        feet = [replica.footprint for replica in replicas if replica.footprint]
+        assert sum(foot.bytes for foot in feet) <= gpu.memory_bytes and sum(foot.share for foot in feet) <= 1 + 1e-6
+        assert sum(foot.gpus > 1 for foot in feet) <= 1 and all(foot.gpu == kind for foot in feet)
+        names = Counter(replica.model for replica in replicas)
+        for model in fleet.models:
+            assert not (model.spread and names[model.name] > 1)
+            assert model.name not in names or not model.apart & set(names)
+    for replica in placement.replicas:
+        hosts = {split_device(device)[1] // fleet.by_name[split_device(device)[0]].per_host for device in replica.devices}
+        assert len(hosts) == 1 and replica.footprint and len(set(replica.devices)) == replica.footprint.gpus
+    better = placement.bound - placement.objective
+    if not placement.short or fleet.goal == "most":
+        assert (better if fleet.goal == "most" else -better) >= -1e-5 * max(1.0, abs(placement.objective))
+    assert fleet.usd_hour is None or placement.usd_hour <= fleet.usd_hour + 1e-6
+
+
+# --- against exhaustive search ------------------------------------------------------------------------------------------
+
+
+def every(fleet: Fleet) -> Iterator[Placement]:
+    """Every placement without replicas that no load needs, in which GPUs of a kind are used in order."""
+    devices = [f"{gpu.name}:{number}" for gpu in fleet.gpus for number in range(gpu.count or 0)]
+
+    def extend(first: int, made: tuple[Replica, ...]) -> Iterator[tuple[Replica, ...]]:
+        yield made
+        for number in range(first, len(fleet.models)):
+            model = fleet.models[number]
+            if sum(item.footprint.rate for item in made if item.footprint and item.model == model.name) >= model.load:
+                continue
+            for foot in model.footprints:
+                kind = [device for device in devices if split_device(device)[0] == foot.gpu]
+                for group in itertools.combinations(kind, foot.gpus):
+                    more = (*made, Replica(model.name, group, foot))
+                    if allowed(fleet, more):
+                        yield from extend(number, more)
+
+    return (Placement(fleet, made, 0.0, "") for made in extend(0, ()))
+
+
+def allowed(fleet: Fleet, replicas: tuple[Replica, ...]) -> bool:
+    try:
+        placement = Placement(fleet, replicas, -math.inf if fleet.goal == "cheapest" else math.inf, "")
+        check(placement)
+    except AssertionError:
+        return False
+    return True
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    gpus = tuple(
+        Gpu(name, draw(st.integers(20, 60)), draw(st.integers(1, 2)), draw(st.sampled_from((1.0, 1.5, 2.0))), per_host=2)
+        for name in ("a", "b")
+    )
+    models = []
+    for name in ("x", "y"):
+        size, share = draw(st.integers(8, 50)), draw(st.sampled_from((0.0, 0.25, 0.5)))
+        feet = [
+            Footprint(gpu.name, size // gpus_each + 1, gpus_each, share, draw(st.sampled_from((1.0, 2.0))))
+            for gpu in gpus
+            for gpus_each in (1, 2)
+            if size // gpus_each < gpu.memory_bytes
+        ]
+        models.append(
+            ModelLoad(name, tuple(feet), draw(st.integers(1, 2)), draw(st.sampled_from((1.0, 1.7))), draw(st.booleans()))
+        )
+    if draw(st.booleans()):
+        models[0] = replace(models[0], apart=frozenset("y"))
+    goal = draw(st.sampled_from(("cheapest", "most")))
+    return Fleet(gpus, tuple(models), goal, usd_hour=draw(st.sampled_from((None, 3.0))))
+
+
+@given(fleet=fleets(), previous=st.randoms(use_true_random=False), moved=st.booleans())
+@settings(max_examples=60)
+def test_the_answer_is_that_of_exhaustive_search(fleet: Fleet, previous: object, moved: bool) -> None:
+    pytest.importorskip("highspy")
+    candidates = list(every(fleet))
+    if moved:  # something runs already, and each load of weights costs
+        before = previous.choice(candidates).replicas  # type: ignore[attr-defined]
+        fleet = replace(fleet, previous=before, move_cost=0.3)
+        candidates = [replace(candidate, fleet=fleet) for candidate in candidates]
+    answer = attempt(fleet, 10.0, solver=True)
+    check(answer)
+    if fleet.goal == "most":
+        best = max(candidate.objective for candidate in candidates)
+    else:
+        served = [candidate.objective for candidate in candidates if not candidate.short]
+        assert bool(served) == (not answer.short)
+        best = min(served, default=answer.objective)
+    assert answer.objective == pytest.approx(best, abs=1e-6) and answer.method == "HiGHS, all patterns"
+    if not answer.short:
+        assert answer.gap < 1e-5
+
+
+@given(fleet=fleets())
+@settings(max_examples=60)
+def test_first_fit_obeys_the_rules_and_its_bound_holds(fleet: Fleet) -> None:
+    answer = attempt(fleet, 1.0, solver=False)
+    if fleet.goal == "cheapest" and answer.short:
+        return
+    check(answer)
+    best = max if fleet.goal == "most" else min
+    optimum = best(item.objective for item in every(fleet) if fleet.goal == "most" or not item.short)
+    assert (answer.bound >= optimum - 1e-9) if fleet.goal == "most" else (answer.bound <= optimum + 1e-9)
