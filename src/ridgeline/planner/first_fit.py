@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from ridgeline.planner.placement import EPSILON, Fleet, Footprint, Gpu, Replica, split_device
 
@@ -25,6 +26,16 @@ class _FirstFit:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._held: dict[str, Counter[int]] = {}
+        self._memory = Counter[str]()
+        self._used: dict[str, list[str]] = {gpu.name: [] for gpu in fleet.gpus}
+        self._prices = {
+            number: sorted(
+                (entry for entry, (other, _) in enumerate(fleet.entries) if other == number),
+                key=lambda entry: _price(fleet, fleet.entries[entry][1]),
+            )
+            for number in range(len(fleet.models))
+        }
+        """Entries of each model, those first that cost least for their load."""
         self._made: list[Replica] = []
         self._left = [model.load for model in fleet.models]
 
@@ -32,7 +43,7 @@ class _FirstFit:
         fleet = self._fleet
         for replica in fleet.kept:
             number, kind = fleet.numbers[replica.model], split_device(replica.devices[0])[0]
-            for entry in self._entries(number):
+            for entry in self._prices[number]:
                 foot = fleet.entries[entry][1]
                 if (foot.gpu, foot.gpus) == (kind, len(replica.devices)) and self._put(entry, replica.devices):
                     break
@@ -42,43 +53,35 @@ class _FirstFit:
         return self._made
 
     def _order(self, number: int) -> tuple[float, float]:
-        """By worth, where it is what counts; then the largest first."""
-        model = self._fleet.models[number]
-        size = max((volume(self._fleet, foot, 0.5) for foot in model.footprints), default=0.0)
-        return -model.weight if self._fleet.goal == "most" else 0.0, -size
-
-    def _entries(self, number: int) -> list[int]:
-        """Entries of a model, those first that cost least for their load."""
-        entries = [entry for entry, (other, _) in enumerate(self._fleet.entries) if other == number]
-        return sorted(entries, key=lambda entry: self._price(self._fleet.entries[entry][1]))
-
-    def _price(self, foot: Footprint) -> tuple[float, float]:
-        size = max(volume(self._fleet, foot, mix) for mix in MIXES) / foot.rate
-        return self._fleet.by_name[foot.gpu].usd_hour * size, size
+        """By worth for the GPUs that it takes, if that is the goal; otherwise the largest first."""
+        model, fleet = self._fleet.models[number], self._fleet
+        if fleet.goal == "most" and model.footprints:
+            size = min(_price(fleet, foot)[1] for foot in model.footprints)
+            return (-model.weight / size if size else -math.inf), 0.0
+        return 0.0, -max((volume(fleet, foot, 0.5) for foot in model.footprints), default=0.0)
 
     def _place(self, number: int) -> bool:
         """Place a replica of a model. Returns whether it fits."""
-        entries = self._entries(number)
-        for entry in entries:
-            foot = self._fleet.entries[entry][1]
-            used = sorted((device for device in self._held if split_device(device)[0] == foot.gpu), key=split_device)
-            if any(self._put(entry, devices) for devices in self._hosts(foot, used)):
-                return True
+        entries = self._prices[number]
+        feet = [(entry, self._fleet.entries[entry][1]) for entry in entries]
         return any(
             self._put(entry, devices)
-            for entry in entries
-            for devices in self._hosts(self._fleet.entries[entry][1], self._all(self._fleet.entries[entry][1]))
+            for devices_of in (lambda foot: self._used[foot.gpu], self._all)
+            for entry, foot in feet
+            for devices in self._groups(foot, devices_of(foot))
         )
 
     def _all(self, foot: Footprint) -> list[str]:
-        """GPUs of a kind: all, or those in use and the unused ones of two hosts more."""
+        """GPUs of a kind: all, or those in use and those of two hosts more. A replica on one GPU needs only the first unused."""
         gpu = self._fleet.by_name[foot.gpu]
-        used = [split_device(device)[1] for device in self._held if split_device(device)[0] == gpu.name]
-        last = max(used, default=-1) // gpu.per_host + 3
-        return [f"{gpu.name}:{number}" for number in range(last * gpu.per_host if gpu.count is None else gpu.count)]
+        last = max((split_device(device)[1] for device in self._used[gpu.name]), default=-1) // gpu.per_host + 3
+        devices = [f"{gpu.name}:{number}" for number in range(last * gpu.per_host if gpu.count is None else gpu.count)]
+        return devices if foot.gpus > 1 else [device for device in devices if device not in self._held][:1]
 
-    def _hosts(self, foot: Footprint, devices: Sequence[str]) -> Iterable[tuple[str, ...]]:
+    def _groups(self, foot: Footprint, devices: Sequence[str]) -> Iterable[tuple[str, ...]]:
         """Groups of GPUs of one host that may have room."""
+        most = self._fleet.by_name[foot.gpu].memory_bytes - foot.bytes
+        devices = [device for device in devices if self._memory[device] <= most]
         if foot.gpus == 1:
             yield from ((device,) for device in devices)
             return
@@ -99,15 +102,26 @@ class _FirstFit:
         if not all(fleet.fits(gpu, content) for content in held):
             return False
         self._held.update(zip(devices, held, strict=True))
+        self._memory.update(dict.fromkeys(devices, foot.bytes))
+        self._used[gpu.name] = sorted({*self._used[gpu.name], *new}, key=split_device) if new else self._used[gpu.name]
         self._left[number] -= foot.rate
         self._made.append(Replica(fleet.models[number].name, tuple(devices), foot))
         return True
 
     def _within_limits(self, gpu: Gpu, new: int) -> bool:
-        kinds = [self._fleet.by_name[split_device(device)[0]] for device in self._held] + [gpu] * new
-        usd, watts = sum(kind.usd_hour for kind in kinds), sum(kind.watts for kind in kinds)
-        limits = (usd, self._fleet.usd_hour), (watts, self._fleet.watts)
-        return all(limit is None or used <= limit + EPSILON for used, limit in limits)
+        """Whether the limits of the fleet allow so many more GPUs of a kind."""
+        used = {name: len(devices) + (new if name == gpu.name else 0) for name, devices in self._used.items()}
+        for name, limit in (("usd_hour", self._fleet.usd_hour), ("watts", self._fleet.watts)):
+            total = sum(count * getattr(self._fleet.by_name[kind], name) for kind, count in used.items())
+            if limit is not None and total > limit + EPSILON:
+                return False
+        return True
+
+
+def _price(fleet: Fleet, foot: Footprint) -> tuple[float, float]:
+    """Dollars per hour, and GPUs, for a unit of load."""
+    size = max(volume(fleet, foot, mix) for mix in MIXES) / foot.rate
+    return fleet.by_name[foot.gpu].usd_hour * size, size
 
 
 def volume(fleet: Fleet, foot: Footprint, mix: float) -> float:
@@ -125,14 +139,17 @@ def volume_bound(fleet: Fleet) -> float:
         bounds += [_most_load(fleet, mix, lambda gpu: 1.0, gpus) for mix in MIXES]
     for name, limit in (("usd_hour", fleet.usd_hour), ("watts", fleet.watts)):
         if limit is not None:
-            bounds += [_most_load(fleet, mix, lambda gpu, name=name: float(getattr(gpu, name)), limit) for mix in MIXES]
+            bounds += [_most_load(fleet, mix, attrgetter(name), limit) for mix in MIXES]
     return min(bounds)
 
 
 def _least_cost(fleet: Fleet, mix: float) -> float:
     return sum(
         model.load
-        * min((fleet.by_name[foot.gpu].usd_hour * volume(fleet, foot, mix) / foot.rate for foot in model.footprints), default=0.0)
+        * min(
+            (fleet.by_name[foot.gpu].usd_hour * volume(fleet, foot, mix) / foot.rate for foot in model.footprints),
+            default=0.0,
+        )
         for model in fleet.models
     )
 
@@ -141,7 +158,10 @@ def _most_load(fleet: Fleet, mix: float, price: Callable[[Gpu], float], capacity
     """The dual of a knapsack: at a price of capacity, what it costs and what every model's load is worth beyond its price. The
     least over all prices is a bound; it is at the worth of a model for its capacity."""
     needs = [
-        min((price(fleet.by_name[foot.gpu]) * volume(fleet, foot, mix) / foot.rate for foot in model.footprints), default=math.inf)
+        min(
+            (price(fleet.by_name[foot.gpu]) * volume(fleet, foot, mix) / foot.rate for foot in model.footprints),
+            default=math.inf,
+        )
         for model in fleet.models
     ]
     pairs = [(model, need) for model, need in zip(fleet.models, needs, strict=True) if need < math.inf]

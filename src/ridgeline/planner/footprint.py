@@ -1,8 +1,8 @@
 """What a replica of a model takes on a GPU: weights, working memory, the cache that its rate needs, and a share of the time.
 
-Memory is `core.sizing`, times are those of `planner.layout_times`, as in `fit` and `plan`. A share s of a GPU is a GPU that is s times
-as fast: replicas that share it take turns. The less time a replica has, the more requests it must hold at once to serve its rate,
-because only larger batches take less time for a request; so a smaller share takes more memory.
+Memory is `core.sizing`, times are those of `planner.layout_times`, as in `fit` and `plan`. A share s of a GPU is a GPU that is s
+times as fast: replicas that share it take turns. The less time a replica has, the more requests it must hold at once to serve its
+rate, because only larger batches take less time for a request: a smaller share takes more memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def replica_bytes(spec: ModelSpec, tensor: int, requests: int, length: int, engi
 
     Raises ConfigError where the model cannot be divided.
     """
-    options = replace(engine, max_num_seqs=requests, max_num_batched_tokens=max(requests, engine.max_num_batched_tokens or 2048))
+    options = replace(
+        engine, max_num_seqs=requests, max_num_batched_tokens=max(requests, engine.max_num_batched_tokens or 2048)
+    )
     plan, _ = Planner(rank_spec(spec, tensor), options, Memory("cuda", 0)).plan(length)
     pages = requests * plan.layout.pages_for(length, plan.max_step_tokens) + 1
     return plan.weight_bytes + plan.workspace_bytes + plan.graph_bytes + pages * plan.layout.page_bytes
@@ -118,8 +120,12 @@ class _Ways:
 
     def _load(self, row: Accelerator) -> tuple[ReplicaLoad, Times]:
         need, cluster = self._need, read_cluster(f"{self._tensor}x{row.name}")
-        cluster = replace(cluster, device=replace(row, memory=replace(row.memory, bytes=max(row.memory_bytes, 1 << 42))))
-        made = replica(self._spec, Layout(self._tensor), cluster, need.demand.length, self._engine)  # memory is checked here
+        cluster = replace(
+            cluster, device=replace(row, memory=replace(row.memory, bytes=max(row.memory_bytes, 1 << 42)))
+        )
+        made = replica(
+            self._spec, Layout(self._tensor), cluster, need.demand.length, self._engine
+        )  # memory is checked here
         times = Times(made, cost_model(row, self._spec))
         return ReplicaLoad(times, times.prefill(need.demand.input)[1], need.demand), times
 
@@ -141,7 +147,9 @@ class _Ways:
             tpot = load.tpot(batch, whole) / share
             verdict = need.demand.slo.verdict(Latencies(ttft, ttft, tpot, ttft + (need.demand.output - 1) * tpot))
             if not verdict:
-                made.append(Footprint(self._gpu.name, self._bytes(batch), self._tensor, share, 1.0 if need.replicas else each))
+                made.append(
+                    Footprint(self._gpu.name, self._bytes(batch), self._tensor, share, 1.0 if need.replicas else each)
+                )
         if not made:
             raise ConfigError(f"objectives: {verdict} with {each:.3g} requests/s on {self._tensor} GPUs.")
         return made

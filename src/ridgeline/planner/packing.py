@@ -1,8 +1,8 @@
 """Placement as an integer program over patterns, solved with HiGHS.
 
 A pattern is what a GPU may hold together: counts of replicas, and at most one rank of a replica that several GPUs share. A variable
-counts the GPUs of a class (kind, and what they hold now) with a pattern, as in cutting stock (Gilmore and Gomory 1961). In this form
-solutions that differ only in the numbers of equal GPUs are one solution. If all patterns are few, all are in the program, and the
+counts the GPUs of a class (kind, and what they hold now) with a pattern, as in cutting stock (Gilmore and Gomory 1961). Solutions
+that differ only in the numbers of equal GPUs are one solution here. If all patterns are few, all are in the program, and the
 answer is optimal. Otherwise patterns are generated: the dual prices of the linear relaxation say what a replica is worth, and a
 knapsack for each class finds the best pattern at these prices. The value of the relaxation plus the best reduced costs is a bound
 (Lagrangian; Lasdon 1970). The integer program over the generated patterns gives the answer.
@@ -12,36 +12,52 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.planner.placement import EPSILON, Fleet, Footprint, Gpu, Replica, split_device
 
+try:
+    import highspy
+except ImportError:  # the extra `plan` is not installed
+    highspy = None  # type: ignore[assignment]
+
 ALL_PATTERNS = 4000
 """Patterns up to which all are in the program."""
+GENERATED_GAP = 1e-3
+"""Gap to which the integer program over generated patterns is solved. That of the patterns themselves is usually larger."""
 PENALTIES = (100.0, 1e5)
-"""Cost of load that is not served, relative to the dearest way to serve it. The second is tried if the first leaves load unserved."""
+"""Cost of load that is not served, relative to the dearest way to serve it. The second follows where the first leaves some."""
 Pattern = tuple[tuple[int, int], ...]
 """(Number of an entry of the fleet, copies), by entry."""
 
 
 def available() -> bool:
     """Whether HiGHS is installed (the extra `plan`)."""
-    return find_spec("highspy") is not None
+    return highspy is not None
 
 
 @dataclass(frozen=True)
 class GpuClass:
-    """GPUs that are alike. held: what they hold now, copies by (number of a model, GPUs of a replica). devices: their numbers. count:
-    None if any number more can be rented."""
+    """GPUs that are alike. held: what they hold now, copies by (number of a model, GPUs of a replica); empty for the class of GPUs
+    whose content does not stay, which any GPU of the kind can join. devices: numbers of those that start in the class."""
 
     gpu: Gpu
     held: Mapping[tuple[int, int], int]
     devices: tuple[int, ...]
-    count: int | None
+
+    @property
+    def count(self) -> int | None:
+        """GPUs that can be in the class; None if any number can be rented."""
+        return len(self.devices) if self.held else self.gpu.count
+
+    def keeps(self, fleet: Fleet, pattern: Pattern) -> bool:
+        """Whether some of what a GPU holds stays with a pattern."""
+        return not self.held or any(
+            (model, foot.gpus) in self.held for model, foot in (fleet.entries[entry] for entry, _ in pattern)
+        )
 
 
 Chosen = Sequence[tuple[GpuClass, Pattern, int]]
@@ -50,10 +66,11 @@ Chosen = Sequence[tuple[GpuClass, Pattern, int]]
 
 @dataclass(frozen=True)
 class Packing:
-    """The answer of the program. bound: of its objective, which is minimized. optimal: all patterns were in it, and it was solved.
-    short: load that no pattern serves, by number of a model."""
+    """The answer of the program. groups: replicas by number of an entry that several GPUs share. bound: of its objective, which is
+    minimized. optimal: all patterns were in it, and it was solved. short: load that no pattern serves, by number of a model."""
 
     chosen: Chosen
+    groups: Mapping[int, int]
     bound: float
     optimal: bool
     patterns: int
@@ -71,14 +88,12 @@ def classes(fleet: Fleet) -> list[GpuClass]:
         kind, number = split_device(device)
         alike.setdefault((kind, tuple(sorted(content.items()))), []).append(number)
     made = [
-        GpuClass(fleet.by_name[kind], dict(content), tuple(sorted(devices)), len(devices))
+        GpuClass(fleet.by_name[kind], dict(content), tuple(sorted(devices)))
         for (kind, content), devices in alike.items()
     ]
     for gpu in fleet.gpus:
         taken = {number for entry in made if entry.gpu == gpu for number in entry.devices}
-        free = tuple(number for number in range(gpu.count or 0) if number not in taken)
-        if free or gpu.count is None:
-            made.append(GpuClass(gpu, {}, free, None if gpu.count is None else len(free)))
+        made.append(GpuClass(gpu, {}, tuple(number for number in range(gpu.count or 0) if number not in taken)))
     return made
 
 
@@ -103,33 +118,38 @@ def patterns(fleet: Fleet, gpu: Gpu, limit: int, maximal: bool) -> list[Pattern]
 
 
 def pack(fleet: Fleet, start: Sequence[Replica], seconds: float) -> Packing:
-    """GPUs by class and pattern. start: a placement whose patterns are taken first where not all are in the program. seconds: when
-    to stop generating patterns; the integer program then takes up to as long."""
+    """GPUs by class and pattern. start: a placement whose patterns are taken first where not all are in the program. seconds: of
+    processor time, after which no patterns are generated (twice as many if something runs already). The integer program then takes
+    up to as long."""
     alike = classes(fleet)
-    lists = list[list[Pattern] | None]()
-    for entry in alike:
-        left = ALL_PATTERNS - sum(len(made or ()) for made in lists)
-        lists.append(patterns(fleet, entry.gpu, left, maximal=not fleet.previous) if None not in lists else None)
+    every = _every_pattern(fleet, alike)
     for penalty in PENALTIES:
-        program, bound = Program(fleet, alike, penalty), -math.inf
-        if None not in lists:
-            for number, made in enumerate(lists):
-                for pattern in made or ():
-                    program.add(number, pattern)
-        else:
-            for number, pattern in _held(fleet, alike, start):
-                program.add(number, pattern)
-            bound = _generate(program, time.monotonic() + seconds)
-        integer_bound, solved = program.solve_integers(seconds)
+        program = Program(fleet, alike, penalty)
+        bound = -math.inf if every is not None else _generated(program, start, time.process_time() + seconds)
+        for number, pattern in every or ():
+            program.add(number, pattern)
+        integer_bound, solved = program.solve_integers(seconds, 1e-6 if every is not None else GENERATED_GAP)
         if not program.short():
             break
-    complete = None not in lists
-    return Packing(
-        program.chosen(), integer_bound if complete else bound, complete and solved, program.patterns, program.short()
-    )
+    bound = max(bound, integer_bound) if every is not None else bound
+    exact = every is not None and solved
+    return Packing(program.chosen(), program.groups(), bound, exact, len(program.columns), program.short())
 
 
-def _held(fleet: Fleet, alike: Sequence[GpuClass], replicas: Sequence[Replica]) -> Iterator[tuple[int, Pattern]]:
+def _every_pattern(fleet: Fleet, alike: Sequence[GpuClass]) -> list[tuple[int, Pattern]] | None:
+    """(Number of a class, pattern) of all patterns, or None if they are too many."""
+    made = list[tuple[int, Pattern]]()
+    for number, entry in enumerate(alike):
+        part = patterns(fleet, entry.gpu, ALL_PATTERNS - len(made), maximal=not fleet.previous)
+        if part is None:
+            return None
+        made += [(number, pattern) for pattern in part if entry.keeps(fleet, pattern)]
+    return made
+
+
+def _in_placement(
+    fleet: Fleet, alike: Sequence[GpuClass], replicas: Sequence[Replica]
+) -> Iterator[tuple[int, Pattern]]:
     """(Number of a class, pattern) of every GPU in a placement."""
     entries = {(fleet.models[number].name, foot): entry for entry, (number, foot) in enumerate(fleet.entries)}
     held: dict[str, Counter[int]] = {}
@@ -138,25 +158,60 @@ def _held(fleet: Fleet, alike: Sequence[GpuClass], replicas: Sequence[Replica]) 
             if replica.footprint is not None:
                 held.setdefault(device, Counter())[entries[replica.model, replica.footprint]] += 1
     places = {f"{entry.gpu.name}:{device}": number for number, entry in enumerate(alike) for device in entry.devices}
-    rented = {entry.gpu.name: number for number, entry in enumerate(alike) if entry.count is None}
+    joined = {entry.gpu.name: number for number, entry in enumerate(alike) if not entry.held}
     for device, content in held.items():
-        number = places.get(device, rented.get(split_device(device)[0], -1))
-        yield number, tuple(sorted(content.items()))
+        pattern, common = tuple(sorted(content.items())), joined[split_device(device)[0]]
+        number = places.get(device, common)
+        yield number if alike[number].keeps(fleet, pattern) else common, pattern
 
 
-def _generate(program: Program, until: float) -> float:
-    """Add patterns until none improves the relaxation, or time is over. Returns the bound."""
+def _generated(program: Program, start: Sequence[Replica], until: float) -> float:
+    """Add patterns until none improves the relaxation, or time is over. Returns the bound.
+
+    GPUs whose content does not stay come first. Where much runs already, the others are too many to price all in each round, so the
+    bound is that of a fleet in which nothing runs: moves cost something, so it holds here too.
+    """
+    fleet, alike, started = program.fleet, program.classes, time.process_time()
+    for number, pattern in _in_placement(fleet, alike, start):
+        program.add(number, pattern)
+    if not fleet.previous:
+        bound = _rounds(program, range(len(alike)), until)
+        _dive(program, range(len(alike)), until)
+        return bound
+    fresh = Program(replace(fleet, previous=()), classes(replace(fleet, previous=())), program.penalty)
+    bound = _rounds(fresh, range(len(fresh.classes)), until)
+    _dive(fresh, range(len(fresh.classes)), until)
+    common = {entry.gpu.name: number for number, entry in enumerate(alike) if not entry.held}
+    for number, pattern in fresh.columns:
+        program.add(common[fresh.classes[number].gpu.name], pattern)
+    _rounds(program, range(len(alike)), until + (until - started))
+    return bound
+
+
+def _dive(program: Program, numbers: Sequence[int], until: float) -> None:
+    """Generate patterns for what a rounded relaxation leaves: those of the relaxation alone combine badly to whole numbers."""
+    fixed = Counter[int]()
+    while time.process_time() < until and program.rounded(fixed):
+        program.set_bounds(fixed)
+        _rounds(program, numbers, until)
+    program.set_bounds(Counter())
+
+
+def _rounds(program: Program, numbers: Sequence[int], until: float) -> float:
+    """Rounds of pricing of classes by number. Returns the bound, -inf if time was over in the first round."""
     bound = -math.inf
     while True:
         value = program.solve_relaxation()
         slack, improved = 0.0, False
-        for number, entry in enumerate(program.classes):
-            pattern, least = program.priced(entry)
+        for number in numbers:
+            if time.process_time() > until:
+                return bound
+            pattern, least = program.priced(number)
             if least < 0:
-                slack += least * program.most_gpus(entry)
+                slack += least * program.most_gpus(program.classes[number])
                 improved |= program.add(number, pattern)
         bound = max(bound, value + slack)
-        if not improved or value - bound <= 1e-6 * max(1.0, abs(value)) or time.monotonic() > until:
+        if not improved or value - bound <= 1e-6 * max(1.0, abs(value)):
             return bound
 
 
@@ -167,20 +222,25 @@ class Program:
     """
 
     def __init__(self, fleet: Fleet, alike: Sequence[GpuClass], penalty: float) -> None:
-        import highspy  # the extra `plan`
-
-        self._highspy, self._fleet, self.classes = highspy, fleet, alike
-        self._highs = _silent(highspy)
-        self._columns: dict[tuple[int, Pattern], int] = {}
-        self._rows = 0
+        self.fleet, self.classes, self.penalty = fleet, alike, penalty
+        self._highs = _silent()
+        self.columns: dict[tuple[int, Pattern], int] = {}
+        """Columns of the solver by number of a class and pattern."""
+        self._bounds: list[tuple[float, float]] = []
+        self._coefficients: list[Mapping[int, float]] = []
         self._duals: Sequence[float] = ()
         self._values: Sequence[float] = ()
         serving = fleet.goal == "most"
         self._load = [self._row(0.0 if serving else model.load, math.inf) for model in fleet.models]
-        self._shared = {entry: self._row(0.0, math.inf) for entry, (_, foot) in enumerate(fleet.entries) if foot.gpus > 1}
-        self._counts = {
-            number: self._row(-math.inf, entry.count) for number, entry in enumerate(alike) if entry.count is not None
+        self._shared = {
+            entry: self._row(0.0, math.inf) for entry, (_, foot) in enumerate(fleet.entries) if foot.gpus > 1
         }
+        kinds = {gpu.name: self._row(-math.inf, gpu.count) for gpu in fleet.gpus if gpu.count is not None}
+        self._counts = list[list[int]]()
+        """Rows that count the GPUs of each class: of its kind, and of the class."""
+        for like in alike:
+            rows = [kinds[like.gpu.name]] if like.gpu.name in kinds else []
+            self._counts.append(rows + ([self._row(-math.inf, len(like.devices))] if like.held else []))
         self._limits = [
             (name, self._row(-math.inf, limit))
             for name, limit in (("usd_hour", fleet.usd_hour), ("watts", fleet.watts))
@@ -193,23 +253,26 @@ class Program:
             else:
                 dearest = max((self._cost(foot) for foot in model.footprints), default=1.0)
                 self._unserved.append(self._column(penalty * max(dearest, 1e-3), {self._load[number]: 1.0}))
-        self._integers = list[int]()
+        self._replicas: dict[int, int] = {}
+        """Columns that count the replicas of entries that several GPUs share."""
         hosts = self._host_rows()
         for entry, row in self._shared.items():
             number, foot = fleet.entries[entry]
             coefficients = {self._load[number]: foot.rate, row: -float(foot.gpus)}
-            coefficients |= {level: float(foot.gpus) for gpus, level in hosts.get(foot.gpu, {}).items() if gpus <= foot.gpus}
-            self._integers.append(self._column(0.0, coefficients))
+            coefficients |= {
+                level: float(foot.gpus) for gpus, level in hosts.get(foot.gpu, {}).items() if gpus <= foot.gpus
+            }
+            self._replicas[entry] = self._column(0.0, coefficients)
 
     def _cost(self, foot: Footprint) -> float:
         """Dollars per hour of a unit of load on GPUs of its own."""
-        return foot.gpus * (self._fleet.by_name[foot.gpu].usd_hour + self._fleet.move_cost) / foot.rate
+        return foot.gpus * (self.fleet.by_name[foot.gpu].usd_hour + self.fleet.move_cost) / foot.rate
 
     def _host_rows(self) -> Mapping[str, Mapping[int, int]]:
         """Rows by kind and number of GPUs: groups of that many or more need hosts with room. Sizes of groups divide each other."""
         rows: dict[str, dict[int, int]] = {}
-        for gpu in self._fleet.gpus:
-            sizes = {foot.gpus for _, foot in self._fleet.entries if foot.gpu == gpu.name and foot.gpus > 1}
+        for gpu in self.fleet.gpus:
+            sizes = {foot.gpus for _, foot in self.fleet.entries if foot.gpu == gpu.name and foot.gpus > 1}
             if gpu.count is None:
                 continue
             full, rest = divmod(gpu.count, gpu.per_host)
@@ -220,16 +283,13 @@ class Program:
 
     def _row(self, lower: float, upper: float) -> int:
         self._highs.addRow(lower, upper, 0, [], [])
-        self._rows += 1
-        return self._rows - 1
+        self._bounds.append((lower, upper))
+        return len(self._bounds) - 1
 
     def _column(self, cost: float, coefficients: Mapping[int, float], upper: float = math.inf) -> int:
         self._highs.addCol(cost, 0.0, upper, len(coefficients), list(coefficients), list(coefficients.values()))
-        return int(self._highs.getNumCol()) - 1
-
-    @property
-    def patterns(self) -> int:
-        return len(self._columns)
+        self._coefficients.append(coefficients)
+        return len(self._coefficients) - 1
 
     def most_gpus(self, entry: GpuClass) -> float:
         """GPUs of a class that an optimal answer can use."""
@@ -237,16 +297,16 @@ class Program:
             return entry.count
         return sum(
             max(foot.gpus * math.ceil(model.load / foot.rate) for foot in model.footprints)
-            for model in self._fleet.models
+            for model in self.fleet.models
             if model.footprints
         )
 
     def add(self, number: int, pattern: Pattern) -> bool:
         """Add a pattern of a class. Returns whether it is new."""
-        if not pattern or (number, pattern) in self._columns:
+        fleet, entry = self.fleet, self.classes[number]
+        if not pattern or (number, pattern) in self.columns or not entry.keeps(fleet, pattern):
             return False
-        fleet, entry = self._fleet, self.classes[number]
-        coefficients: dict[int, float] = Counter()
+        coefficients: dict[int, float] = defaultdict(float)
         copies = Counter[tuple[int, int]]()
         for item, count in pattern:
             model, foot = fleet.entries[item]
@@ -255,28 +315,51 @@ class Program:
                 coefficients[self._shared[item]] += count
             else:
                 coefficients[self._load[model]] += foot.rate * count
-        if number in self._counts:
-            coefficients[self._counts[number]] = 1.0
+        coefficients.update(dict.fromkeys(self._counts[number], 1.0))
         for name, row in self._limits:
             coefficients[row] = getattr(entry.gpu, name)
         loads = sum(max(0, count - entry.held.get(key, 0)) for key, count in copies.items())
         cost = fleet.cost_of_move * loads + (entry.gpu.usd_hour if fleet.goal == "cheapest" else 0.0)
-        self._columns[number, pattern] = self._column(cost, coefficients)
+        self.columns[number, pattern] = self._column(cost, coefficients)
         return True
 
     # --- the relaxation and its prices ------------------------------------------------------------------------------
 
     def solve_relaxation(self) -> float:
         self._highs.run()
-        self._duals = list(self._highs.getSolution().row_dual)
+        solution = self._highs.getSolution()
+        self._duals, self._values = list(solution.row_dual), list(solution.col_value)
         return float(self._highs.getInfo().objective_function_value)
 
-    def priced(self, entry: GpuClass) -> tuple[Pattern, float]:
+    def rounded(self, fixed: Counter[int]) -> bool:
+        """Solve the relaxation, and add its whole parts to `fixed`, counts by column; if there are none, the largest part as 1.
+
+        Returns whether something was added.
+        """
+        self.solve_relaxation()
+        parts = {column: self._values[column] for column in (*self._replicas.values(), *self.columns.values())}
+        whole = {column: math.floor(value + EPSILON) for column, value in parts.items() if value > 1 - EPSILON}
+        if not whole:
+            largest = max(parts, key=lambda column: parts[column], default=-1)
+            whole = {largest: 1} if parts.get(largest, 0.0) > EPSILON else {}
+        fixed.update(whole)
+        return bool(whole)
+
+    def set_bounds(self, fixed: Mapping[int, int]) -> None:
+        """Bounds of the rows for what is left beside fixed columns."""
+        taken: dict[int, float] = defaultdict(float)
+        for column, count in fixed.items():
+            for row, value in self._coefficients[column].items():
+                taken[row] += count * value
+        for row, (lower, upper) in enumerate(self._bounds):
+            least = lower - taken[row]
+            self._highs.changeRowBounds(row, least, max(least, upper - taken[row]))
+
+    def priced(self, number: int) -> tuple[Pattern, float]:
         """(The best pattern of a class at the current prices, a bound of its reduced cost)."""
-        fleet, prices = self._fleet, self._duals
-        number = next(index for index, other in enumerate(self.classes) if other is entry)
+        fleet, prices, entry = self.fleet, self._duals, self.classes[number]
         fixed = entry.gpu.usd_hour if fleet.goal == "cheapest" else 0.0
-        fixed -= prices[self._counts[number]] if number in self._counts else 0.0
+        fixed -= sum(prices[row] for row in self._counts[number])
         fixed -= sum(getattr(entry.gpu, name) * prices[row] for name, row in self._limits)
         values = dict[int, float]()
         for item, (model, foot) in enumerate(fleet.entries):
@@ -294,7 +377,7 @@ class Program:
         """(The pattern of the greatest value, a bound of its value). What exceeds the copies that are held costs a move."""
         if not values:
             return (), 0.0
-        fleet, items = self._fleet, list(values)
+        fleet, items = self.fleet, list(values)
         feet = [fleet.entries[item] for item in items]
         rows = [
             (1.0, {index: foot.bytes / entry.gpu.memory_bytes for index, (_, foot) in enumerate(feet)}),
@@ -312,7 +395,7 @@ class Program:
                 costs.append(fleet.cost_of_move)
                 lengths.append(sum(lengths[index] for index in same))
         rows += self._apart(columns, costs, lengths)
-        solution, bound = _solve(self._highspy, costs, lengths, rows)
+        solution, bound = _solve(costs, lengths, rows)
         counts = {item: round(solution[index]) for index, item in enumerate(items) if solution[index] > 0.5}
         # The solver's tolerance may exceed the memory by some bytes.
         return tuple(counts.items()) if fleet.fits(entry.gpu, counts) else (), -bound
@@ -321,7 +404,7 @@ class Program:
         self, columns: Mapping[int, list[int]], costs: list[float], lengths: list[float]
     ) -> list[tuple[float, dict[int, float]]]:
         """Rows that keep models apart. Adds a column for each such model: whether the pattern has it."""
-        models, rows, present = self._fleet.models, list[tuple[float, dict[int, float]]](), dict[int, int]()
+        models, rows, present = self.fleet.models, list[tuple[float, dict[int, float]]](), dict[int, int]()
         pairs = [(a, b) for a in columns for b in columns if a != b and models[b].name in models[a].apart]
         for model in {model for pair in pairs for model in pair}:
             present[model] = len(costs)
@@ -333,34 +416,37 @@ class Program:
 
     def _copies(self, gpu: Gpu, model: int, foot: Footprint) -> float:
         """Most copies on one GPU."""
-        if foot.gpus > 1 or self._fleet.models[model].spread:
+        if foot.gpus > 1 or self.fleet.models[model].spread:
             return 1.0
-        return float(min(gpu.memory_bytes // max(1, foot.bytes), math.ceil(self._fleet.models[model].load / foot.rate)))
+        return float(min(gpu.memory_bytes // max(1, foot.bytes), math.ceil(self.fleet.models[model].load / foot.rate)))
 
     # --- the integer program ----------------------------------------------------------------------------------------
 
-    def solve_integers(self, seconds: float) -> tuple[float, bool]:
-        """Solve over the patterns. Returns a bound of its value, and whether it was solved to the end."""
-        columns = [*self._integers, *self._columns.values()]
-        kinds = [self._highspy.HighsVarType.kInteger] * len(columns)
+    def solve_integers(self, seconds: float, gap: float) -> tuple[float, bool]:
+        """Solve over the patterns to a relative gap. Returns a bound of its value, and whether it was solved to the gap."""
+        columns = [*self._replicas.values(), *self.columns.values()]
+        kinds = [highspy.HighsVarType.kInteger] * len(columns)
         self._highs.changeColsIntegrality(len(columns), columns, kinds)
         self._highs.setOptionValue("time_limit", self._highs.getRunTime() + seconds)
-        self._highs.setOptionValue("mip_rel_gap", 1e-6)
+        self._highs.setOptionValue("mip_rel_gap", gap)
         self._highs.run()
         self._values = list(self._highs.getSolution().col_value)
-        solved = self._highs.getModelStatus() == self._highspy.HighsModelStatus.kOptimal
+        solved = self._highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
         return float(self._highs.getInfo().mip_dual_bound), solved
 
     def chosen(self) -> Chosen:
-        counts = ((key, round(self._values[column])) for key, column in self._columns.items())
+        counts = ((key, round(self._values[column])) for key, column in self.columns.items())
         return [(self.classes[number], pattern, count) for (number, pattern), count in counts if count]
+
+    def groups(self) -> Mapping[int, int]:
+        return {entry: round(self._values[column]) for entry, column in self._replicas.items()}
 
     def short(self) -> Mapping[int, float]:
         missing = {number: self._values[column] for number, column in enumerate(self._unserved)}
         return {number: load for number, load in missing.items() if load > 100 * EPSILON}
 
 
-def _silent(highspy: Any) -> Any:
+def _silent() -> Any:
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
@@ -368,7 +454,7 @@ def _silent(highspy: Any) -> Any:
 
 
 def _solve(
-    highspy: Any, costs: Sequence[float], lengths: Sequence[float], rows: Sequence[tuple[float, Mapping[int, float]]]
+    costs: Sequence[float], lengths: Sequence[float], rows: Sequence[tuple[float, Mapping[int, float]]]
 ) -> tuple[Sequence[float], float]:
     """(Values, bound) of a small integer program: minimize costs of columns from 0 to their lengths, with rows at most so much."""
     program = highspy.HighsLp()
@@ -384,7 +470,7 @@ def _solve(
     program.a_matrix_.index_ = [column for _, row in used for column in row]
     program.a_matrix_.value_ = [value for _, row in used for value in row.values()]
     program.integrality_ = [highspy.HighsVarType.kInteger] * len(costs)
-    highs = _silent(highspy)
+    highs = _silent()
     highs.passModel(program)
     highs.run()
     return highs.getSolution().col_value, float(highs.getInfo().mip_dual_bound)

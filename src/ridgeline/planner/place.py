@@ -37,7 +37,7 @@ def attempt(fleet: Fleet, seconds: float, solver: bool) -> Placement:
     packing = pack(fleet, simple, seconds)
     bound = packing.bound if fleet.goal == "cheapest" else -packing.bound
     method = "HiGHS, all patterns" if packing.optimal else f"HiGHS, {packing.patterns:,} patterns"
-    exact = Placement(fleet, trimmed(fleet, assigned(fleet, packing.chosen)), bound, method)
+    exact = Placement(fleet, trimmed(fleet, assigned(fleet, packing)), bound, method)
     return min((exact, replace(quick, bound=bound, method=method)), key=_loss)
 
 
@@ -56,7 +56,9 @@ def _refusal(placement: Placement, seconds: float) -> str:
     without = [model.name for model in fleet.models if not model.footprints]
     if without:
         return f"No GPU holds a replica of {', '.join(without)}: add larger GPUs, more tensor-parallel sizes, or a smaller format."
-    missing = ", ".join(f"{load:g} of {fleet.models[fleet.numbers[name]].load:g} of {name}" for name, load in placement.short.items())
+    missing = ", ".join(
+        f"{load:g} of {fleet.models[fleet.numbers[name]].load:g} of {name}" for name, load in placement.short.items()
+    )
     claim = "No placement serves all load" if exact else "No placement was found that serves all load"
     return f"{claim}: at least {missing} is left. Relax one of: {'; '.join(_remedies(placement, seconds))}."
 
@@ -73,18 +75,24 @@ def _remedies(placement: Placement, seconds: float) -> Iterator[str]:
         if gpu.count is None:
             continue
         # Only GPUs of this kind cost something, so that the fewest are added.
-        priced = [replace(other, count=None, usd_hour=1.0) if other == gpu else replace(other, usd_hour=0.0) for other in fleet.gpus]
+        priced = [
+            replace(other, count=None, usd_hour=1.0) if other == gpu else replace(other, usd_hour=0.0)
+            for other in fleet.gpus
+        ]
         if (tried := served(replace(fleet, gpus=tuple(priced), usd_hour=None, previous=()))) is not None:
             yield f"{counted(tried.used[gpu.name] - gpu.count, 'more GPU')} of {gpu.name}"
-    for name, words in (("spread", "spread (replicas of a model on one GPU)"), ("apart", "apart (models that share no GPU)")):
+    for name, words in (
+        ("spread", "spread (replicas of a model on one GPU)"),
+        ("apart", "apart (models that share no GPU)"),
+    ):
         if any(getattr(model, name) for model in fleet.models):
             models = tuple(replace(model, **{name: type(getattr(model, name))()}) for model in fleet.models)
             if served(replace(fleet, models=models)) is not None:
                 yield words
-    for name, unit in (("usd_hour", "dollars per hour"), ("watts", "watts")):
-        limit = getattr(fleet, name)
-        if limit is not None and (tried := served(replace(fleet, **{name: None}))) is not None:
-            yield f"the limit of {unit}, from {limit:g} to {getattr(tried, name):g}"
+    if fleet.usd_hour is not None and (tried := served(replace(fleet, usd_hour=None))) is not None:
+        yield f"the limit of dollars per hour, from {fleet.usd_hour:g} to {tried.usd_hour:g}"
+    if fleet.watts is not None and (tried := served(replace(fleet, watts=None))) is not None:
+        yield f"the limit of watts, from {fleet.watts:g} to {tried.watts:g}"
     most = replace(fleet, goal="most", models=tuple(replace(model, weight=1 / model.load) for model in fleet.models))
     less = attempt(most, seconds, solver)
     loads = ", ".join(f"{less.served[name]:g} of {name}" for name in less.short)

@@ -153,8 +153,13 @@ class Placement:
         for replica in self.replicas:
             for device in replica.devices:
                 held.setdefault(device, []).append(replica)
-        kinds = list(self.fleet.by_name)
-        return {name: held[name] for name in sorted(held, key=lambda name: (kinds.index(split_device(name)[0]), split_device(name)[1]))}
+        order = list(self.fleet.by_name)
+
+        def place(device: str) -> tuple[int, int]:
+            kind, number = split_device(device)
+            return order.index(kind), number
+
+        return {device: held[device] for device in sorted(held, key=place)}
 
     @property
     def used(self) -> Counter[str]:
