@@ -234,5 +234,5 @@ def split_device(device: str) -> tuple[str, int]:
     """("h100", 3) of "h100:3". Raises ConfigError for another form."""
     kind, colon, number = device.rpartition(":")
     if not colon or not number.isdecimal():
-        raise ConfigError(f"{device!r} is no GPU: write kind and number, as in h100:0.")
+        raise ConfigError(f"{device!r} is not a GPU: write kind and number, as in h100:0.")
     return kind, int(number)
