@@ -64,6 +64,7 @@ def test_place_shows_gpus_models_and_what_is_idle(capsys: pytest.CaptureFixture[
 def test_place_as_json_is_read_again_and_only_what_is_new_moves(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    pytest.importorskip("highspy")
     text = GPUS + MODELS
     before = run(capsys, "place", written(tmp_path, text), "--json")
     facts = json.loads(before)
