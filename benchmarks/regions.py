@@ -4,8 +4,8 @@
 
 Work of 6 hours on 8 GPUs of 700 W, with a PUE of 1.2, becomes ready at each hour of a week (7 x 24 cases) and must be done within
 24 hours. Home is the first region. Rows: at once at home; best hours at home, without a pause and with as many as wanted; at
-once in the best region; both. The best is what costs least at each price of a tonne of CO2. Prices are those of the wholesale market, known in
-advance. Curves: workloads/README.md.
+once in the best region; both. The best is what costs least at each price of a tonne of CO2. Prices are those of the
+wholesale market, known in advance. Curves: workloads/README.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from common import HERE, cpu_name, provenance, write_rows
 from ridgeline.planner.regions import BatchWork, Grid, Schedule, at_once, cheapest, read_grids
 
 CURVES = HERE / "workloads" / "grid_2024_june.csv"
-HOURS, WITHIN, KILOWATTS = 6, 24, 8 * 0.7 * 1.2
+HOURS, WITHIN, WATTS = 6, 24, 700
+KILOWATTS = 8 * WATTS / 1000 * 1.2
 
 
 def ways(grids: list[Grid], work: BatchWork) -> dict[str, Schedule]:
@@ -47,7 +48,8 @@ def rows(grids: list[Grid]) -> Iterator[dict[str, Any]]:
                 statistics.fmean(getattr(case["at once at home"], unit) for case in cases) for unit in ("usd", "kg")
             )
             yield {
-                "row": f"{name}, ${usd_tonne:g} a tonne", "cases": len(cases), "watts": 700, "within_hours": WITHIN, "kwh": round(HOURS * KILOWATTS, 2),
+                "row": f"{name}, ${usd_tonne:g} a tonne", "cases": len(cases), "watts": WATTS, "within_hours": WITHIN,
+                "kwh": round(HOURS * KILOWATTS, 2),
                 "usd": round(usd, 4), "kg": round(kg, 4), "usd_saved": round(1 - usd / base_usd, 4),
                 "kg_saved": round(1 - kg / base_kg, 4), **provenance(cpu_name()),
             }  # fmt: skip
