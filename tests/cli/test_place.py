@@ -101,6 +101,18 @@ slo = "tpot=100ms"
     assert facts["objective"] == pytest.approx(served) and facts["bound"] >= served
 
 
+def test_place_writes_a_page_for_who_pays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    out = run(capsys, "place", written(tmp_path, GPUS + MODELS), "--html", str(page))
+    text = page.read_text()
+    rate = re.search(r"in use, \$([\d.]+) per hour", out)
+    assert rate and f"<b>${rate[1]} per hour</b>" in text and "per month" in text
+    assert "<td>price of h100 +20%</td>" in text and "<td>load of every model -20%</td>" in text
+    assert "What binds" in text and "<svg" in text and "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert main(["place", written(tmp_path, GPUS + MODELS), "--html", str(tmp_path)]) == 2
+    assert "is a folder: give the name of a file" in capsys.readouterr().err
+
+
 def test_place_says_what_to_relax(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = written(tmp_path, GPUS.replace("count = 4", "count = 1").replace("count = 2", "count = 0") + MODELS)
     assert main(["place", path]) == 1

@@ -17,17 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for
+from ridgeline.cli.flags import Arguments, Parser, check_output_paths, finite_number, parser_for
 from ridgeline.cli.place_file import Plan, read_plan
-from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.plural import counted
 from ridgeline.planner.packing import available
 from ridgeline.planner.place import SECONDS, place
 from ridgeline.planner.placement import Placement, Replica, split_device
-
-SHOWN = 4
-"""Names of GPUs in a row of the table."""
+from ridgeline.planner.placement_page import GPU_HEAD, gpu_rows, placement_page
 
 
 def parser() -> Parser:
@@ -43,6 +40,9 @@ def parser() -> Parser:
         metavar="X",
         help=f"processor time to look for better placements (default: {SECONDS:g})",
     )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a self-contained page: cost, what binds, sensitivity to each assumption"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -52,6 +52,7 @@ def run(args: Arguments) -> int:
     options = vars(args.options)
     if (seconds := options.get("seconds", SECONDS)) <= 0:
         raise ConfigError(f"--seconds is {seconds:g}: give a number above 0.", param="seconds")
+    check_output_paths(options, "html")
     plan = read_plan(Path(options["file"]), Path(options["previous"]) if "previous" in options else None)
     solver = available() and "first_fit" not in options
     try:
@@ -59,6 +60,9 @@ def run(args: Arguments) -> int:
     except DoesNotFit as refusal:
         Console(stderr=True).print(escape(refusal.message), soft_wrap=True, highlight=False)
         return 1
+    if "html" in options:
+        text = placement_page(placement, plan.notes, seconds, solver)
+        Path(options["html"]).write_text(text, encoding="utf-8")
     if "json" in options:
         print(json.dumps(facts(placement, plan), indent=2))
     else:
@@ -92,30 +96,10 @@ def _show(console: Console, placement: Placement, plan: Plan) -> None:
 
 
 def _gpus(placement: Placement) -> Table:
-    """GPUs with equal content in one row."""
-    rows: dict[tuple[str, tuple[tuple[Replica, int], ...]], list[str]] = {}
-    for device, replicas in placement.devices.items():
-        copies = Counter(Replica(replica.model, (), replica.footprint) for replica in replicas)
-        key = split_device(device)[0], tuple(sorted(copies.items(), key=lambda item: item[0].model))
-        rows.setdefault(key, []).append(device)
-    table = Table("GPUs", "", "runs", "memory", "", "time", "$/hour", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for (kind, content), devices in rows.items():
-        gpu = placement.fleet.by_name[kind]
-        names = ", ".join(devices[:SHOWN]) + (", ..." if len(devices) > SHOWN else "")
-        taken, share = usage(placement, devices[0])
-        runs = ", ".join(
-            f"{copies} x {_part(replica)}" if copies > 1 else _part(replica) for replica, copies in content
-        )
-        table.add_row(
-            str(len(devices)), names, escape(runs), f"{bytes_text(taken)} of {bytes_text(gpu.memory_bytes)}",
-            f"{taken / gpu.memory_bytes:.0%}", f"{share:.0%}" if share else "", f"{gpu.usd_hour:.3g}",
-        )  # fmt: skip
+    table = Table(*GPU_HEAD, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for cells in gpu_rows(placement):
+        table.add_row(*map(escape, cells))
     return table
-
-
-def _part(replica: Replica) -> str:
-    gpus = replica.footprint.gpus if replica.footprint else 1
-    return replica.model if gpus == 1 else f"{replica.model} (1/{gpus})"
 
 
 def _models(placement: Placement) -> Table:
@@ -125,12 +109,6 @@ def _models(placement: Placement) -> Table:
         served = placement.served[model.name]
         table.add_row(escape(model.name), str(counts[model.name]), f"{served:,.4g}", f"{model.load:,.4g}")
     return table
-
-
-def usage(placement: Placement, device: str) -> tuple[int, float]:
-    """(Bytes, share of the time) of a GPU that its replicas take."""
-    feet = [replica.footprint for replica in placement.devices[device] if replica.footprint is not None]
-    return sum(foot.bytes for foot in feet), sum(foot.share for foot in feet)
 
 
 def _idle(placement: Placement) -> dict[str, int]:
@@ -171,7 +149,7 @@ def facts(placement: Placement, plan: Plan) -> dict[str, Any]:
 
 
 def _gpu_facts(placement: Placement, device: str) -> dict[str, Any]:
-    gpu, (taken, share) = placement.fleet.by_name[split_device(device)[0]], usage(placement, device)
+    gpu, (taken, share) = placement.fleet.by_name[split_device(device)[0]], placement.usage(device)
     models: Sequence[str] = [replica.model for replica in placement.devices[device]]
     return {
         "gpu": device, "models": models, "used_bytes": taken, "memory_bytes": gpu.memory_bytes, "time_share": share,

@@ -161,6 +161,11 @@ class Placement:
 
         return {device: held[device] for device in sorted(held, key=place)}
 
+    def usage(self, device: str) -> tuple[int, float]:
+        """(Bytes, share of the time) of a GPU that its replicas take."""
+        feet = [replica.footprint for replica in self.devices[device] if replica.footprint is not None]
+        return sum(foot.bytes for foot in feet), sum(foot.share for foot in feet)
+
     @property
     def used(self) -> Counter[str]:
         """GPUs in use by kind."""
