@@ -201,6 +201,17 @@ def test_a_70b_runs_over_several_small_gpus() -> None:
     assert not with_small.short and with_small.gap < 1e-6
 
 
+@pytest.mark.parametrize("count", [None, 6])
+def test_a_replica_stays_in_its_host(count: int | None) -> None:
+    pytest.importorskip("highspy")
+    fleet = Fleet((Gpu("g", 10, count, 1.0, per_host=3),), (ModelLoad("x", (Footprint("g", 8, 2),), 2),))
+    answer = place(fleet)
+    check(answer)
+    assert len(answer.devices) == 4  # two hosts of three, of each two
+    with pytest.raises(DoesNotFit):
+        place(replace(fleet, models=(ModelLoad("x", (Footprint("g", 8, 4),), 1),)))
+
+
 def test_many_patterns_are_generated_and_the_gap_is_small() -> None:
     pytest.importorskip("highspy")
     gpus = (Gpu("a", 80 * GB, 40, 2.0), Gpu("b", 40 * GB, None, 1.1))

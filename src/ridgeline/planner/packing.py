@@ -273,12 +273,11 @@ class Program:
         rows: dict[str, dict[int, int]] = {}
         for gpu in self.fleet.gpus:
             sizes = {foot.gpus for _, foot in self.fleet.entries if foot.gpu == gpu.name and foot.gpus > 1}
-            if gpu.count is None:
-                continue
-            full, rest = divmod(gpu.count, gpu.per_host)
-            rows[gpu.name] = {
-                size: self._row(-math.inf, full * (gpu.per_host // size * size) + rest // size * size) for size in sizes
-            }
+            full, rest = divmod(gpu.count or 0, gpu.per_host)
+            room = {size: full * (gpu.per_host // size * size) + rest // size * size for size in sizes}
+            if gpu.count is None:  # hosts without end, in which larger groups have no room
+                room = {size: 0 for size in sizes if size > gpu.per_host}
+            rows[gpu.name] = {size: self._row(-math.inf, gpus) for size, gpus in room.items()}
         return rows
 
     def _row(self, lower: float, upper: float) -> int:

@@ -60,7 +60,7 @@ def _refusal(placement: Placement, seconds: float) -> str:
         f"{load:g} of {fleet.models[fleet.numbers[name]].load:g} of {name}" for name, load in placement.short.items()
     )
     claim = "No placement serves all load" if exact else "No placement was found that serves all load"
-    return f"{claim}: at least {missing} is left. Relax one of: {'; '.join(_remedies(placement, seconds))}."
+    return f"{claim}: at least {missing} is left. Relax one of: {'; '.join(_remedies(placement, seconds / 4))}."
 
 
 def _remedies(placement: Placement, seconds: float) -> Iterator[str]:

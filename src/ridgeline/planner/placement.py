@@ -38,8 +38,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a replica takes on one kind of GPU: bytes of each of `gpus` GPUs, and the share of their time. rate: load that it
-    serves, in the unit of ModelLoad.load."""
+    """What a replica takes on one kind of GPU: bytes of each of `gpus` GPUs, and the share of their time. gpus: a power of two. rate:
+    load that it serves, in the unit of ModelLoad.load."""
 
     gpu: str
     bytes: int
