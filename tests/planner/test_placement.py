@@ -222,7 +222,7 @@ def test_many_patterns_are_generated_and_the_gap_is_small() -> None:
             3 + size % 3,
             spread=size % 5 == 0,
         )
-        for size in range(5, 19)
+        for size in range(5, 15)
     )
     answer = place(Fleet(gpus, models))
     check(answer)

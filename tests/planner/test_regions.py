@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.cli.main import main
@@ -26,6 +26,7 @@ HEADER = "time,region,usd_mwh,g_kwh"
     count=st.integers(1, 5),
     pauses=st.integers(0, 3),
 )
+@settings(max_examples=40)
 def test_the_hours_are_those_of_exhaustive_search(costs: list[int], count: int, pauses: int) -> None:
     count = min(count, len(costs))
     chosen = least_hours(costs, count, pauses)

@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a replica takes on one kind of GPU: bytes of each of `gpus` GPUs, and the share of their time. gpus: a power of two. rate:
+    """What a replica takes on one kind of GPU: bytes of each of `gpus` GPUs (a power of two), and the share of their time. rate:
     load that it serves, in the unit of ModelLoad.load."""
 
     gpu: str
