@@ -88,7 +88,7 @@ NO_TORCH = (
 """Packages and modules that must not reach torch, directly or through others: they decide, serve and start without it."""
 
 OPTIONAL = (
-    "llguidance", "yaml", "triton", "readline", "ridgeline.ops.triton", "huggingface_hub", "ray", "ray.util",
+    "llguidance", "highspy", "yaml", "triton", "readline", "ridgeline.ops.triton", "huggingface_hub", "ray", "ray.util",
 )  # fmt: skip
 """What may be imported inside a function: optional distributions, modules of Ridgeline that need one, and distributions that
 few starts need and that are slow to import."""

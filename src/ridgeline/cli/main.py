@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "ladder": "measure speed, memory and drift step by step: eager, compiled, int8, int4, speculation",
     "fit": "check whether a model fits into memory, and print the command that serves it",
     "plan": "rank parallel layouts of a model on several GPUs: time, memory, price, and why",
+    "place": "place several models on GPUs of several kinds: the cheapest GPUs, or the most load",
     "roofline": "roofline of a model on an accelerator: the limit of each operation",
     "calc": "calculators: KV cache, cost, energy, renting or buying",
     "calibrate": "measure steps on this machine, for accurate predictions of step times",
