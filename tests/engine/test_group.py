@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed
 from ridgeline.core.plan import Compaction, Join, StepPlan, Transfer
 from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.engine.group import GroupRunner
@@ -107,18 +107,22 @@ CASES = {
 
 
 SHORT = {("few blocks", "two stages"), ("drafts", "both")}
-TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+TENSOR, PIPELINE, CONTEXT = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "context"))
 WAYS = {
     "two ranks": TENSOR,
     "two stages": PIPELINE,
     "three stages": {"pipeline_parallel_size": 3},
     "both": TENSOR | PIPELINE,
+    "context": CONTEXT,
+    "three contexts": {"context_parallel_size": 3},
+    "context and tensor": CONTEXT | TENSOR,
+    "all": CONTEXT | TENSOR | PIPELINE,
 }
 TRIED = [
     pytest.param(case, way, marks=[pytest.mark.long] * ((case, way) not in SHORT))
     for case in CASES
     for way in WAYS
-    if case != "compressed prompts" or way == "two ranks"
+    if (case != "compressed prompts" or way == "two ranks") and (case != "bounded cache" or way != "three contexts")
 ]
 
 
@@ -129,14 +133,37 @@ def test_ranks_say_what_one_says(case: str, way: str, tmp_path: Path) -> None:
     config = replace(CONFIG, **engine)  # type: ignore[arg-type]
     with opened(tmp_path, config, **model) as single:
         expected = answers(single)
-    # Bytes of the cache are per rank: with half of the heads, half of them are as many blocks.
+    # Bytes of the cache are per rank: with half of the heads or of a block, half of them hold as many tokens.
     sizes = WAYS[way]
     memory = (config.kv_cache_memory or 0) // sizes.get("tensor_parallel_size", 1)
+    memory //= sizes.get("context_parallel_size", 1)
     parts = replace(config, **sizes, kv_cache_memory=memory)
     with opened(tmp_path, parts, **model) as several:
         assert answers(several) == expected
         assert several.engine.setup.facts["options"]["tensor_parallel_size"] == parts.tensor_parallel_size
         assert answers(several) == expected, "from cached prefixes"
+
+
+def test_two_ranks_hold_a_prompt_that_one_refuses(tmp_path: Path) -> None:
+    """Each has half of every block; drafts are trees, whose accepted nodes move between the ranks."""
+    save("llama-gqa", tmp_path)
+    prompt = [7 * number % 320 for number in range(200)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    short = replace(CONFIG, kv_cache_memory=12 * 12_288, speculate="reference+lookahead")
+    with (
+        pytest.raises(DoesNotFit, match="one sequence of 256 tokens takes 208896 bytes"),
+        opened(tmp_path, short),
+    ):
+        pass
+    tokens, sizes = [], []
+    for config in (replace(short, context_parallel_size=2), replace(short, kv_cache_memory=20 * 12_288)):
+        with opened(tmp_path, config) as engine:
+            submit = Submit("long", prompt, sampling, arrival=0.0)
+            tokens.append([token for delta in engine.run([submit]) for token in delta.tokens])
+            layout = engine.engine.loop.scheduler.layout
+            sizes.append((layout.page_tokens, layout.page_bytes))
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 40
+    assert sizes == [(32, 12_288), (16, 12_288)], "a rank holds half of the slots of a block"
 
 
 @pytest.mark.long
@@ -251,6 +278,9 @@ def test_a_rank_that_draws_other_tokens_ends_the_engine(tmp_path: Path) -> None:
         ("llama-gqa", {"tensor_parallel_size": 4, "deterministic": True}, "with --deterministic 2 are possible"),
         ("llama-gqa", {"pipeline_parallel_size": 4}, "give 1 to 3, the number of layers"),
         ("llama-gqa", {"pipeline_parallel_size": 2, "steps_in_flight": 1}, "leave --steps-in-flight out"),
+        ("llama-gqa", {"context_parallel_size": 0}, "give a number of processes, 1 or more"),
+        ("llama-gqa", {"context_parallel_size": 2, "block_size": 5}, "Leave --block-size out, or give a multiple"),
+        ("llama-gqa", {"context_parallel_size": 2, "kv_retention": "heavy:keep=96"}, "has a part of the keys"),
         (
             "llama-gqa",
             {"pipeline_parallel_size": 2, "speculate": "recycling"},
@@ -270,3 +300,5 @@ def test_a_recurrent_draft_is_refused() -> None:
     config = replace(CONFIG, tensor_parallel_size=2, speculate=f"recurrent:{shipped_model().parent / 'recurrent'}")
     with pytest.raises(ConfigError, match="a recurrent draft reads all heads"):
         LocalEngine.start(ModelConfig(), config)
+    with pytest.raises(ConfigError, match="the drafter attends to keys of which each rank has a part"):
+        LocalEngine.start(ModelConfig(), replace(config, tensor_parallel_size=1, context_parallel_size=2))

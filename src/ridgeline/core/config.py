@@ -91,6 +91,9 @@ class EngineConfig:
     pipeline_parallel_size: int = option(
         1, "stages of layers, each of --tensor-parallel-size processes", "-pp", "--pp-size"
     )
+    context_parallel_size: int = option(
+        1, "processes that share the KV cache of each request, each an equal part of every block", "-cp", "--cp-size"
+    )
     nnodes: int = option(1, "hosts that run the model together, each an equal part of its processes")
     node_rank: int = option(0, "number of this host, from 0; the service runs on host 0, and the others wait for it")
     master_addr: str = option("", "address of host 0 in the network of the hosts")
@@ -100,7 +103,7 @@ class EngineConfig:
     @property
     def ranks(self) -> int:
         """Processes that run the model together."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
 
     @property
     def host_ranks(self) -> range:

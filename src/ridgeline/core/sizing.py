@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import DTYPE_BYTES, KvLayout, LayerSpec, ModelSpec, kv_layout
-from ridgeline.core.stages import stage_layout, stage_spec, stages
+from ridgeline.core.stages import rank_layout, stage_layout, stage_spec, stages
 
 GIB = 1 << 30
 CUDA_CONTEXT = GIB
@@ -138,6 +138,7 @@ class Planner:
         self._spec, self._engine, self._memory, self._drafters = spec, engine, memory, drafters
         self._options = _options(engine, memory)
         layout = kv_layout(spec, self._options["block_size"], drafter_layers=drafters.layers)
+        layout = rank_layout(layout, engine.context_parallel_size)
         parts = stages(spec, engine.pipeline_parallel_size)
         if len(parts) > 1:
             layout = max((stage_layout(layout, part, spec) for part in parts), key=lambda cut: cut.page_bytes)
@@ -196,8 +197,15 @@ def _options(engine: EngineConfig, memory: Memory) -> dict[str, int]:
     """Values of the options that depend on the hardware: the user's, otherwise the defaults."""
     chosen = hardware_defaults(memory.kind, memory.total)
     chosen["steps_in_flight"] += engine.pipeline_parallel_size - 1
+    chosen["block_size"] *= engine.context_parallel_size
     chosen.update({name: value for name in chosen if (value := getattr(engine, name)) is not None})
     rows, step_tokens = chosen["max_num_seqs"], chosen["max_num_batched_tokens"]
+    if chosen["block_size"] % engine.context_parallel_size:
+        raise ConfigError(
+            f"--block-size {chosen['block_size']} cannot be divided by --context-parallel-size {engine.context_parallel_size}: "
+            "each process holds an equal part of every block. Leave --block-size out, or give a multiple.",
+            param="block_size",
+        )
     if engine.max_num_seqs is None:
         chosen["max_num_seqs"] = min(rows, step_tokens)
     elif engine.max_num_batched_tokens is None:

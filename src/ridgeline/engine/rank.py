@@ -21,7 +21,7 @@ from ridgeline.core.fit import Deployment, size
 from ridgeline.core.selection import check_selection
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
-from ridgeline.core.stages import stage_layout, stages
+from ridgeline.core.stages import rank_layout, stage_layout, stages
 from ridgeline.engine.graph_shapes import draft_limits
 from ridgeline.engine.hosts import check_hosts
 from ridgeline.engine.runner import Runner, build_runner
@@ -153,13 +153,14 @@ def _layout(rank: RankPlan, mesh: Mesh) -> KvLayout:
     if mesh.stage.count == 1:
         return rank.plan.layout
     spec = rank.spec.on_rank(mesh.size)
-    return stage_layout(kv_layout(spec, rank.plan.page_tokens), mesh.stage.layers, spec)
+    layout = rank_layout(kv_layout(spec, rank.plan.page_tokens), mesh.context.size)
+    return stage_layout(layout, mesh.stage.layers, spec)
 
 
 def _refusals(config: EngineConfig, wanted: Wanted, device: torch.device) -> Iterator[tuple[str, str]]:
     """What several ranks cannot do: the option, and the reason with a remedy."""
-    tensor, pipeline = "tensor_parallel_size", "pipeline_parallel_size"
-    for option in (tensor, pipeline):
+    tensor, pipeline, context = "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"
+    for option in (tensor, pipeline, context):
         if getattr(config, option) < 1:
             yield option, "give a number of processes, 1 or more"
         if getattr(config, option) > 1 and device.type != "cpu":
@@ -173,6 +174,8 @@ def _refusals(config: EngineConfig, wanted: Wanted, device: torch.device) -> Ite
             pipeline,
             "a drafter on the device drafts on one stage, and all need its drafts: use --speculate reference",
         )
+    if config.context_parallel_size > 1 and wanted.device in ("draft", "recurrent"):
+        yield context, "the drafter attends to keys of which each rank has a part: use --speculate reference"
     if config.pipeline_parallel_size > 1 and config.steps_in_flight is not None:
         yield pipeline, "leave --steps-in-flight out: each stage has a step of its own"
 

@@ -92,6 +92,8 @@ def read_retention(config: EngineConfig, layout: KvLayout, drafter: str) -> Rete
         raise _bad(text, "a preempted request is computed again with all its keys, so --deterministic needs all")
     if drafter == "draft":
         raise _bad(text, "a draft model may read tokens later, when they are dropped: use --speculate reference")
+    if observed and config.context_parallel_size > 1:
+        raise _bad(text, "each rank has a part of the keys that are compared: use window:sinks=4,keep=1024")
     if observed and config.pipeline_parallel_size > 1:
         raise _bad(text, "a stage of a pipeline cannot run the observed tokens again: use window:sinks=4,keep=1024")
     slack = size if kind == "window" else -(-keep // (4 * size)) * size

@@ -15,7 +15,8 @@ from ridgeline.models.experts import Experts
 from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import LayerParts, RunLayers
+from ridgeline.ops.striped import split_tokens
+from ridgeline.ops.table import LayerParts
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.unquantized import UnquantizedFormat
 
@@ -66,7 +67,7 @@ class Decoder:
         self.head = None if headless else self._unquantized.create(LinearShape(spec.d_model, (vocabulary,)), Share())
         # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
-        self._run: RunLayers = self._run_layers
+        self._run = split_tokens(self._run_layers, build.mesh.context)
 
     def load_embedding(self, tensor: torch.Tensor) -> None:
         """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
@@ -84,7 +85,7 @@ class Decoder:
         for layer in self.layers:
             layer.feed_forward.finish_loading()
         if (parts := self.parts()) is not None:
-            self._run = self._build.ops.programs.layers(parts, self._run_layers)
+            self._run = self._build.ops.programs.layers(parts, self._run)
 
     def parts(self) -> list[LayerParts] | None:
         """Weights for programs that run whole layers; None if a layer is not supported."""
@@ -170,7 +171,7 @@ class Decoder:
         """A decoder of the layers with these indices, with shared weights, for warm-up. Its results are meaningless."""
         decoder = copy(self)
         decoder.layers = tuple(self.layers[index] for index in layers)
-        decoder._run = decoder._run_layers
+        decoder._run = split_tokens(decoder._run_layers, self._build.mesh.context)
         decoder.finish_loading()
         return decoder
 
