@@ -108,6 +108,7 @@ CASES = {
 
 SHORT = {("few blocks", "two stages"), ("drafts", "both")}
 TENSOR, PIPELINE, CONTEXT = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "context"))
+DIVIDED = {"sequence_parallel": True}
 WAYS = {
     "two ranks": TENSOR,
     "two stages": PIPELINE,
@@ -116,7 +117,8 @@ WAYS = {
     "context": CONTEXT,
     "three contexts": {"context_parallel_size": 3},
     "context and tensor": CONTEXT | TENSOR,
-    "all": CONTEXT | TENSOR | PIPELINE,
+    "all": CONTEXT | TENSOR | PIPELINE | DIVIDED,
+    "divided stream": TENSOR | DIVIDED,
 }
 TRIED = [
     pytest.param(case, way, marks=[pytest.mark.long] * ((case, way) not in SHORT))

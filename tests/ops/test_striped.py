@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +16,7 @@ from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.striped import LEAST_SHARE, split_tokens, striped
 from ridgeline.ops.table import Ops
+from tests.lockstep import Lockstep, Rank
 
 CHUNKS = [(70, 7), (1, 1), (60, 40), (80, 5)]
 CASES: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
@@ -30,44 +29,6 @@ CASES: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "trees-window": ([(80, 9), (100, 7), (70, 12)], {"tree": True, "window": 19}),
 }
 SHIPPED = {"reference": REFERENCE, "cpu": CPU}
-
-
-class Lockstep:
-    """Collectives of `size` threads. sent: bytes that a rank sent to others."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.sent = size, 0
-        self._barrier, self._parts = threading.Barrier(size, timeout=60), [torch.empty(0)] * size
-
-    def swap(self, rank: int, x: torch.Tensor) -> torch.Tensor:
-        """[size, ...], the parts of all ranks in order."""
-        self._parts[rank] = x
-        self._barrier.wait()
-        parts = torch.stack(self._parts)
-        self._barrier.wait()
-        return parts
-
-    def run(self, task: Callable[[Rank], Any]) -> list[Any]:
-        """The results of the ranks."""
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(lambda rank: task(Rank(rank, self.size, self)), range(self.size)))
-
-
-class Rank:
-    def __init__(self, rank: int, size: int, group: Lockstep) -> None:
-        self.rank, self.size, self._group = rank, size, group
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self._count(x.nbytes * (self.size - 1))
-        return self._group.swap(self.rank, x)
-
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        self._count(x.nbytes // self.size * (self.size - 1))
-        return self._group.swap(self.rank, x)[:, self.rank]
-
-    def _count(self, sent: int) -> None:
-        if self.rank == 0:
-            self._group.sent += sent
 
 
 def part_of(view: KvView, rank: Rank) -> KvView:

@@ -94,6 +94,9 @@ class EngineConfig:
     context_parallel_size: int = option(
         1, "processes that share the KV cache of each request, each an equal part of every block", "-cp", "--cp-size"
     )
+    sequence_parallel: bool = option(
+        False, "each of --tensor-parallel-size processes keeps the residual stream of its part of a step's tokens"
+    )
     nnodes: int = option(1, "hosts that run the model together, each an equal part of its processes")
     node_rank: int = option(0, "number of this host, from 0; the service runs on host 0, and the others wait for it")
     master_addr: str = option("", "address of host 0 in the network of the hosts")

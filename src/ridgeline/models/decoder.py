@@ -16,7 +16,7 @@ from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.striped import split_tokens
-from ridgeline.ops.table import LayerParts
+from ridgeline.ops.table import LayerParts, RunLayers
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.unquantized import UnquantizedFormat
 
@@ -67,7 +67,7 @@ class Decoder:
         self.head = None if headless else self._unquantized.create(LinearShape(spec.d_model, (vocabulary,)), Share())
         # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
-        self._run = split_tokens(self._run_layers, build.mesh.context)
+        self._run = self._divided(self._run_layers)
 
     def load_embedding(self, tensor: torch.Tensor) -> None:
         """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
@@ -86,6 +86,11 @@ class Decoder:
             layer.feed_forward.finish_loading()
         if (parts := self.parts()) is not None:
             self._run = self._build.ops.programs.layers(parts, self._run)
+
+    def _divided(self, run: RunLayers) -> RunLayers:
+        """`run` as the mesh divides tokens: first those that are multiplied, then the residual stream of these."""
+        mesh = self._build.mesh
+        return split_tokens(split_tokens(run, mesh.stream, lambda step, tokens: step), mesh.context)
 
     def parts(self) -> list[LayerParts] | None:
         """Weights for programs that run whole layers; None if a layer is not supported."""
@@ -171,7 +176,7 @@ class Decoder:
         """A decoder of the layers with these indices, with shared weights, for warm-up. Its results are meaningless."""
         decoder = copy(self)
         decoder.layers = tuple(self.layers[index] for index in layers)
-        decoder._run = split_tokens(decoder._run_layers, self._build.mesh.context)
+        decoder._run = decoder._divided(decoder._run_layers)
         decoder.finish_loading()
         return decoder
 

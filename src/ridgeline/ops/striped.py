@@ -47,9 +47,14 @@ class Ranks(Protocol):
     def exchange(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-def split_tokens(run: RunLayers, ranks: Ranks) -> RunLayers:
-    """`run` over this rank's part of the query tokens, if they are many: each rank multiplies its own by the weights, and attention
-    passes queries to all ranks and results back. The tokens that are run are StepInputs.selected."""
+def split_tokens(
+    run: RunLayers, ranks: Ranks, select: Callable[[StepInputs, torch.Tensor], StepInputs] = StepInputs.select
+) -> RunLayers:
+    """`run` over this rank's part of the residual stream, if it has many tokens.
+
+    select: the step of these tokens. By default their linears run for them only, and attention passes queries to all ranks and
+    results back.
+    """
     if ranks.size == 1:
         return run
 
@@ -60,7 +65,7 @@ def split_tokens(run: RunLayers, ranks: Ranks) -> RunLayers:
             return run(stream, views, step)
         first = ranks.rank * share
         tokens = torch.arange(first, first + share, dtype=torch.int32, device=stream.device).clamp(max=count - 1)
-        return _all_tokens(ranks, run(stream.index_select(0, tokens), views, step.select(tokens)), count)
+        return _all_tokens(ranks, run(stream.index_select(0, tokens), views, select(step, tokens)), count)
 
     return split
 

@@ -53,6 +53,15 @@ class Axis:
         self._run(lambda group: group.alltoall_base(received, x, [], []))
         return received
 
+    def sum_rows(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """Sum of x [T, ...] over all ranks: all rows if `rows` is T, else the part of this rank, of `rows` rows (a reduce-scatter;
+        ranks have consecutive parts, the last ones padded with zeros)."""
+        if rows == len(x):
+            return self.all_reduce(x)
+        if padding := rows * self.size - len(x):
+            x = torch.cat((x, x.new_zeros(padding, *x.shape[1:])))
+        return self.exchange(x.unflatten(0, (self.size, rows))).sum(0)
+
     def _run(self, collective: Callable[[Any], Any]) -> None:
         if self.group is None:
             raise ConfigError(f"Rank {self.rank} of {self.size} is not connected to the other ranks.")

@@ -21,11 +21,17 @@ class Mesh(Axis):
     """Rank of this process among the `size` ranks that share each layer (tensor parallelism), and its place on the other axes.
 
     context: ranks with the same share of each layer, each of which holds a part of every request's keys and values. stage: the
-    layers that this rank holds.
+    layers that this rank holds. sequence: the ranks that share layers divide the residual stream by tokens.
     """
 
     context: Axis = ALONE
     stage: Stage = WHOLE
+    sequence: bool = False
+
+    @property
+    def stream(self) -> Axis:
+        """The ranks that divide the residual stream."""
+        return Axis(self.rank, self.size, self.group) if self.sequence else ALONE
 
 
 ONE_DEVICE = Mesh()
@@ -81,6 +87,7 @@ def connect_mesh(rank: int, stages: Sequence[slice], config: EngineConfig, meeti
     size = tensor * context
     index, (row, column) = count - 1 - rank // size, divmod(rank % size, tensor)
     mesh = connect(column, tensor, meeting.within(f"stage {index} context {row}"))
+    mesh = replace(mesh, sequence=config.sequence_parallel)
     if context > 1:
         mesh = replace(
             mesh, context=Axis(row, context, _group(row, context, meeting.within(f"stage {index} of {column}")))
