@@ -276,18 +276,9 @@ def test_a_rank_that_draws_other_tokens_ends_the_engine(tmp_path: Path) -> None:
             "4 heads and a feed-forward width of 96 cannot be split over 3 devices",
         ),
         ("olmoe", {"tensor_parallel_size": 2}, "norm of all heads together"),
-        ("llama-gqa", {"tensor_parallel_size": 0}, "give a number of processes, 1 or more"),
-        ("llama-gqa", {"tensor_parallel_size": 4, "deterministic": True}, "with --deterministic 2 are possible"),
         ("llama-gqa", {"pipeline_parallel_size": 4}, "give 1 to 3, the number of layers"),
-        ("llama-gqa", {"pipeline_parallel_size": 2, "steps_in_flight": 1}, "leave --steps-in-flight out"),
-        ("llama-gqa", {"context_parallel_size": 0}, "give a number of processes, 1 or more"),
+        ("llama-gqa", {"pipeline_parallel_size": 2, "steps_in_flight": 1}, "Leave --steps-in-flight out"),
         ("llama-gqa", {"context_parallel_size": 2, "block_size": 5}, "Leave --block-size out, or give a multiple"),
-        ("llama-gqa", {"context_parallel_size": 2, "kv_retention": "heavy:keep=96"}, "has a part of the keys"),
-        (
-            "llama-gqa",
-            {"pipeline_parallel_size": 2, "speculate": "recycling"},
-            "a drafter on the device drafts on one stage",
-        ),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(
@@ -296,11 +287,3 @@ def test_what_several_ranks_cannot_do_is_refused(
     save(family, tmp_path)
     with pytest.raises(ConfigError, match=words):
         LocalEngine.start(ModelConfig(str(tmp_path)), replace(CONFIG, **options))  # type: ignore[arg-type]
-
-
-def test_a_recurrent_draft_is_refused() -> None:
-    config = replace(CONFIG, tensor_parallel_size=2, speculate=f"recurrent:{shipped_model().parent / 'recurrent'}")
-    with pytest.raises(ConfigError, match="a recurrent draft reads all heads"):
-        LocalEngine.start(ModelConfig(), config)
-    with pytest.raises(ConfigError, match="the drafter attends to keys of which each rank has a part"):
-        LocalEngine.start(ModelConfig(), replace(config, tensor_parallel_size=1, context_parallel_size=2))

@@ -18,7 +18,8 @@ TIMEOUT_S = 600.0
 
 @dataclass(slots=True)
 class Answer:
-    """The result of one request. Times are seconds since the request was sent; ttft_s is None until text arrives."""
+    """The result of one request. text: without what the server has withdrawn. Times are seconds since the request was sent; ttft_s
+    is None until text arrives."""
 
     text: str = ""
     finish_reason: str = ""
@@ -136,6 +137,8 @@ def _record(answer: Answer, event: Mapping[str, Any]) -> str:
     for choice in event.get("choices", ()):
         piece += choice.get("delta", {}).get("content") or ""
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        if (withdrawal := choice.get("withdrawal")) is not None:
+            answer.text, piece = "", withdrawal["replacement"]
     return piece
 
 

@@ -31,6 +31,7 @@ from ridgeline.engine.policy import admission
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.address import Address
 from ridgeline.service.batches.settings import DayWindow, read_impact
+from ridgeline.service.keys.settings import check_keys
 from ridgeline.service.launch import begin
 from ridgeline.service.listen import bind
 from ridgeline.speculation.options import check_files, read_wanted
@@ -102,7 +103,7 @@ def first_request(url: str, folder: Path, service: ServiceConfig) -> str:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
     else:
         path, body = "completions", {"prompt": "Once upon a time", "max_tokens": 64}
-    key = " -H 'authorization: Bearer YOUR-KEY'" if service.api_key else ""
+    key = " -H 'authorization: Bearer YOUR-KEY'" if service.api_key or service.api_keys else ""
     return f"curl {url}/v1/{path}{key} -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
@@ -128,6 +129,10 @@ def check(resolved: Resolved) -> None:
     if resolved.service.allowed_origins:
         # Imported on demand: without these options, the import runs later, while the engine process imports torch.
         import_module("ridgeline.service.origins").Origins.parse(resolved.service.allowed_origins)
+    check_keys(resolved.service)
+    if resolved.service.moderation:
+        judges = import_module("ridgeline.service.moderation.judges")
+        judges.make_judge(resolved.service.moderation, resolved.service.moderation_api_key)
     if resolved.service.allowed_hosts:
         import_module("ridgeline.service.hosts").Hosts.parse(resolved.service.allowed_hosts, resolved.service.host)
 

@@ -124,6 +124,18 @@ class ServiceConfig:
     api_key: str | None = option(
         None, "key that clients must send; only /health and the HTML pages without their data are open to everybody"
     )
+    admin_api_key: str | None = option(
+        None, "key of operators: with it, only this key may read other clients' requests and reset the prefix cache"
+    )
+    api_keys: str = option(
+        "", "TOML, JSON or YAML file of API keys with their limits; it is read again when it changes"
+    )
+    isolate_keys: bool = option(False, "API keys share no cached prefixes, so that answer times show nothing of others")
+    usage_file: str = option(
+        "",
+        "SQLite file of what each API key has used (default: one for each port in the user's state folder; none on port 0); off: "
+        "in memory only",
+    )
     allowed_origins: str = option(
         "", "web origins whose pages may call the API from a browser: https://a.example,https://b.example, or * for all"
     )
@@ -169,6 +181,24 @@ class ServiceConfig:
         "maximum restarts of a lost engine within --engine-restart-minutes; after them the server exits with status 1",
     )
     engine_restart_minutes: float = option(10.0, "minutes during which a restart counts towards --engine-restarts")
+    moderation: str = option(
+        "",
+        "judge of answers: address of an endpoint with OpenAI's moderation API, or module:function; answers that it flags are "
+        "withdrawn",
+    )
+    moderation_mode: str = option(
+        "buffer",
+        "buffer: send nothing before the whole answer has passed; window: send text that has passed; after: send text at once, and "
+        "withdraw it later",
+    )
+    moderation_window: int = option(
+        200, "characters of new text after which the modes window and after judge an answer again"
+    )
+    moderation_timeout_s: float = option(5.0, "seconds in which the judge must answer")
+    moderation_failure: str = option(
+        "closed", "what happens to an answer that the judge does not judge: closed withdraws it, open lets it pass"
+    )
+    moderation_api_key: str | None = option(None, "key that is sent to the endpoint of --moderation")
     slo: str = option(
         "", "latency limits of a good request: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
     )

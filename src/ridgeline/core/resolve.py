@@ -23,13 +23,15 @@ from ridgeline.core.slo import Slo, reader_pace
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"
-SECRETS = frozenset({"api_key", "ssl_keyfile_password"})
+SECRETS = frozenset({"admin_api_key", "api_key", "moderation_api_key", "ssl_keyfile_password"})
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "dummy"),
     "metrics_alias": ("", "vllm", "old", "sglang"),
+    "moderation_mode": ("buffer", "window", "after"),
+    "moderation_failure": ("closed", "open"),
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),
@@ -38,6 +40,12 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "gpu_memory_utilization": (0.01, 1.0),
     "kv_cache_memory": (1, 1 << 50),
     "block_size": (1, 1 << 12),
+    "tensor_parallel_size": (1, 1 << 10),
+    "pipeline_parallel_size": (1, 1 << 10),
+    "context_parallel_size": (1, 1 << 10),
+    "kv_offload_gb": (0.0, 1 << 30),
+    "kv_disk_gb": (0.0, 1 << 30),
+    "kv_offload_ttl": (0.0, 1 << 40),
     "steps_in_flight": (0, 16),
     "threads": (1, 1 << 12),
     "draft_tokens": (1, 63),
@@ -47,6 +55,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_queue": (0, 1 << 30),
     "max_body_mb": (0.001, 1 << 20),
     "batch_max_gb": (0.001, 1 << 20),
+    "moderation_window": (1, 1 << 20),
+    "moderation_timeout_s": (0.01, 3600),
     "keep_alive_s": (0.01, 1 << 20),
     "drain_s": (0.0, 1 << 20),
     "engine_restarts": (0, 1 << 20),

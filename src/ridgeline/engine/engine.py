@@ -192,6 +192,7 @@ class Engine:
                     root=root,
                     cache=message.cache,
                     has_reader=message.has_reader,
+                    client=message.client,
                     constraint=None if compiled is None else compiled.start(),
                 )
             )

@@ -44,6 +44,10 @@ class Axis:
         self._run(lambda group: group.allgather([list(parts.unbind(0))], [x]))
         return parts
 
+    def gather_columns(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """The parts x [..., n] of all ranks side by side, cut to [..., length]. With one rank x as it is."""
+        return x if self.size == 1 else torch.cat(self.all_gather(x).unbind(0), -1)[..., :length]
+
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """x [size, ...]: what this rank has for each rank. Returns what each rank has for this one, [size, ...]."""
         if self.size == 1:

@@ -34,6 +34,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """False: the request neither reads nor writes the prefix cache."""
     has_reader: bool = False
     """A person reads the answer while it is generated: --reader-pace applies."""
+    client: str = ""
+    """Who sent it, "" without API keys: clients share the service when requests wait."""
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):

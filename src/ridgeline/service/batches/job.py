@@ -26,6 +26,7 @@ from ridgeline.service.batches.results import Results
 from ridgeline.service.batches.store import Store, StoredBatch
 from ridgeline.service.errors import as_ridgeline, error_body
 from ridgeline.service.fields import Fields, Route, read_fields
+from ridgeline.service.keys.keyring import Holder
 from ridgeline.service.read_call import read_call
 from ridgeline.service.state import Service
 
@@ -59,10 +60,11 @@ class RowResult:
 
 
 class Job:
-    """A batch that has not ended. max_row_bytes: largest line."""
+    """A batch that has not ended. max_row_bytes: largest line. holder: the client that pays for its rows."""
 
-    def __init__(self, stored: StoredBatch, store: Store, max_row_bytes: int) -> None:
+    def __init__(self, stored: StoredBatch, store: Store, max_row_bytes: int, holder: Holder) -> None:
         self._stored, self._store, self._max_row_bytes = stored, store, max_row_bytes
+        self.holder = holder
         self.batch: Batch = stored.batch
         self.index = InputIndex()
         self.results: Results | None = None
@@ -203,7 +205,13 @@ class Job:
         )
         return tuple(
             StoredFile(
-                file_id, size, now, f"{batch.id}_{name}.jsonl", "batch_output", now + self._stored.result_expiry_s
+                file_id,
+                size,
+                now,
+                f"{batch.id}_{name}.jsonl",
+                "batch_output",
+                now + self._stored.result_expiry_s,
+                self._stored.owner,
             )
             for file_id, name, size in sizes
             if file_id is not None
@@ -225,7 +233,10 @@ async def run_row(service: Service, job: Job, row: int, last_attempt: bool) -> R
     try:
         if isinstance(fields, RequestError):
             raise fields
+        job.holder.check_model(*service.card.names(fields.get("model")))
+        job.holder.check_budget()
         call, shape, _ = await read_call(service, ENDPOINTS[job.batch.endpoint], fields, time.time())
+        call, _ = job.holder.bind(call)
         call = replace(call, request_id=request_id, priority=PRIORITY + call.priority, batch=True, has_reader=False)
         service.gate.batch_choices += call.choices
         try:

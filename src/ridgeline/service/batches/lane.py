@@ -95,7 +95,8 @@ class Lane:
 
     def add(self, stored: StoredBatch) -> None:
         """Run a batch that the store has."""
-        self._jobs[stored.batch.id] = Job(stored, self.store, int(self._front.config.max_body_mb * (1 << 20)))
+        holder = self._front.keys.payer(stored.owner)
+        self._jobs[stored.batch.id] = Job(stored, self.store, int(self._front.config.max_body_mb * (1 << 20)), holder)
         self._changed.set()
 
     def current(self, stored: StoredBatch) -> StoredBatch:
