@@ -24,7 +24,7 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.rank_link import ARRAYS, decode_step, encode_step
 from ridgeline.models.hub import shipped_model
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.wire.messages import Submit
+from ridgeline.wire.messages import Cancel, Submit
 from tests.models.families import save
 
 CONFIG = EngineConfig(device="cpu", kv_cache_memory=1 << 24, max_num_seqs=4, max_num_batched_tokens=24, threads=1)
@@ -191,6 +191,25 @@ def test_grammars_and_a_draft_model_over_two_ranks() -> None:
     assert sorted(tokens[0]) == sorted(tokens[1]) and len(tokens[0]) > 10
 
 
+@pytest.mark.long
+def test_grammars_and_cancelled_requests_with_parts_of_the_keys() -> None:
+    """A cancelled request leaves no block behind, on any rank; what the others say does not change."""
+    encode = Tokenizer.load(shipped_model()).encode
+    grammar = SamplingParams(temperature=0.8, seed=2, max_tokens=40, grammar=Grammar("regex", "[a-z ]{30,40}"))
+    said = []
+    for ranks in (1, 2):
+        config = replace(CONFIG, context_parallel_size=ranks, speculate="lookahead", kv_cache_memory=1 << 26)
+        with opened(shipped_model(), config) as engine:
+            prompt = encode("Once upon a time " * 8, add_special_tokens=False)
+            tokens: dict[str, list[int]] = {}
+            for delta in engine.run([Submit(name, prompt, grammar, arrival=0.0) for name in "abc"]):
+                tokens.setdefault(delta.id, []).extend(delta.tokens)
+                engine.engine.handle(Cancel("b"))
+            assert engine.engine.loop.scheduler.leases.pool.used == 0
+            said.append((tokens["a"], tokens["c"]))
+    assert said[0] == said[1] and len(said[0][0]) > 5
+
+
 def ended_within(seconds: float, pids: list[int]) -> bool:
     deadline = time.monotonic() + seconds
     while any(Path(f"/proc/{pid}").exists() and "Z" not in _state(pid) for pid in pids):
@@ -218,8 +237,12 @@ def _state(pid: int) -> str:
 )
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.long), TENSOR | PIPELINE],
-    ids=["ranks", "stages"],
+    [
+        pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.long),
+        pytest.param(CONTEXT | TENSOR, marks=pytest.mark.long),
+        TENSOR | PIPELINE,
+    ],
+    ids=["ranks", "parts of the keys", "stages"],
 )
 def test_a_lost_rank_ends_the_engine(
     sizes: dict[str, int], blow: signal.Signals, busy: bool, reason: str, tmp_path: Path
