@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6908
+HEART_STATEMENTS = 6956
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -78,7 +78,8 @@ BESIDE_HEART: Mapping[str, str] = {
     "models/expert_keys.py": "start-up: experts in config.json",
     "ops/__init__.py": "empty",
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
-    "ops/merge.py": "attention over parts of the keys; no step calls it yet",
+    "ops/merge.py": "several ranks: attention from its parts",
+    "ops/striped.py": "several ranks: attention to keys that they hold together",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",
     "ops/stored.py": "formulas of the reference for KV formats with scales",
     "ops/cpu": "operations of a CPU",

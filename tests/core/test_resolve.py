@@ -50,6 +50,8 @@ SAID = {
     "threads": "3",
     "tensor_parallel_size": "2",
     "pipeline_parallel_size": "2",
+    "context_parallel_size": "2",
+    "sequence_parallel": "true",
     "nnodes": "2",
     "node_rank": "1",
     "master_addr": "10.0.0.1",

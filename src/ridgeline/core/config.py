@@ -94,6 +94,12 @@ class EngineConfig:
     pipeline_parallel_size: int = option(
         1, "stages of layers, each of --tensor-parallel-size processes", "-pp", "--pp-size"
     )
+    context_parallel_size: int = option(
+        1, "processes that share the KV cache of each request, each an equal part of every block", "-cp", "--cp-size"
+    )
+    sequence_parallel: bool = option(
+        False, "each of --tensor-parallel-size processes keeps the residual stream of its part of a step's tokens"
+    )
     nnodes: int = option(1, "hosts that run the model together, each an equal part of its processes")
     node_rank: int = option(0, "number of this host, from 0; the service runs on host 0, and the others wait for it")
     master_addr: str = option("", "address of host 0 in the network of the hosts")
@@ -103,7 +109,7 @@ class EngineConfig:
     @property
     def ranks(self) -> int:
         """Processes that run the model together."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
 
     @property
     def host_ranks(self) -> range:

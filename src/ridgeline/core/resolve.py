@@ -44,6 +44,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "cache_pin_share": (0.0, 0.9),
     "tensor_parallel_size": (1, 1 << 10),
     "pipeline_parallel_size": (1, 1 << 10),
+    "context_parallel_size": (1, 1 << 10),
     "kv_offload_gb": (0.0, 1 << 30),
     "kv_disk_gb": (0.0, 1 << 30),
     "kv_offload_ttl": (0.0, 1 << 40),
