@@ -50,13 +50,14 @@ _INTERFACE = ("core", "speculation.interface", "speculation.state", "speculation
 _CONTROLLER = ("core", "speculation.state", "speculation.host", "speculation.batch_state")
 _ROUTING = ("core", "service.routing", "service.fair_queue", "service.prefix_index", "service.progress")
 _PLANNING = (
-    "core", "metrics", "kv.blocks", "kv.prefix", "kv.retention",
+    "core", "metrics", "kv.blocks", "kv.prefix", "kv.pins", "kv.retention",
     "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.in_flight",
     "speculation.interface", "speculation.state", "speculation.host",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.blocks": ("core", "kv.blocks"),
     "kv.prefix": ("core", "kv.blocks", "kv.prefix"),
+    "kv.pins": ("core", "kv.blocks", "kv.prefix", "kv.pins"),
     "kv.retention": ("core",),
     "engine.scheduler": _PLANNING,
     "engine.policy": _PLANNING,
@@ -78,7 +79,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
 """Module -> all it may import of Ridgeline, where that differs from its package."""
 
 NO_TORCH = (
-    "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.retention",
+    "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.pins", "kv.retention",
     "kv.offload", "kv.disk", "hardware.table", "hardware.probe", "hardware.context",
     "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
     "engine.in_flight", "engine.loop", "engine.virtual", "speculation.interface", "speculation.speculator", "speculation.options",

@@ -66,7 +66,12 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
             config, plan.layout, loaded.runner.store, f"{fingerprint} {rank.ops.name}", cost
         )
         leases = Leases(
-            plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching, source=source, retention=retention
+            plan.layout,
+            plan.n_pages,
+            prefix_cache=config.enable_prefix_caching,
+            source=source,
+            retention=retention,
+            pin_share=config.cache_pin_share,
         )
         limits = Limits(
             plan.max_rows,

@@ -127,7 +127,7 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
     stats = service.client.stats
     try:
         holder.check(call)
-        service.gate.admit(service.client.open_choices, stats.waiting if stats is not None else 0)
+        service.gate.admit(service.client.open_choices, stats.waiting if stats is not None else 0, holder.name)
     except Overloaded:
         service.metrics.aborted("overloaded")
         raise

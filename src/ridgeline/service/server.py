@@ -20,9 +20,11 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.resolve import Resolved
 from ridgeline.core.slo import Slo
+from ridgeline.core.token_prices import TokenPrices
 from ridgeline.metrics import Ceilings, Metrics
 from ridgeline.service.access import Access
 from ridgeline.service.address import Address
+from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.app import make_app
 from ridgeline.service.connection import Runner
 from ridgeline.service.front import Front
@@ -35,6 +37,7 @@ from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
 from ridgeline.service.supervisor import Supervisor
+from ridgeline.service.warm_prefixes import WarmPrefix, read_prefixes, warm
 from ridgeline.text.grammar_worker import GrammarWorker
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
@@ -109,6 +112,7 @@ class Server:
         self._reference = reference
         self._service: Service | None = None
         """Of the current engine, or of the last one until the next is ready."""
+        self._prefixes: Sequence[WarmPrefix] = ()
         self._runner: web.AppRunner | None = None
         self._shadowing: asyncio.Task[None] | None = None
 
@@ -133,7 +137,12 @@ class Server:
         card = ModelCard(
             config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
         )
-        self._answer(_make_service(self.front, card, folder, (tokenizer, templates), self._moderation))
+        service = _make_service(self.front, card, folder, (tokenizer, templates), self._moderation)
+        self._service = service
+        if config.warm_prefix:
+            self._prefixes = await asyncio.to_thread(read_prefixes, Path(config.warm_prefix))
+        await warm(service, self._prefixes)
+        self._answer(service)
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
     async def keep_open(self, announce: Announce | None = None) -> None:
@@ -148,15 +157,18 @@ class Server:
             self.front.close(lost)
             announce.restarting(lost)
             self.front.metrics.engine_restarted()
+            self._service.pin_book.restarted(time.time())
             self.front.metrics.on_step(_NOTHING_RUNS)
             # End the reference engine, too: the next engine is sized by the free memory.
             await self._end_shadowing()
             client = await self._supervisor.restart()
             try:
                 await client.wait_ready()
+                service = _renewed(self._service, client)
+                await warm(service, self._prefixes)
             except RidgelineError:
                 continue  # wait_lost reports an engine that does not start
-            self._answer(_renewed(self._service, client))
+            self._answer(service)
             announce.restarted(self.url)
 
     def _answer(self, service: Service) -> None:
@@ -165,6 +177,7 @@ class Server:
         facts = client.facts
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
+        metrics.live.token_prices = TokenPrices.parse(config.token_prices)
         self.front.keys.set_price(metrics.live.ceilings.price)
         if self._reference is not None:
             shadow = Shadow(config, client, metrics, self._reference, service.limits.request_tokens)
@@ -218,6 +231,7 @@ def _make_service(
         limits=limits,
         gate=_make_gate(front.config, facts),
         fingerprint=f"ridgeline-{ridgeline.__version__}",
+        answers=AnswerCache(int(front.config.answer_cache_mb * (1 << 20))),
         moderation=moderation,
     )
 
