@@ -37,7 +37,9 @@ def parser() -> Parser:
 
 def run(args: Arguments) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("ridgeline.service.fleet").setLevel(logging.INFO)  # decisions of the autoscaler with their inputs
+    logging.getLogger("ridgeline.service.fleet.fleet").setLevel(
+        logging.INFO
+    )  # decisions of the autoscaler with their inputs
     file = read_fleet(Path(args.options.file), os.environ)
     if image := getattr(args.options, "kubernetes", None):
         print(json.dumps(manifest(file, image), indent=2))

@@ -46,7 +46,7 @@ class Member:
 
 
 class Fleet:
-    """Use it as an async context manager: at its end all replicas are stopped. failed: set if none of the first replicas starts."""
+    """Use it as an async context manager: at its end all replicas are stopped. failed: set if one fails before any is ready."""
 
     def __init__(
         self, file: FleetFile, launcher: Launcher, balancer: Balancer, say: Callable[[str], None] = log.info
@@ -208,8 +208,10 @@ class Fleet:
                 if not isinstance(error, RidgelineError | OSError):
                     log.exception("unexpected error in %s", member.name)
                 ended = str(error) or type(error).__name__
-                if not self._was_up and not self.failed.done():
-                    self.failed.set_exception(RidgelineError(f"The fleet cannot start: {ended}"))
+                if not self._was_up:
+                    if not self.failed.done():
+                        self.failed.set_exception(RidgelineError(f"The fleet cannot start: {ended}"))
+                    return
             if self._clock() - began > _STAYED_S:
                 pause = _FIRST_PAUSE_S
             self._say(f"{member.name}: {ended.rstrip('.')}; it is started again in {pause:g} s")
