@@ -16,9 +16,11 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sizing import MemoryPlan
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KvLayout, ModelSpec
+from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.group import start_group
+from ridgeline.engine.handover import check_hand_over, open_hand_over
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -40,20 +42,24 @@ from ridgeline.text.tokenizer import TOKENIZER_FILE, Tokenizer
 log = logging.getLogger(__name__)
 
 
-def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, imports_s: float = 0.0) -> Engine:
+def assemble(
+    model: ModelConfig, config: EngineConfig, progress: Progress, imports_s: float = 0.0, pools: Pools = NO_POOLS
+) -> Engine:
     """Build an engine that is ready to serve.
 
     Args:
         imports_s: seconds that this process spent on imports, reported with the other stages.
+        pools: shared memory of the engines that this one hands over to.
     Raises:
         ConfigError, UnsupportedModel, DoesNotFit: before any weight is read.
     """
     times = StartTimes(imports_s, progress)
     policy = admission(config.batching)
-    rank = plan_rank(model, config, times)
+    rank = plan_rank(model, config, times, pools)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
     retention = read_retention(config, plan.layout, wanted.device)
     check_tiers(config, plan.layout)
+    check_hand_over(config, pools, rank.device.type)
     fingerprint = _fingerprint(folder, model, spec, plan.layout, wanted)
     cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
     times.ends("ceilings")
@@ -68,13 +74,9 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         leases = Leases(
             plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching, source=source, retention=retention
         )
-        limits = Limits(
-            plan.max_rows,
-            plan.max_step_tokens,
-            plan.max_len,
-            reader_pace(config.reader_pace),
-            config.pipeline_parallel_size,
-        )
+        hand_overs = open_hand_over(pools, leases, loaded.runner, fingerprint)
+        pace_s, n_stages = reader_pace(config.reader_pace), config.pipeline_parallel_size
+        limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len, pace_s, n_stages)
         scheduler = Scheduler(plan.layout, leases, limits, policy, loaded.speculation)
         setup = Setup(
             max_len=plan.max_len,
@@ -91,6 +93,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
             late=loaded.runner.late,
             expert_load=ExpertLoad(loaded.model.decoder.expert_loads()),
             check=group.check,
+            hand_overs=hand_overs,
             closing=partial(keep_pool, leases, loaded.runner.transfers),
         )
         log.debug("ready: %s", setup.facts)

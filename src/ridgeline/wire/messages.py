@@ -15,6 +15,7 @@ import msgspec
 from ridgeline.core.events import LateWork
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.ticket import Ticket
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -34,10 +35,18 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """False: the request neither reads nor writes the prefix cache."""
     has_reader: bool = False
     """A person reads the answer while it is generated: --reader-pace applies."""
+    drawn: dict[int, list[int]] = {}
+    """Choice -> the output tokens that another engine has drawn; choices without an entry do not run. Empty: all choices start."""
+    ticket: Ticket | None = None
+    """The pages of the prompt that another engine keeps."""
+    hand_over: bool = False
+    """Draw one token of each choice, and keep the pages of the prompt for another engine until Cancel or a deadline. Their ticket
+    comes with the finish "length"."""
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """End all choices of a request, because its client has gone. Unknown and ended ids are ignored."""
+    """End all choices of a request, because its client has gone. Pages that are kept for it are released. Unknown and ended ids are
+    ignored."""
 
     id: str
     reason: str = "cancelled"
@@ -85,6 +94,8 @@ class Delta(msgspec.Struct, array_like=True):
     """Sent once, if requested, for prompt tokens 1, 2, ...; the first token has none."""
     times: tuple[float, ...] | None = None
     """The fields of metrics.records.Spent in order. Sent with the first tokens and with the finish."""
+    ticket: Ticket | None = None
+    """With the finish "length" of a choice of a request with `hand_over`."""
 
 
 class StepStats(msgspec.Struct, array_like=True):
