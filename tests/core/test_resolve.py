@@ -72,6 +72,8 @@ SAID = {
     "drain_s": "4",
     "engine_restarts": "5",
     "engine_restart_minutes": "2.5",
+    "prefill_engines": "2",
+    "decode_engines": "1",
     "slo": "ttft=200ms",
     "price_per_hour": "2.5",
     "metrics_alias": "vllm",

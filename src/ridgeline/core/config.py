@@ -153,6 +153,10 @@ class ServiceConfig:
         "maximum restarts of a lost engine within --engine-restart-minutes; after them the server exits with status 1",
     )
     engine_restart_minutes: float = option(10.0, "minutes during which a restart counts towards --engine-restarts")
+    prefill_engines: int = option(
+        0, "engine processes that compute prompts for --decode-engines (default: one engine does both); on CPUs"
+    )
+    decode_engines: int = option(0, "engine processes that draw the tokens after the first; with --prefill-engines")
     slo: str = option(
         "", "latency limits of a good request: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
     )

@@ -87,6 +87,7 @@ def assemble(
             facts=_facts(folder, loaded.model, plan, rank.device)
             | {"speculate": [*wanted.host, *filter(None, [wanted.device])]}
             | {"model_options": asdict(model), "options": asdict(config), "cost": cost_values(cost)}
+            | {"fingerprint": fingerprint, "page_bytes": plan.layout.page_bytes}
             | {"ops": rank.ops.name, "startup_s": times.seconds, "ceilings": ceilings},
             grammars=grammars,
             account=DeviceAccount(cost, power, loaded.drafter.work),

@@ -11,7 +11,7 @@ from ridgeline.service.bodies import Bodies
 from ridgeline.service.hosts import Hosts
 from ridgeline.service.origins import Origins
 from ridgeline.service.state import Service
-from ridgeline.wire.client import EngineClient
+from ridgeline.wire.client import Client
 
 
 class Front:
@@ -21,7 +21,7 @@ class Front:
     client: of the current engine, or of the last one until the next is started.
     """
 
-    def __init__(self, config: ServiceConfig, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, config: ServiceConfig, client: Client, metrics: Metrics) -> None:
         self.config = config
         self.client = client
         self.metrics = metrics
