@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6807
+HEART_STATEMENTS = 6895
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -65,10 +65,12 @@ BESIDE_HEART: Mapping[str, str] = {
     "engine/handover.py": "prompts computed by another engine, with the option --prefill-engines",
     "core/ticket.py": "prompts computed by another engine, with the option --prefill-engines",
     "engine/group.py": "several ranks: starts, feeds and watches them",
+    "engine/hosts.py": "several hosts: how their ranks connect",
     "engine/rank_link.py": "several ranks: their messages",
     "engine/stage.py": "several ranks: runners of the stages of a pipeline",
     "parallel/pipeline.py": "several ranks: what passes between stages",
     "core/stages.py": "start-up: the layers of each stage",
+    "core/ranks.py": "start-up: heads that ranks share",
     "engine/follower.py": "several ranks: what a rank without a scheduler does",
     "speculation/options.py": "start-up: the option --speculate",
     "speculation/ngram.py": "host drafter: called where its drafts pay",

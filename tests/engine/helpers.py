@@ -85,6 +85,7 @@ class Bench:
         """Add the choices of a request; returns them."""
         cache, salt = bool(options.pop("cache", True)), str(options.pop("salt", ""))
         has_reader = bool(options.pop("has_reader", False))
+        client = str(options.pop("client", ""))
         sampling = SamplingParams(n=n, **options)  # type: ignore[arg-type]
         assert sampling.max_tokens is not None
         made = []
@@ -104,6 +105,7 @@ class Bench:
                 root=chain_root(salt, "toy"),
                 cache=cache,
                 has_reader=has_reader,
+                client=client,
             )
             self.tokens[name, choice] = []
             self.scheduler.add(request)

@@ -52,7 +52,7 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha-bias": ("Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
-    "llama-mqa-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-mqa-tied": ("Llama", {"vocab_size": 321, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "llama-head-dim": ("Llama", {"head_dim": 24}),
     "llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),

@@ -14,7 +14,7 @@ from ridgeline.core.errors import EngineFailed
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
-from ridgeline.parallel.mesh import ONE_DEVICE, Mesh, connect
+from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect
 from tests.models.paged import PagedRows
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def logits(model: LoadedModel) -> torch.Tensor:
 def main(rank: int, size: int, folder: Path) -> None:
     """Write what this rank computes, then end as rank 1 while rank 0 waits for it, and write what rank 0 is told."""
     store = torch.distributed.FileStore(str(folder / "store"), size)
-    mesh = connect(rank, size, store, TIMEOUT_S)
+    mesh = connect(rank, size, Meeting(store, TIMEOUT_S))
     by_case: dict[str, object] = {case: logits(load(folder, case, mesh)) for case in CASES}
     assert not torch.distributed.is_initialized()
     if rank == 0:

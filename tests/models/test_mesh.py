@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ridgeline.core.errors import EngineFailed
-from ridgeline.parallel.mesh import connect
+from ridgeline.parallel.mesh import Meeting, connect
 from tests.models.families import FAMILIES, save
 from tests.models.mesh_rank import CASES, DECODED, TIMEOUT_S, load, logits
 
@@ -77,4 +77,4 @@ def test_a_rank_that_ends_is_noticed(ranks: list[dict[str, object]]) -> None:
 def test_a_rank_that_never_comes_is_waited_for_no_longer_than_told(tmp_path: Path) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
     with pytest.raises(EngineFailed, match="Rank 0 of 2 could not reach the other ranks"):
-        connect(0, 2, store, timeout_s=0.5)
+        connect(0, 2, Meeting(store, 0.5))

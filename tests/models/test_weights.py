@@ -69,7 +69,7 @@ def test_a_rank_holds_what_its_spec_says(name, ranks, tmp_path):
             build, tmp_path, model=ModelConfig(), ops=REFERENCE, device=torch.device("meta"), mesh=Mesh(rank, ranks)
         )
         if name in ("smollm", "olmoe"):
-            with pytest.raises(ConfigError, match="3 heads .* cannot be split|norm of all heads together"):
+            with pytest.raises(ConfigError, match="3 heads" if name == "smollm" else "norm of all heads together"):
                 build_rank()
             continue
         model = build_rank()

@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.service.batches.input import answered, row_id
+from ridgeline.service.batches.input import answered, not_run, row_id
 from ridgeline.service.batches.job import PRIORITY
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.batches.store import Store
@@ -128,6 +128,68 @@ def test_a_server_that_was_killed_at_the_end_of_a_batch_ends_it(tmp_path: Path, 
         assert batch["request_counts"] == {"total": 2, "completed": ran, "failed": 2 - ran}
         assert [row["custom_id"] for row in lines(server, batch["output_file_id"])] == ["a", "b"][:ran]
         assert (batch["error_file_id"] is None) == (ran == 2)
+
+
+def test_a_row_that_a_power_failure_took_runs_again(tmp_path: Path):
+    """The state says that all rows are done, and the disk has one of them only."""
+    store = Store(tmp_path, LIMIT)
+    file = add_file(store)
+    store.path(file.id).write_bytes(line("a") + line("b"))
+    left = stored(input_file_id=file.id, expires_at=int(time.time()) + 1000, status="finalizing")
+    store.add_batch(left)
+    store.path(left.output).write_bytes(answered(row_id(left.batch.id, 0), "a", 200, BODY, "req_1"))
+    store.close()
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        batch = until(server, left.batch.id)
+        assert batch["status"] == "completed" and len(server.engine.submits) == 1
+        assert [row["custom_id"] for row in lines(server, batch["output_file_id"])] == ["a", "b"]
+
+
+def test_choices_count_and_not_rows(tmp_path: Path):
+    with live(behaviour(counts, rows=8, delay=0.002), batch_dir=str(tmp_path)) as server:
+        batch_id = start(server, b"".join(line(str(row), max_tokens=400, n=3) for row in range(9)))
+        most = 0
+
+        def enough() -> bool:
+            nonlocal most
+            most = max(most, server.engine.open)
+            return server.engine.said > 400
+
+        server.until(enough)
+        assert 3 < most <= 8
+        server.send("POST", f"/v1/batches/{batch_id}/cancel", {})
+        until(server, batch_id, "cancelled")
+        large = until(server, start(server, line("large", max_tokens=5, n=20)))  # more than the engine runs at once
+        assert large["request_counts"]["completed"] == 1
+
+
+def test_one_batch_does_not_stop_the_others(tmp_path: Path):
+    """Another program has written into its results."""
+    store = Store(tmp_path, LIMIT)
+    file = add_file(store)
+    store.path(file.id).write_bytes(line("a"))
+    broken = stored(input_file_id=file.id, expires_at=int(time.time()) + 1000)
+    store.add_batch(broken)
+    store.path(broken.output).write_bytes(not_run(row_id(broken.batch.id, 0), "a", "code", "message"))
+    store.close()
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        assert until(server, start(server, line("b")))["status"] == "completed"
+        assert get(server, broken.batch.id)["status"] == "in_progress"
+
+
+def test_a_client_that_leaves_while_its_batch_is_made(tmp_path: Path):
+    """A batch that was stored runs, whether or not its client has heard of it."""
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        file = upload(server, line("a")).json
+        body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        for _ in range(20):
+            connection = server.connect()
+            connection.request("POST", "/v1/batches", json.dumps(body), {"content-type": "application/json"})
+            connection.close()
+        last = until(server, start(server, line("b")))
+        assert last["status"] == "completed"
+        for batch in server.get("/v1/batches?limit=100").json["data"]:
+            assert until(server, batch["id"])["status"] == "completed"
 
 
 def test_rows_outlive_their_engine(tmp_path: Path):

@@ -234,7 +234,8 @@ def test_a_store_is_created_by_its_first_file(tmp_path: Path):
 
 def test_what_a_crash_has_left_is_removed(tmp_path: Path):
     store = Store(tmp_path, LIMIT)
-    file, running = add_file(store), stored()
+    file = add_file(store)
+    running = stored(input_file_id=file.id)
     store.add_batch(running)
     for name in (running.output, running.errors, "file-upload"):
         store.path(name).write_bytes(b"x")
@@ -262,9 +263,21 @@ def test_files_expire_and_inputs_stay(tmp_path: Path):
     store.close()
 
 
+def test_a_batch_needs_its_input_when_it_is_stored(tmp_path: Path):
+    """Its file may have been deleted since the request was checked."""
+    store = Store(tmp_path, LIMIT)
+    file = add_file(store)
+    store.delete_file(file.id)
+    with pytest.raises(NotFound) as missing:
+        store.add_batch(stored(input_file_id=file.id))
+    assert missing.value.param == "input_file_id" and not store.unfinished()
+    store.close()
+
+
 def test_pages(tmp_path: Path):
     store = Store(tmp_path, LIMIT)
-    made = [stored() for _ in range(5)]
+    file = add_file(store)
+    made = [stored(input_file_id=file.id) for _ in range(5)]
     for entry in made:
         store.add_batch(entry)
     ids = [entry.batch.id for entry in made]

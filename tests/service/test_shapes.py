@@ -10,7 +10,7 @@ import pytest
 
 from ridgeline.service import answer
 from ridgeline.service.call import Usage
-from ridgeline.service.stream import Piece
+from ridgeline.service.piece import Piece
 
 from .conftest import THINKING
 from .fake_engine import score

@@ -21,9 +21,9 @@ from ridgeline.cli.client import ChatClient
 from ridgeline.cli.flags import Arguments, Parser, parser_for
 from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.reach import reason
+from ridgeline.service.batches.objects import ENDED
 
 URL = "http://127.0.0.1:8000"
-ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 _POLL_S = 1.0
 _PART = 1 << 18
 

@@ -88,6 +88,8 @@ def times(answer: Answer) -> str:
     words.append(f"{answer.prompt_tokens} {tokens} in ({answer.cached_tokens} cached), {answer.output_tokens} out")
     if answer.finish_reason == "length":
         words.append("ended by max_tokens or the end of the context")
+    if answer.finish_reason == "content_filter":
+        words.append("withdrawn by the server's moderation")
     return ", ".join(words)
 
 

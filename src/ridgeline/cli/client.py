@@ -18,7 +18,8 @@ TIMEOUT_S = 600.0
 
 @dataclass(slots=True)
 class Answer:
-    """The result of one request. Times are seconds since the request was sent; ttft_s is None until text arrives."""
+    """The result of one request. text: without what the server has withdrawn. Times are seconds since the request was sent; ttft_s
+    is None until text arrives."""
 
     text: str = ""
     finish_reason: str = ""
@@ -101,7 +102,7 @@ class ChatClient:
         except (OSError, http.client.HTTPException) as error:
             raise unreachable(self.url, error) from None
         if response.status != 200:
-            raise RidgelineError(f"{self.url} answered {response.status}: {error_message(response.read())}")
+            raise RidgelineError(f"{self.url} answered {response.status}: {_error_message(response.read())}")
         return response
 
 
@@ -136,10 +137,12 @@ def _record(answer: Answer, event: Mapping[str, Any]) -> str:
     for choice in event.get("choices", ()):
         piece += choice.get("delta", {}).get("content") or ""
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        if (withdrawal := choice.get("withdrawal")) is not None:
+            answer.text, piece = "", withdrawal["replacement"]
     return piece
 
 
-def error_message(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """The message of an error response, or the beginning of its body."""
     try:
         return str(json.loads(body)["error"]["message"])

@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts without a server",
     "batch": "run a file of requests on a server in idle time: submit, status, get, cancel",
+    "usage": "show what API keys have used on a server",
     "bench": "measure a server under load: latency, throughput, goodput",
     "compress": "make a model smaller: quantize or prune it; report size, speed and quality",
     "compare": "compare a model with a reference: perplexity, drift, limits for CI",

@@ -39,7 +39,7 @@ from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
 from ridgeline.planner.cluster import Cluster, LinkRates, read_cluster
 from ridgeline.planner.layouts import Layout, with_context
-from ridgeline.planner.ranking import NAMES, Demand, Ranked, Refused, Variant, rank, reasons, why
+from ridgeline.planner.ranking import NAMES, Demand, Ranked, Refused, Variant, rank, reasons, seconds_text, why
 
 SERVED, PLANNED = ("tensor", "pipeline"), ("context", "data")
 """Dimensions of a layout whose size an option may fix: options of the engine, and of this command."""
@@ -284,19 +284,15 @@ def _table(ranked: Sequence[Ranked]) -> Table:
             f"{entry.layout} ({entry.variant.name})" if several else str(entry.layout),
             *(bytes_text(size) for size in (memory.weight_bytes, memory.workspace_bytes, memory.cache_bytes)),
             f"{entry.batch:,} of {memory.requests:,}",
-            _seconds(entry.prefill_s),
-            _seconds(entry.ttft_s),
-            _seconds(entry.tpot_s),
+            seconds_text(entry.prefill_s),
+            seconds_text(entry.ttft_s),
+            seconds_text(entry.tpot_s),
             f"{entry.tokens_s_device:,.4g}",
             price,
             f"{NAMES[entry.binds]} {entry.share(entry.binds):.0%}",
             entry.verdict or "met",
         )
     return table
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _facts(

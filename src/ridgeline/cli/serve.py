@@ -1,6 +1,7 @@
 """Start the server: the OpenAI API for one model. Without MODEL, it serves the model shipped with Ridgeline.
 
-This process is the service. It starts the engine process, and does not import torch itself.
+This process is the service. It starts the engine process, and does not import torch itself. With --node-rank above 0 it is
+instead one of several hosts of a model: it runs no service, and its processes follow those of host 0.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 import shlex
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,10 +26,12 @@ from ridgeline.cli.flags import Arguments, Parser, parser_for
 from ridgeline.cli.show import Stages, configuration, engine_options, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
+from ridgeline.engine.hosts import check_hosts, run_host
 from ridgeline.engine.policy import admission
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.address import Address
 from ridgeline.service.batches.settings import DayWindow, read_impact
+from ridgeline.service.keys.settings import check_keys
 from ridgeline.service.launch import begin_engines, check_engines
 from ridgeline.service.listen import bind
 from ridgeline.speculation.options import check_files, read_wanted
@@ -99,7 +103,7 @@ def first_request(url: str, folder: Path, service: ServiceConfig) -> str:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
     else:
         path, body = "completions", {"prompt": "Once upon a time", "max_tokens": 64}
-    key = " -H 'authorization: Bearer YOUR-KEY'" if service.api_key else ""
+    key = " -H 'authorization: Bearer YOUR-KEY'" if service.api_key or service.api_keys else ""
     return f"curl {url}/v1/{path}{key} -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
@@ -117,6 +121,7 @@ def check(resolved: Resolved) -> None:
     `resolve` has already checked the options with a fixed set of values.
     """
     admission(resolved.engine.batching)
+    check_hosts(resolved.engine)
     check_engines(resolved.service, resolved.engine)
     check_files(read_wanted(resolved.engine))
     Address.read(resolved.service)
@@ -125,6 +130,10 @@ def check(resolved: Resolved) -> None:
     if resolved.service.allowed_origins:
         # Imported on demand: without these options, the import runs later, while the engine process imports torch.
         import_module("ridgeline.service.origins").Origins.parse(resolved.service.allowed_origins)
+    check_keys(resolved.service)
+    if resolved.service.moderation:
+        judges = import_module("ridgeline.service.moderation.judges")
+        judges.make_judge(resolved.service.moderation, resolved.service.moderation_api_key)
     if resolved.service.allowed_hosts:
         import_module("ridgeline.service.hosts").Hosts.parse(resolved.service.allowed_hosts, resolved.service.host)
 
@@ -134,6 +143,8 @@ def run(args: Arguments) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     resolved = resolve_arguments(args)
     check(resolved)
+    if resolved.engine.node_rank:
+        return run_host(resolved.engine, resolve_model(resolved.model), lambda line: print(line, file=sys.stderr))
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]
         folder = _find_models(resolved)

@@ -91,12 +91,22 @@ class EngineConfig:
     pipeline_parallel_size: int = option(
         1, "stages of layers, each of --tensor-parallel-size processes", "-pp", "--pp-size"
     )
+    nnodes: int = option(1, "hosts that run the model together, each an equal part of its processes")
+    node_rank: int = option(0, "number of this host, from 0; the service runs on host 0, and the others wait for it")
+    master_addr: str = option("", "address of host 0 in the network of the hosts")
+    master_port: int = option(29500, "port of host 0 for the processes on the other hosts")
     calibration: str = option("", "file that `ridgeline calibrate` wrote, for accurate predictions of step times")
 
     @property
     def ranks(self) -> int:
         """Processes that run the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def host_ranks(self) -> range:
+        """The ranks that run on this host."""
+        count = self.ranks // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,18 @@ class ServiceConfig:
     port: int = option(8000, "port to listen on; 0 picks a free one")
     api_key: str | None = option(
         None, "key that clients must send; only /health and the HTML pages without their data are open to everybody"
+    )
+    admin_api_key: str | None = option(
+        None, "key of operators: with it, only this key may read other clients' requests and reset the prefix cache"
+    )
+    api_keys: str = option(
+        "", "TOML, JSON or YAML file of API keys with their limits; it is read again when it changes"
+    )
+    isolate_keys: bool = option(False, "API keys share no cached prefixes, so that answer times show nothing of others")
+    usage_file: str = option(
+        "",
+        "SQLite file of what each API key has used (default: one for each port in the user's state folder; none on port 0); off: "
+        "in memory only",
     )
     allowed_origins: str = option(
         "", "web origins whose pages may call the API from a browser: https://a.example,https://b.example, or * for all"
@@ -145,7 +167,7 @@ class ServiceConfig:
         "share by which rows of batches may raise the p99 latency of online requests, as in 10% (default: up to --slo; without one "
         "10%)",
     )
-    batch_max_gb: float = option(10.0, "largest size of all stored files together in GiB")
+    batch_max_gb: float = option(10.0, "space of uploaded files and results in GiB, beyond which uploads are refused")
     keep_alive_s: float = option(15.0, "seconds between keep-alive comments on a silent stream")
     drain_s: float = option(30.0, "seconds after SIGTERM in which running requests may finish")
     engine_restarts: int = option(
@@ -153,6 +175,24 @@ class ServiceConfig:
         "maximum restarts of a lost engine within --engine-restart-minutes; after them the server exits with status 1",
     )
     engine_restart_minutes: float = option(10.0, "minutes during which a restart counts towards --engine-restarts")
+    moderation: str = option(
+        "",
+        "judge of answers: address of an endpoint with OpenAI's moderation API, or module:function; answers that it flags are "
+        "withdrawn",
+    )
+    moderation_mode: str = option(
+        "buffer",
+        "buffer: send nothing before the whole answer has passed; window: send text that has passed; after: send text at once, and "
+        "withdraw it later",
+    )
+    moderation_window: int = option(
+        200, "characters of new text after which the modes window and after judge an answer again"
+    )
+    moderation_timeout_s: float = option(5.0, "seconds in which the judge must answer")
+    moderation_failure: str = option(
+        "closed", "what happens to an answer that the judge does not judge: closed withdraws it, open lets it pass"
+    )
+    moderation_api_key: str | None = option(None, "key that is sent to the endpoint of --moderation")
     prefill_engines: int = option(
         0, "engine processes that compute prompts for --decode-engines (default: one engine does both); on CPUs"
     )

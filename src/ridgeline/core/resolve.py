@@ -23,13 +23,15 @@ from ridgeline.core.slo import Slo, reader_pace
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"
-SECRETS = frozenset({"api_key", "ssl_keyfile_password"})
+SECRETS = frozenset({"admin_api_key", "api_key", "moderation_api_key", "ssl_keyfile_password"})
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "dummy"),
     "metrics_alias": ("", "vllm", "old", "sglang"),
+    "moderation_mode": ("buffer", "window", "after"),
+    "moderation_failure": ("closed", "open"),
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),
@@ -42,9 +44,13 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "threads": (1, 1 << 12),
     "draft_tokens": (1, 63),
     "port": (0, 65535),
+    "nnodes": (1, 1 << 16),
+    "master_port": (1, 65535),
     "max_queue": (0, 1 << 30),
     "max_body_mb": (0.001, 1 << 20),
     "batch_max_gb": (0.001, 1 << 20),
+    "moderation_window": (1, 1 << 20),
+    "moderation_timeout_s": (0.01, 3600),
     "keep_alive_s": (0.01, 1 << 20),
     "drain_s": (0.0, 1 << 20),
     "engine_restarts": (0, 1 << 20),

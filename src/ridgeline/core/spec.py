@@ -13,6 +13,7 @@ from typing import Literal
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.experts import ExpertSpec, Idle, Matrix, idle_bytes
+from ridgeline.core.ranks import units_on_rank
 
 Shares = Sequence[tuple[int, int]]
 """(cached tokens, query tokens) of each row of a step."""
@@ -222,6 +223,7 @@ class ModelSpec:
 
     `quantization`: the number format of the layers' matrices, a name of NUMBER_FORMATS; "" means `dtype`.
     `kv_format`: the format of the cache, a name of KV_FORMATS; "" means `dtype`.
+    `vocabulary_ranks`: ranks that share the rows of embedding and head.
 
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 also norm the output of attention and
     feed-forward, before the residual addition. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
@@ -249,6 +251,7 @@ class ModelSpec:
     dtype: str = "bfloat16"
     quantization: str = ""
     kv_format: str = ""
+    vocabulary_ranks: int = 1
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -267,8 +270,15 @@ class ModelSpec:
         return KV_FORMATS[self.kv_format or self.dtype]
 
     def on_rank(self, ranks: int) -> ModelSpec:
-        """The part of the model on one of `ranks` ranks: its share of every layer. Norms, embedding and head are replicated."""
-        return self if ranks == 1 else replace(self, layers=tuple(layer.on_rank(ranks) for layer in self.layers))
+        """The part of the model on one of `ranks` ranks: its share of every layer, of the embedding and of the head. Norms are
+        replicated."""
+        layers = tuple(layer.on_rank(ranks) for layer in self.layers)
+        return self if ranks == 1 else replace(self, layers=layers, vocabulary_ranks=ranks)
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Rows of embedding and head that each rank holds. The last ranks may hold rows of zeros beyond the vocabulary."""
+        return -(-self.vocab_size // self.vocabulary_ranks)
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
@@ -315,7 +325,7 @@ class ModelSpec:
 
     @property
     def embedding_params(self) -> int:
-        return self.vocab_size * self.d_model
+        return self.vocabulary_rows * self.d_model
 
     @property
     def params(self) -> int:
@@ -395,20 +405,6 @@ class ModelSpec:
 def restricts_last_layer(needed: int, tokens: int) -> bool:
     """Whether the last layer attends only for the query tokens whose logits are needed. It does where they are few."""
     return 16 * needed <= tokens
-
-
-def units_on_rank(units: int, ranks: int) -> int:
-    """Number of units (such as KV heads), of `units` indivisible ones, that each of `ranks` ranks holds.
-
-    With fewer units than ranks, neighbouring ranks hold copies of a unit: query heads are always divided, and each needs its KV
-    head on its rank. Copies cost cache bytes, but without them most models with grouped heads could not run on many devices.
-    Raises ConfigError where neither number divides the other.
-    """
-    if units % ranks and ranks % units:
-        raise ConfigError(
-            f"{units} heads or blocks cannot be split over {ranks} devices: use a divisor or a multiple of {units}."
-        )
-    return max(1, units // ranks)
 
 
 def causal_pairs(start: int, tokens: int, window: int | None) -> int:

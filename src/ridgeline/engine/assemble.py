@@ -63,7 +63,7 @@ def assemble(
     fingerprint = _fingerprint(folder, model, spec, plan.layout, wanted)
     cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
     times.ends("ceilings")
-    with start_group(rank) as group:
+    with start_group(rank, times) as group:
         loaded = load_rank(rank, group.mesh, times)
         runner = group.lead(loaded.runner)
         grammars = _grammars(folder, spec)

@@ -202,6 +202,7 @@ class Engine:
                     root=root,
                     cache=message.cache,
                     has_reader=message.has_reader,
+                    client=message.client,
                     constraint=constraint,
                 )
             )

@@ -1,4 +1,5 @@
-"""A following rank: `python -m ridgeline.engine.follower FD`, where FD is one end of a socket pair.
+"""A following rank: `python -m ridgeline.engine.follower FD`, where FD is one end of a socket pair, or on another host
+`python -m ridgeline.engine.follower HOST:PORT RANK FOLDER`, with the address of the first rank and the model's folder on this host.
 
 It loads its share of the model and runs the plans that the first rank sends, in their order. It ends when the first rank closes the
 socket, and at its own first failed step: ranks that continued differently would compute different keys and values.
@@ -6,6 +7,7 @@ socket, and at its own first failed step: ranks that continued differently would
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -15,9 +17,10 @@ import sys
 import threading
 from contextlib import suppress
 
-import torch
+from msgspec.structs import replace
 
 from ridgeline.core.errors import EngineFailed, RidgelineError
+from ridgeline.engine.hosts import UNREACHABLE, attach
 from ridgeline.engine.rank import StartTimes, load_rank, plan_rank
 from ridgeline.engine.rank_link import (
     BEAT_S,
@@ -34,18 +37,25 @@ from ridgeline.engine.rank_link import (
     encode,
 )
 from ridgeline.engine.runner import Runner
-from ridgeline.parallel.mesh import connect_stages
+from ridgeline.parallel.mesh import Meeting, connect_stages, open_store
 
 log = logging.getLogger(__name__)
 
 
-def main(fd: int) -> int:
+def main(arguments: list[str]) -> int:
     """Follow until the first rank closes the socket; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link = Link(socket.socket(fileno=fd))
+    if len(arguments) == 1:
+        link, folder = Link(socket.socket(fileno=int(arguments[0]))), None
+    else:
+        address, rank, folder = arguments
+        try:
+            link = attach(address, int(rank))
+        except EngineFailed:
+            return UNREACHABLE
     try:
-        _serve(link)
+        _serve(link, folder)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the first rank has closed the socket
     except RidgelineError as error:
@@ -60,16 +70,21 @@ def main(fd: int) -> int:
     return 1
 
 
-def _serve(link: Link) -> None:
+def _serve(link: Link, folder: str | None) -> None:
+    """Run what the first rank orders. folder: of the model; None: the first rank's."""
     body = link.receive()
     if body is None:
         return
     order = decode_order(body)
+    address = "127.0.0.1"
+    if folder is not None:
+        address = link.sock.getsockname()[0]
+        order = replace(order, model=dataclasses.replace(order.model, model=folder))
     times = StartTimes(0.0, lambda stage, done, total: None)
     rank = plan_rank(order.model, order.engine, times)
     link.send(encode(Hello(rank.identity)))
-    store = torch.distributed.FileStore(order.store, order.engine.ranks)
-    mesh = connect_stages(order.rank, rank.stages, order.engine.tensor_parallel_size, store, CONNECT_S)
+    meeting = Meeting(open_store(order.store, order.engine.ranks), CONNECT_S, address)
+    mesh = connect_stages(order.rank, rank.stages, order.engine.tensor_parallel_size, meeting)
     loaded = load_rank(rank, mesh, times)
     gc.freeze()
     link.send(encode(Ready()))
@@ -111,4 +126,4 @@ def _beat(link: Link) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -29,8 +30,9 @@ import torch
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.plan import StepPlan, StepResult
+from ridgeline.engine.hosts import accept_ranks
 from ridgeline.engine.loop import Runner
-from ridgeline.engine.rank import RankPlan
+from ridgeline.engine.rank import RankPlan, StartTimes
 from ridgeline.engine.rank_link import (
     CONNECT_S,
     Done,
@@ -45,7 +47,7 @@ from ridgeline.engine.rank_link import (
     encode,
     encode_step,
 )
-from ridgeline.parallel.mesh import ONE_DEVICE, Mesh, connect_stages
+from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect_stages, open_store, start_store
 from ridgeline.wire.frames import FrameBuffer
 
 SILENT_S = 4.0
@@ -79,26 +81,47 @@ class Group:
             self.close()
 
 
-def start_group(rank: RankPlan) -> Group:
+def start_group(rank: RankPlan, times: StartTimes) -> Group:
     """Start the following ranks of an engine, and connect to them. Raises EngineFailed or ConfigError if one does not start."""
-    return Group() if rank.config.ranks == 1 else RankGroup(rank)
+    return Group() if rank.config.ranks == 1 else RankGroup(rank, times)
 
 
 class Follower:
-    """The first rank's record of another rank."""
+    """The first rank's record of another rank. process: None on another host, where it ends when its link is closed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], link: Link) -> None:
-        self.process, self.link = process, link
+    def __init__(self, link: Link, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.link, self.process = link, process
         self.frames = FrameBuffer()
         self.identity: Mapping[str, str] | None = None
         self.ready = False
         self.heard = time.monotonic()
 
+    def hang_up(self) -> None:
+        """Close the connection in both directions, which ends the rank between two steps."""
+        with suppress(OSError):  # it has ended
+            self.link.sock.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        """End the rank at once, as far as this host can."""
+        self.hang_up()
+        if self.process is not None:
+            self.process.kill()
+
+    def wait(self, deadline: float) -> None:
+        """Wait for the end of its process until time.monotonic() is `deadline`, then kill it."""
+        if self.process is not None:
+            try:
+                self.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.link.close()
+
 
 class RankGroup(Group):
-    """Followers are processes on this host. A thread reads what they send."""
+    """Followers are processes on this host, and on others (`hosts`). A thread reads what they send."""
 
-    def __init__(self, rank: RankPlan) -> None:
+    def __init__(self, rank: RankPlan, times: StartTimes) -> None:
         self.failure = ""
         """Why a rank is lost. Once set, every step fails with it."""
         self._epoch = secrets.token_hex(4)
@@ -106,21 +129,29 @@ class RankGroup(Group):
         self._checksums: dict[int, int] = {}
         self._closing = False
         self._folder = Path(tempfile.mkdtemp(prefix="ridgeline-ranks-"))
-        size, store = rank.config.ranks, str(self._folder / "store")
+        size, hosts = rank.config.ranks, rank.config.nnodes
+        if hosts == 1:
+            place = str(self._folder / "store")
+            meeting = Meeting(open_store(place, size), CONNECT_S)
+        else:
+            store, place = start_store(rank.config.master_addr)
+            meeting = Meeting(store, CONNECT_S, rank.config.master_addr)
         self._stages = rank.config.pipeline_parallel_size
         # The sizes that this rank chose, so that all ranks agree on every block.
         names = {entry.name for entry in fields(EngineConfig)} - {"steps_in_flight"}
         chosen = {name: value for name, value in rank.plan.chosen.items() if name in names}
         engine = replace(rank.config, **chosen, threads=torch.get_num_threads())  # type: ignore[arg-type]
         model = replace(rank.model, max_model_len=rank.plan.max_len, model=str(rank.folder))
-        self.followers = [_start(RankOrder(model, engine, number, store, self._epoch)) for number in range(1, size)]
+        orders = [RankOrder(model, engine, number, place, self._epoch) for number in range(size)]
+        self.followers = [_start(order) for order in orders[1 : len(rank.config.host_ranks)]]
+        links = accept_ranks(rank.config, partial(times.progress, "hosts")) if hosts > 1 else {}
+        self.followers += [_order(Follower(links[number]), orders[number]) for number in sorted(links)]
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
         try:
             self._wait(lambda follower: follower.identity is not None)
             self._compare(rank.identity)
-            ranks = torch.distributed.FileStore(store, size)
-            self.mesh = connect_stages(0, rank.stages, rank.config.tensor_parallel_size, ranks, CONNECT_S)
+            self.mesh = connect_stages(0, rank.stages, rank.config.tensor_parallel_size, meeting)
         except BaseException:
             self.close()
             raise
@@ -159,16 +190,10 @@ class RankGroup(Group):
     def close(self) -> None:
         self._closing = True
         for follower in self.followers:
-            with suppress(OSError):  # it has ended
-                follower.link.sock.shutdown(socket.SHUT_RDWR)
+            follower.hang_up()
         deadline = time.monotonic() + _END_S
         for follower in self.followers:
-            try:
-                follower.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                follower.process.kill()
-                follower.process.wait()
-            follower.link.close()
+            follower.wait(deadline)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- watching ---------------------------------------------------------------------------------------------------
@@ -191,7 +216,7 @@ class RankGroup(Group):
     def _read(self, number: int, follower: Follower) -> None:
         try:
             data = follower.link.sock.recv(1 << 16)
-        except ConnectionResetError:
+        except (ConnectionResetError, TimeoutError):
             data = b""
         follower.heard = time.monotonic()
         if not data:
@@ -223,7 +248,7 @@ class RankGroup(Group):
             self.failure = self.failure or f"A rank of the model is lost: {reason}."
             self._changed.notify_all()
         for follower in self.followers:
-            follower.process.kill()
+            follower.kill()
 
     def _wait(self, reached: Callable[[Follower], bool]) -> None:
         with self._changed:
@@ -293,14 +318,20 @@ def _start(order: RankOrder) -> Follower:
     with following:
         command = [sys.executable, "-m", "ridgeline.engine.follower", str(following.fileno())]
         process = subprocess.Popen(command, pass_fds=[following.fileno()], stdin=subprocess.DEVNULL)
-    follower = Follower(process, Link(leading))
+    return _order(Follower(Link(leading), process), order)
+
+
+def _order(follower: Follower, order: RankOrder) -> Follower:
+    """Tell a rank what it is."""
     with suppress(OSError):  # it has ended: the watcher says so
         follower.link.send(encode(order))
     return follower
 
 
-def _status(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended, in words; empty if it still runs."""
+def _status(process: subprocess.Popen[bytes] | None) -> str:
+    """How a process of this host ended, in words; empty if it still runs."""
+    if process is None:
+        return ", or its host cannot be reached any more"
     try:
         return f" with status {process.wait(_REASON_S)}"
     except subprocess.TimeoutExpired:

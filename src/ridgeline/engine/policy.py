@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Protocol
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.engine.request import Request
 
+OUTPUT_WEIGHT = 2
+"""Service of a token of an answer, in tokens of a prompt: w_q / w_p in the source of Fairness."""
 STATIC_PATIENCE_S = 10.0
 """A static batch starts after this time even if it is not full, so that no request waits forever."""
 
@@ -37,6 +39,56 @@ class Limits:
             return set()
         ready = [request for request in running if request.expected == len(request.tokens)]
         return set(running).difference(ready[: -(-len(running) // self.stages)])
+
+
+class Fairness:
+    """Which request is admitted next when several clients wait: the virtual token counter (Sheng et al. 2024, arXiv:2401.00588,
+    algorithm 2).
+
+    Each client has a counter of the service it got. Of the requests with the most urgent priority, the first one of the client with
+    the lowest counter is next. A client that begins to wait gets at least the lowest counter of those that wait already, so that it
+    cannot save service up.
+    """
+
+    def __init__(self) -> None:
+        self._clients: set[str] = set()
+        self._service: dict[str, int] = {}
+        self._waiting: set[str] = set()
+        """Clients that waited at the last choice."""
+        self._last = ""
+        """The client that was chosen last."""
+
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+        self._clients.add(request.client)
+
+    def charge(self, request: Request) -> None:
+        """Count what a request got since the last call: its prompt once, and each token of its answer."""
+        if len(self._clients) > 1:
+            service = request.prompt_len + OUTPUT_WEIGHT * (len(request.tokens) - request.prompt_len)
+            self._service[request.client] = self._service.get(request.client, 0) + service - request.charged
+            request.charged = service
+
+    def first(self, waiting: Sequence[Request], allowed: int, running: Sequence[Request]) -> int:
+        """Place of the next request, among the first `allowed` of `waiting`, which is in order of (priority, arrival)."""
+        if len(self._clients) < 2:
+            return 0
+        for request in running:
+            self.charge(request)
+        heads: dict[str, int] = {}
+        for place, request in enumerate(islice(waiting, allowed)):
+            if request.order[0] != waiting[0].order[0]:
+                break
+            heads.setdefault(request.client, place)
+        service = self._service
+        floor = min(
+            (service.get(client, 0) for client in self._waiting & heads.keys()), default=service.get(self._last, 0)
+        )
+        for client in heads.keys() - self._waiting:
+            service[client] = max(service.get(client, 0), floor)
+        self._waiting = set(heads)
+        self._last = min(heads, key=lambda client: (service.get(client, 0), client == self._last))
+        return heads[self._last]
 
 
 class Waiting(Protocol):

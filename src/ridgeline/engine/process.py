@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import socket
 import threading
 import time
 
-from ridgeline.core.errors import RidgelineError
+from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
 from ridgeline.hardware.probe import process_age_s
@@ -74,6 +75,17 @@ def serve(engine: Engine, inbox: Inbox) -> None:
 
 
 def _beat(engine: Engine, inbox: Inbox, ended: threading.Event) -> None:
-    """Send a Heartbeat with the number of turns every HEARTBEAT_S seconds, also during a long step."""
+    """Send a Heartbeat with the number of turns every HEARTBEAT_S seconds, also during a long step.
+
+    Ends the process if the loop waits in a collective for a rank that is lost. On this host such a rank is killed, which ends the
+    collective; a host that is gone without a word does not.
+    """
     while not ended.wait(HEARTBEAT_S):
         inbox.send(Heartbeat(engine.loop.turns, not engine.idle))
+        try:
+            engine.setup.check()
+        except EngineFailed as error:
+            if not ended.wait(HEARTBEAT_S):
+                inbox.send(Failed(error.message, type(error).__name__))
+                inbox.close(linger_s=HEARTBEAT_S)
+                os._exit(2)

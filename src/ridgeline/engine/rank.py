@@ -24,6 +24,7 @@ from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
 from ridgeline.core.stages import stage_layout, stages
 from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.engine.graph_shapes import draft_limits
+from ridgeline.engine.hosts import check_hosts
 from ridgeline.engine.runner import Runner, build_runner
 from ridgeline.engine.shape import Sizes
 from ridgeline.engine.stage import runner_kind
@@ -107,6 +108,7 @@ class LoadedRank:
 
 def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes, pools: Pools = NO_POOLS) -> RankPlan:
     """Read the model's config and plan the memory of one rank. Raises ConfigError, UnsupportedModel, DoesNotFit."""
+    check_hosts(config)
     device = _device(config)
     _finish(device)
     times.ends("device")
@@ -118,11 +120,8 @@ def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes, pools
         raise ConfigError(f"--{option.replace('_', '-')} is {getattr(config, option)}: {reason}.", param=option)
     parts = stages(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
-    plan = size(
-        Deployment(
-            spec, config, _memory(device, config.ranks * max(1, len(pools.descriptors))), model, drafter_memory, space
-        )
-    )
+    memory = _memory(device, len(config.host_ranks) * max(1, len(pools.descriptors)))
+    plan = size(Deployment(spec, config, memory, model, drafter_memory, space))
     if model.kv_selection:
         check_selection(model.kv_selection, config, plan.page_tokens, device.type)
     ops = _operations(config, spec, device)
@@ -189,7 +188,7 @@ def _device(config: EngineConfig) -> torch.device:
         raise ConfigError("--device is cuda, but torch finds no GPU: use --device cpu.", param="device")
     if kind == "cpu":
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(config.threads or max(1, cores // max(1, config.ranks)))
+        torch.set_num_threads(config.threads or max(1, cores // max(1, len(config.host_ranks))))
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -217,7 +216,8 @@ def _finish(device: torch.device) -> None:
 
 
 def _memory(device: torch.device, processes: int) -> Memory:
-    """Memory of the device. Of a CPU only free memory counts, of which each rank of each engine has an equal part."""
+    """Memory of the device. Of a CPU only free memory counts, of which each of the host's ranks, of each engine, has an equal
+    part."""
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (host_memory()[1] // processes,) * 2
     return Memory(device.type, total, total - free)
 

@@ -18,15 +18,21 @@ import msgspec
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import EngineFailed
 from ridgeline.core.plan import Compaction, Join, StepPlan, StepResult, Transfer
-from ridgeline.wire.frames import LENGTH, body_length
+from ridgeline.wire.frames import LENGTH, MAX_FRAME, body_length
 
 BEAT_S = 0.5
 CONNECT_S = 60.0
 """Seconds for the ranks to connect, after all have said Hello; also the limit of one collective."""
 
 
+class Attach(msgspec.Struct, frozen=True):
+    """The first message of a rank on another host, which then gets its order."""
+
+    rank: int
+
+
 class RankOrder(msgspec.Struct, frozen=True):
-    """What a following rank is started with. store: file by which the ranks find one another (torch's FileStore)."""
+    """What a following rank is started with. store: where the ranks find one another, a file or host:port (mesh.open_store)."""
 
     model: ModelConfig
     engine: EngineConfig
@@ -120,8 +126,12 @@ def checksum(result: StepResult) -> int:
     return crc32(array("i", result.tokens).tobytes())
 
 
-def encode(message: FromRank | RankOrder) -> bytes:
+def encode(message: FromRank | RankOrder | Attach) -> bytes:
     return _encoder.encode(message)
+
+
+def decode_attach(body: bytes) -> Attach:
+    return msgspec.msgpack.decode(body, type=Attach)
 
 
 def decode_order(body: bytes) -> RankOrder:
@@ -144,10 +154,10 @@ class Link:
         with self._lock:
             self.sock.sendall(LENGTH.pack(len(body)) + body)
 
-    def receive(self) -> bytes | None:
-        """The next frame; waits for it. None if the other end is closed."""
+    def receive(self, max_bytes: int = MAX_FRAME) -> bytes | None:
+        """The next frame; waits for it. None if the other end is closed. Raises EngineFailed for a frame above max_bytes."""
         word = self._exactly(LENGTH.size)
-        return None if word is None else self._exactly(body_length(word))
+        return None if word is None else self._exactly(body_length(word, max_bytes))
 
     def _exactly(self, count: int) -> bytes | None:
         data = bytearray()

@@ -81,6 +81,10 @@ class Request:
     cache: bool
     has_reader: bool = False
     """A person reads the answer while it is generated."""
+    client: str = ""
+    """Who sent it: clients share the service when requests wait."""
+    charged: int = 0
+    """Its service that Fairness has counted."""
     constraint: Constraint | None = None
     followers: list[Request] = field(default_factory=list)
     """Other choices of the same prompt, waiting to share its blocks."""

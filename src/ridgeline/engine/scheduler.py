@@ -2,8 +2,7 @@
 
 There are no phases. A request has known tokens and computed tokens, and steps give it query tokens until all known tokens are
 computed. This one rule covers prompts, prompt chunks, decoding, prefix hits and drafts. Requests run in the order of (priority,
-arrival). When blocks run out, the last running request in this order is preempted.
-
+arrival), and clients share service when requests wait. When blocks run out, the last running request in this order is preempted.
 Every end of a request goes through `finish`. Its row and blocks are released when no step in flight holds them.
 
 Most rows of a step only continue to decode. For them `plan` increments three numbers and `commit` appends a token. A row that
@@ -24,7 +23,7 @@ from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.in_flight import Share, StepInFlight
 from ridgeline.engine.leases import Leases
-from ridgeline.engine.policy import Admission, Limits
+from ridgeline.engine.policy import Admission, Fairness, Limits
 from ridgeline.engine.request import Constraint, Lease, Request, State
 from ridgeline.metrics.account import Committed, Waste, waste_of
 from ridgeline.speculation.interface import NO_SPECULATION, Speculation
@@ -51,7 +50,7 @@ class Scheduler:
         self.counts = StepCounts()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        self._admission = admission
+        self._admission, self._fairness = admission, Fairness()
         self._speculation = speculation
         self._by_id: dict[str, dict[int, Request]] = {}
         self._free_rows = list(range(limits.rows, 0, -1))
@@ -104,6 +103,7 @@ class Scheduler:
         """Add a request. The first choice is the leader; other choices wait for its prompt and share its blocks."""
         choices = self._by_id.setdefault(request.id, {})
         choices[request.choice] = request
+        self._fairness.add(request)
         self._open += 1
         request.expected = len(request.tokens)
         leader = choices.get(0)
@@ -166,6 +166,7 @@ class Scheduler:
         self.running.remove(request)
         self._recent_steps.clear()
         request.state = State.LEAVING
+        self._fairness.charge(request)
         request.pay_remaining(self._price)
         request.writable = request.watch = 0
         self._leaving += 1
@@ -253,8 +254,7 @@ class Scheduler:
         return budget
 
     def _give(self, step: StepInFlight, request: Request, n_query: int, most: int) -> int:
-        """Plan `n_query` tokens of a running request, and a draft up to `most` tokens in all. Returns how many it got; 0: not
-        ready, or no blocks."""
+        """Plan `n_query` tokens of a running request, and a draft up to `most` tokens in all. Returns how many: 0 if it waits."""
         plan, speculation = step.plan, self._speculation
         samples = request.planned + n_query == request.expected
         draft = EMPTY_DRAFT
@@ -300,8 +300,7 @@ class Scheduler:
         return draft
 
     def _make_room(self, request: Request) -> bool:
-        """Preempt the last running request if it is after `request` in order. True: its blocks are free now. False: wait, because
-        no request is after this one, or because a step in flight still holds the blocks of a leaving request."""
+        """Preempt the last running request if it is after `request` in order. True: its blocks are free now. False: wait."""
         victim = self.running[-1]
         if self._leaving or victim.order <= request.order:
             return False
@@ -323,12 +322,13 @@ class Scheduler:
         )
         chunk = self.limits.step_tokens
         while allowed > 0 and budget > 0 and self.waiting:
-            request = self.waiting[0]
+            place = self._fairness.first(self.waiting, allowed, self.running)
+            request = self.waiting[place]
             if not self._free_rows or not self.leases.admits(request, len(self.running), incomplete, chunk):
                 if self._gives_way(request):
                     continue
                 break
-            self.waiting.pop(0)
+            self.waiting.pop(place)
             self._enter(step.plan, request, now)
             allowed -= 1
             budget -= self._give(step, request, min(request.expected - request.planned, budget), budget)

@@ -59,6 +59,11 @@ GAUGES: Mapping[str, Entry] = {
 }
 COUNTERS: Mapping[str, Entry] = {
     "batch_rows": Entry("Rows of batches that have ended, by result.", label="result", ours=True),
+    "moderation_judgements": Entry(
+        "Judgements of texts by the judge of --moderation: passed, flagged, or failed without a verdict.",
+        label="result",
+        ours=True,
+    ),
     "shadow_answers": Entry("Answers that the reference model scored again.", ours=True),
     "shadow_tokens": Entry("Tokens of these answers.", ours=True),
     "shadow_same_tokens": Entry(

@@ -259,8 +259,12 @@ class Live:
             "joules": prompt_joules + output_joules,
             "prompt_joules": prompt_joules,
             "output_joules": output_joules,
-            "cost": spent.device_s * self.ceilings.price / 3600,
+            "cost": self.cost(record),
         }
+
+    def cost(self, record: RequestRecord) -> float:
+        """USD of a request's share of device time."""
+        return record.spent.device_s * self.ceilings.price / 3600
 
     # --- figures ----------------------------------------------------------------------------------------------------
 

@@ -273,6 +273,10 @@ class Metrics:
         """Count a request that was refused or ended early. reason: "cancelled", "error", "overloaded", ..."""
         self._count("aborted_requests", 1, reason)
 
+    def judged(self, result: str) -> None:
+        """Count a judgement of the moderation judge. result: "passed", "flagged" or "failed"."""
+        self._count("moderation_judgements", 1, result)
+
     def batch_lane(self, queued: int, running: int, batches: int) -> None:
         """Set the gauges of the batch lane: rows that wait, rows in flight, batches that have not ended."""
         gauges = self._gauges

@@ -67,8 +67,9 @@ class StepRecord(Protocol):
     metered_s: float
     """Device seconds of the steps that prompt_joules and output_joules belong to."""
     expert_tokens: list[list[int]]
-    tiers: list[tuple[str, int, int, int]]
     """Tokens of each expert, by layer with experts, since the last record that has them. Empty in most records."""
+    tiers: list[tuple[str, int, int, int]]
+    """Each tier below the KV cache: its name, and the blocks stored, loaded and dropped since the start. Empty in most records."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from ridgeline.quant.unquantized import UnquantizedFormat
 class Decoder:
     """Embedding, layers, final norm, head. For inference; it never synchronizes with the host, so CUDA graphs can capture it.
 
-    Head and embedding are not quantized. A tied head uses the embedding matrix. A stage of a pipeline has its layers only: the
-    first stage embeds, the last one has norm and head.
+    Head and embedding are not quantized. Ranks divide their rows (Shoeybi et al. 2019, section 3). A tied head uses the embedding
+    matrix. A stage of a pipeline has its layers only: the first stage embeds, the last one has norm and head.
     """
 
     __slots__ = (
@@ -58,21 +58,35 @@ class Decoder:
             tables[rope] = rope_table(rope, max_len + SPARE_POSITIONS, build.device)
         self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in layers)
         embeds = self.stage.first or (self.stage.last and spec.tied)
-        self.embedding = torch.empty(spec.vocab_size * embeds, spec.d_model, dtype=build.dtype, device=build.device)
+        rows = spec.on_rank(build.mesh.size).vocabulary_rows
+        self.embedding = torch.empty(rows * embeds, spec.d_model, dtype=build.dtype, device=build.device)
         self.final_norm = build.vector(spec.d_model)
         self._unquantized = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
-        vocabulary = Part(spec.vocab_size, spec.vocab_size)
         headless = spec.tied or not self.stage.last
-        self.head = None if headless else self._unquantized.create(LinearShape(spec.d_model, (vocabulary,)), Share())
+        self.head = (
+            None if headless else self._unquantized.create(LinearShape(spec.d_model, (Part(rows, rows),)), Share())
+        )
         # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
         self._run: RunLayers = self._run_layers
 
     def load_embedding(self, tensor: torch.Tensor) -> None:
         """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
-        self.embedding.copy_(tensor)
+        self.embedding.copy_(self._held(tensor))
         if self.spec.tied and self.stage.last:
             self.head = self._unquantized.adopt(self.embedding)
+
+    def load_head(self, tensor: torch.Tensor) -> None:
+        """Load the head [vocab, d_model]."""
+        assert self.head is not None
+        self.head.load(0, "weight", self._held(tensor))
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank of embedding or head."""
+        mesh = self._build.mesh
+        rows = self.spec.on_rank(mesh.size).vocabulary_rows
+        part = tensor[mesh.rank * rows :][:rows]
+        return torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)))
 
     def restrict_vocabulary(self, ids: torch.Tensor) -> None:
         """Restrict logits to the tokens ids int32 [N], in this order. The head must be tied."""
@@ -111,7 +125,7 @@ class Decoder:
             the residual stream to the next one and returns it.
         """
         if self.stage.first:
-            stream = self._build.ops.tokenwise.embed(self.embedding, tokens, self.scale)
+            stream = self._embed(tokens)
         else:
             stream = self.stage.receive(self.embedding.new_empty(len(tokens), self.spec.d_model))
         if not self.stage.last:
@@ -129,15 +143,25 @@ class Decoder:
 
     def queries(self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> Iterator[torch.Tensor]:
         """Run the layers, and give the rotated queries [T, heads, d] of each."""
-        stream = self._build.ops.tokenwise.embed(self.embedding, tokens, self.scale)
+        stream = self._embed(tokens)
         for layer, view in zip(self.layers, views, strict=True):
             yield layer.queries(stream, view, step)
             stream = layer(stream, view, step)
 
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The scaled embeddings [T, d_model] of tokens int32 [T]. Ranks that do not hold a token add zeros."""
+        build = self._build
+        if build.mesh.size == 1:
+            return build.ops.tokenwise.embed(self.embedding, tokens, self.scale)
+        rows = len(self.embedding)
+        local = tokens - build.mesh.rank * rows
+        stream = build.ops.tokenwise.embed(self.embedding, local.clamp(0, rows - 1), self.scale)
+        return build.mesh.all_reduce(stream.masked_fill_(((local < 0) | (local >= rows))[:, None], 0))
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [L, d_model] -> logits [L, vocab] of the head. With a final soft cap (Gemma 2) they are capped, in float32."""
         assert self.head is not None
-        out, cap = self.head.apply(hidden), self.spec.final_softcap
+        out, cap = self._build.mesh.all_gather(self.head.apply(hidden), self.spec.vocab_size), self.spec.final_softcap
         return out if cap is None else self._build.ops.tokenwise.cap(out, cap)
 
     def tensors(self) -> Iterator[torch.Tensor]:

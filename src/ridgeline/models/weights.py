@@ -85,9 +85,7 @@ def targets(decoder: Decoder) -> dict[str, Target]:
     if stage.last:
         tensor_targets[FINAL_NORM] = _norm(decoder.final_norm)
     if decoder.head is not None and not spec.tied:
-        tensor_targets[HEAD] = Target(
-            Expected((spec.vocab_size, spec.d_model)), "weight", partial(decoder.head.load, 0, "weight")
-        )
+        tensor_targets[HEAD] = Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_head)
     for index, layer in enumerate(decoder.layers, stage.layers.start or 0):
         for name, target in _layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
             tensor_targets[f"layers.{index}.{name}"] = target

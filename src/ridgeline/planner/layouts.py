@@ -76,11 +76,8 @@ class Stage:
     meter: WorkMeter
 
 
-def rank_spec(spec: ModelSpec, ranks: int, split_vocabulary: bool = True) -> ModelSpec:
-    """The model on one of `ranks` tensor-parallel ranks. Raises ConfigError where it cannot be divided.
-
-    split_vocabulary: embedding and head are divided too (issue 31). The engine's ranks on CPUs each hold all of both.
-    """
+def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """The model on one of `ranks` tensor-parallel ranks. Raises ConfigError where it cannot be divided."""
     part = spec.on_rank(ranks)
     stored = NUMBER_FORMATS.get(spec.quantization)
     if stored is not None and stored.group and ranks > 1:
@@ -91,12 +88,12 @@ def rank_spec(spec: ModelSpec, ranks: int, split_vocabulary: bool = True) -> Mod
                         f"{inputs} inputs on each of {ranks} devices are no multiple of the {stored.group} that share a scale in "
                         f"{spec.quantization}: use fewer devices or smaller groups."
                     )
-    return replace(part, vocab_size=-(-spec.vocab_size // ranks)) if split_vocabulary else part
+    return part
 
 
-def stages(spec: ModelSpec, layout: Layout, split_vocabulary: bool = True) -> tuple[Stage, ...]:
+def stages(spec: ModelSpec, layout: Layout) -> tuple[Stage, ...]:
     """The stages of a layout. Raises ConfigError if the model cannot be divided so."""
-    part = rank_spec(spec, layout.tensor, split_vocabulary)
+    part = rank_spec(spec, layout.tensor)
     made, known, first = list[Stage](), dict[tuple[tuple[LayerSpec, ...], bool, bool], Stage](), 0
     for count in stage_sizes(part, layout.pipeline):
         end = first + count
@@ -193,7 +190,7 @@ def replica(spec: ModelSpec, layout: Layout, cluster: Cluster, length: int, engi
     if not cluster.fabric.reaches(layout.replica):
         raise ConfigError(f"the links between {layout.replica} devices are unknown.")
     # The engine's ranks on CPUs hold all of the vocabulary each.
-    parts = stages(spec, layout, split_vocabulary=cluster.device.kind != "cpu")
+    parts = stages(spec, layout)
     plans = {part: _plan(part, cluster, engine) for part in parts}
     memories = {part: _memory(part, plan, -(-length // layout.context), layout.context) for part, plan in plans.items()}
     fullest = min(parts, key=lambda part: memories[part].requests)

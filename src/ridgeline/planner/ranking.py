@@ -243,7 +243,8 @@ def why(better: Ranked, worse: Ranked) -> str:
         return f"{names} nearly equal throughput ({gain:.3f} times), closer than such predictions are."
     more = {name: _device_s(worse, name) - _device_s(better, name) for name in NAMES}
     part = max(more, key=lambda name: more[name])
-    cause = f"of {NAMES[part]}: {_ms(_device_s(better, part))} instead of {_ms(_device_s(worse, part))} of devices per request"
+    short, long = (seconds_text(_device_s(layout, part)) for layout in (better, worse))
+    cause = f"of {NAMES[part]}: {short} instead of {long} of devices per request"
     if better.batch * better.layout.data > 1.2 * worse.batch * worse.layout.data:
         cause += f"; it holds {better.batch * better.layout.data:,} requests at once instead of {worse.batch * worse.layout.data:,}"
     return f"{names} {gain:.2f} times the throughput, because {cause}."
@@ -259,7 +260,8 @@ def _name(ranked: Ranked, other: Ranked) -> str:
     return str(ranked.layout) if same else f"{ranked.layout} ({ranked.variant.name})"
 
 
-def _ms(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """A time with three digits, in s or ms."""
     return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ridgeline.core.spec import units_on_rank
+from ridgeline.core.ranks import units_on_rank
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix
 

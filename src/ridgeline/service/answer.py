@@ -14,8 +14,9 @@ from aiohttp import web
 
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.errors import as_ridgeline, error_event
+from ridgeline.service.piece import Piece
 from ridgeline.service.state import Service
-from ridgeline.service.stream import Piece, pieces
+from ridgeline.service.stream import pieces
 
 SLOW_WRITE_S = 60.0
 """Seconds after which a client that reads nothing is disconnected."""

@@ -18,6 +18,12 @@ _SHARES = {
 }
 _MAYBE_SECONDS = {"type": ["number", "null"], "minimum": 0}
 _LOGPROBS = {"type": ["object", "null"], "description": "Log-probabilities, if requested."}
+_WITHDRAWAL = {
+    "description": "The whole choice is withdrawn, also what was sent of it; `replacement` is its text now.",
+    "type": "object",
+    "required": ["reason", "replacement"],
+    "properties": {"reason": {"enum": ["flagged", "unjudged"]}, "replacement": _STRING},
+}
 _STOP_REASON = {
     "type": ["string", "integer", "null"],
     "description": "The stop string or token id that ended the choice.",
@@ -85,9 +91,9 @@ ANSWERS: dict[str, dict[str, Any]] = {
                     {
                         "index": _COUNT,
                         "message": _object({"role": _MESSAGE["role"], "content": _TEXT}, _MESSAGE),
-                        "finish_reason": _finish("stop", "length", "tool_calls"),
+                        "finish_reason": _finish("stop", "length", "tool_calls", "content_filter"),
                     },
-                    {"logprobs": _LOGPROBS, "stop_reason": _STOP_REASON},
+                    {"logprobs": _LOGPROBS, "withdrawal": _WITHDRAWAL, "stop_reason": _STOP_REASON},
                 )
             ),
             "usage": _ref("Usage"),
@@ -105,9 +111,9 @@ ANSWERS: dict[str, dict[str, Any]] = {
                         {
                             "index": _COUNT,
                             "delta": _object({}, _MESSAGE),
-                            "finish_reason": _finish("stop", "length", "tool_calls", None),
+                            "finish_reason": _finish("stop", "length", "tool_calls", "content_filter", None),
                         },
-                        {"logprobs": _LOGPROBS, "stop_reason": _STOP_REASON},
+                        {"logprobs": _LOGPROBS, "withdrawal": _WITHDRAWAL, "stop_reason": _STOP_REASON},
                     )
                 ),
             },
@@ -120,8 +126,17 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "object": {"const": "text_completion"},
             "choices": _list(
                 _object(
-                    {"index": _COUNT, "text": _STRING, "finish_reason": _finish("stop", "length", None)},
-                    {"logprobs": _LOGPROBS, "stop_reason": _STOP_REASON, "prompt_logprobs": {"type": "array"}},
+                    {
+                        "index": _COUNT,
+                        "text": _STRING,
+                        "finish_reason": _finish("stop", "length", "content_filter", None),
+                    },
+                    {
+                        "logprobs": _LOGPROBS,
+                        "withdrawal": _WITHDRAWAL,
+                        "stop_reason": _STOP_REASON,
+                        "prompt_logprobs": {"type": "array"},
+                    },
                 )
             ),
         },
@@ -139,6 +154,25 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "Health": _object({"status": {"const": "ok"}, "step": {"type": "integer"}}),
     "Version": _object({"version": _STRING}),
     "Home": _object({"name": {"const": "ridgeline"}, "version": _STRING, "model": _STRING, "docs": _STRING}),
+    "KeyUsage": _object(
+        {
+            "object": {"const": "list"},
+            "data": _list(
+                _object(
+                    {
+                        "object": {"const": "usage"},
+                        "start": _COUNT | {"description": "Unix seconds at which the hour, day or month begins."},
+                        "key": {"type": "string", "description": "Name of the API key."},
+                        "requests": _COUNT,
+                        "prompt_tokens": _COUNT,
+                        "cached_tokens": _COUNT,
+                        "output_tokens": _COUNT,
+                        "cost": _SECONDS | {"description": "USD."},
+                    }
+                )
+            ),
+        }
+    ),
     "LedgerRow": _object(
         {
             "id": {"type": "string", "description": "The id of the answer's body."},

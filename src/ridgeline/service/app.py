@@ -18,7 +18,8 @@ from ridgeline.service.batches.lane import run_lane
 from ridgeline.service.declared import RUN_ID, read_declared, read_run_id
 from ridgeline.service.fields import Route, read_fields
 from ridgeline.service.front import Front
-from ridgeline.service.guard import FRONT, IGNORED, REQUEST_ID, add_headers, guard, read_json, request_id
+from ridgeline.service.guard import FRONT, HOLDER, IGNORED, REQUEST_ID, add_headers, guard, read_json, request_id
+from ridgeline.service.keys import routes as key_routes
 from ridgeline.service.read_call import read_call
 
 _TICK_S = 1.0
@@ -30,11 +31,13 @@ def make_app(front: Front) -> web.Application:
     app[FRONT] = front
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_tick)
+    app.cleanup_ctx.append(_watch_keys)
     app.cleanup_ctx.append(_run_lane)
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
     app.router.add_routes(routes.ROUTES)
     app.router.add_routes(batch_routes.ROUTES)
+    app.router.add_routes(key_routes.ROUTES)
     app.router.add_routes(insight.ROUTES)
     app.router.add_routes(pages.ROUTES)
     app.router.add_routes(openapi.ROUTES)
@@ -53,6 +56,23 @@ async def _tick(app: web.Application) -> AsyncIterator[None]:
     ticking = asyncio.create_task(tick())
     yield
     ticking.cancel()
+
+
+async def _watch_keys(app: web.Application) -> AsyncIterator[None]:
+    """Read API keys again when their file changes, and write what they have used."""
+    keys = app[FRONT].keys
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            keys.reload()
+            await asyncio.to_thread(keys.flush)
+
+    watching = asyncio.create_task(watch())
+    yield
+    watching.cancel()
+    await asyncio.wait({watching})
+    keys.close()
 
 
 async def _run_lane(app: web.Application) -> AsyncIterator[None]:
@@ -88,16 +108,22 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
     call, shape, streaming = await read_call(service, route, fields, arrival)
     if call.ignored:
         request[IGNORED] = (*request.get(IGNORED, ()), *call.ignored)
-    call = replace(call, declared=declared, request_id=request[REQUEST_ID], run_id=run_id)
+    holder = request[HOLDER]
+    holder.check_model(*service.card.names(fields.get("model")))
+    call, changed = holder.bind(replace(call, declared=declared, request_id=request[REQUEST_ID], run_id=run_id))
+    if changed:
+        request[IGNORED] = (*request.get(IGNORED, ()), *changed)
     service.metrics.live.on_arrival()
     stats = service.client.stats
     try:
+        holder.check(call)
         service.gate.admit(service.client.open_choices, stats.waiting if stats is not None else 0)
     except Overloaded:
         service.metrics.aborted("overloaded")
         raise
     if (lane := request.app.get(batch_routes.LANE)) is not None:
         lane.wake()
-    if streaming is None:
-        return await send_body(service, call, shape)
-    return await send_events(request, service, call, shape, streaming)
+    with holder.running(call):
+        if streaming is None:
+            return await send_body(service, call, shape)
+        return await send_events(request, service, call, shape, streaming)

@@ -6,7 +6,21 @@ from dataclasses import dataclass
 
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.slo import NO_SLO, Slo
+from ridgeline.metrics import RequestRecord
 from ridgeline.wire.messages import Submit
+
+
+class Payer:
+    """Who pays for calls. The default counts nothing. name: of the API key, "" without keys."""
+
+    name = ""
+
+    def charge(self, record: RequestRecord, cost: float) -> float:
+        """Count a call that has ended. cost: of its device time, in USD. Returns what is charged."""
+        return cost
+
+
+NO_PAYER = Payer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +34,7 @@ class Call:
     has_reader: the answer is streamed as a text that a person reads; programs read answers with a grammar.
     request_id: of the header x-request-id. run_id: of the header x-run-id, "" without one. declared: latency limits that the caller
     set for this request. ignored: parts of its messages that the template does not read. batch: it is a row of a batch.
+    payer: the client who sent it.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -39,6 +54,7 @@ class Call:
     declared: Slo = NO_SLO
     ignored: tuple[str, ...] = ()
     batch: bool = False
+    payer: Payer = NO_PAYER
 
     @property
     def choices(self) -> int:
@@ -49,7 +65,14 @@ class Call:
         reader = self.has_reader and not self.constrained_by
         return [
             Submit(
-                f"{self.id}-{index}", prompt, self.sampling, self.arrival, self.priority, self.salt, has_reader=reader
+                f"{self.id}-{index}",
+                prompt,
+                self.sampling,
+                self.arrival,
+                self.priority,
+                self.salt,
+                has_reader=reader,
+                client=self.payer.name,
             )
             for index, prompt in enumerate(self.prompts)
         ]
@@ -59,8 +82,8 @@ class Call:
 class Usage:
     """Token counts of an answer. prompt includes cached, completion includes reasoning.
 
-    received: unix seconds at which the engine's newest tokens came. published: that time for the first content that the user sees;
-    None before it.
+    received: unix seconds at which the newest tokens came that may be sent. published: that time for the first content that the
+    user sees; None before it.
     """
 
     prompt: int = 0

@@ -14,6 +14,7 @@ from ridgeline.service.answer import Streaming
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.fields import Fields
 from ridgeline.service.logprobs import chat_logprobs, prompt_logprobs
+from ridgeline.service.piece import CONTENT_FILTER, Piece, Withdrawal
 from ridgeline.service.reasoning import ReasoningReader
 from ridgeline.service.sampling import (
     check_grammar,
@@ -25,7 +26,6 @@ from ridgeline.service.sampling import (
     read_tier,
 )
 from ridgeline.service.state import Service
-from ridgeline.service.stream import Piece
 from ridgeline.text.chat import ChatTemplate, RenderOptions
 from ridgeline.text.grammar import MAX_SOURCE
 from ridgeline.text.prompts import ChatEncoder, Prompt
@@ -235,12 +235,15 @@ class _Message:
         self._parser = ToolCallParser(parsing.form, parsing.names) if parsing.form is not None else None
         self._show = parsing.show
         self.begun = False
+        self.sent = False
+        """The stream has a part of its text."""
         self.content = ""
         self.reasoning = ""
         self.calls: list[dict[str, Any]] = []
         self.finish = ""
         self.stop_reason: str | int | None = None
         self.logprobs: list[dict[str, Any]] = []
+        self.withdrawal: Withdrawal | None = None
 
     def read(self, piece: Piece) -> _Part:
         """Separate reasoning, text and calls."""
@@ -265,6 +268,12 @@ class _Message:
                 function = {"name": call.name, "arguments": ""}
                 self.calls.append({"id": call.id, "type": "function", "function": function})
             self.calls[call.index]["function"]["arguments"] += call.arguments
+
+    def withdraw(self, withdrawal: Withdrawal) -> None:
+        """Drop the message, and put the replacement in its place."""
+        self.content, self.reasoning, self.finish = withdrawal.replacement, "", CONTENT_FILTER
+        self.withdrawal = withdrawal
+        self.calls, self.logprobs = [], []
 
     def body(self) -> dict[str, Any]:
         content = None if self.calls and not self.content else self.content
@@ -298,6 +307,8 @@ class ChatShape:
         self.head = _encode({**self.body_head, "object": "chat.completion.chunk"})[:-1]
 
     def choices(self, piece: Piece) -> list[bytes]:
+        if piece.withdrawal is not None:
+            return self._withdrawn(self._messages[piece.index], piece.index, piece.withdrawal)
         message, part = self._read(piece)
         choices: list[bytes] = []
         if not message.begun:
@@ -314,12 +325,23 @@ class ChatShape:
             choices.append(_choice(piece.index, b'"tool_calls":' + _encode([_call_delta(call) for call in part.calls])))
         if part.finish:
             choices.append(_choice(piece.index, b"", finish=_finish(part.finish, piece.stopped_by)))
+        message.sent |= bool(part.reasoning or part.content or part.calls)
         return choices
+
+    def _withdrawn(self, message: _Message, index: int, withdrawal: Withdrawal) -> list[bytes]:
+        """The last entry of a choice. A client that does not know withdrawals gets the replacement if it has no other text."""
+        choices = [] if message.begun else [_choice(index, b'"role":"assistant","content":""')]
+        delta = b'"content":' + _encode(withdrawal.replacement) if not message.sent else b""
+        finish = b'"%b","withdrawal":%b' % (CONTENT_FILTER.encode(), _encode(withdrawal.body()))
+        return [*choices, _choice(index, delta, finish=finish)]
 
     def empty(self, index: int) -> bytes:
         return _choice(index, b'"content":""')
 
     def add(self, piece: Piece) -> None:
+        if piece.withdrawal is not None:
+            self._messages[piece.index].withdraw(piece.withdrawal)
+            return
         message, part = self._read(piece)
         message.keep(part)
         message.stop_reason = piece.stopped_by
@@ -332,13 +354,14 @@ class ChatShape:
         return [self._choice_body(index, message) for index, message in enumerate(self._messages)]
 
     def _choice_body(self, index: int, message: _Message) -> dict[str, Any]:
-        return {
+        body = {
             "index": index,
             "message": message.body(),
             "logprobs": {"content": message.logprobs, "refusal": None} if self._scored else None,
             "finish_reason": message.finish,
             "stop_reason": message.stop_reason,
         }
+        return body if message.withdrawal is None else {**body, "withdrawal": message.withdrawal.body()}
 
     def _read(self, piece: Piece) -> tuple[_Message, _Part]:
         message = self._messages[piece.index]

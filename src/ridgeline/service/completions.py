@@ -13,6 +13,7 @@ from ridgeline.service.answer import Streaming
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.fields import MAX_CHOICES, Fields
 from ridgeline.service.logprobs import CompletionLogprobs, prompt_logprobs
+from ridgeline.service.piece import CONTENT_FILTER, Piece, Withdrawal
 from ridgeline.service.reasoning import ReasoningReader, reasoning_after
 from ridgeline.service.sampling import (
     check_grammar,
@@ -24,7 +25,6 @@ from ridgeline.service.sampling import (
     tokenize,
 )
 from ridgeline.service.state import Service
-from ridgeline.service.stream import Piece
 from ridgeline.text.detokenize import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -105,6 +105,9 @@ class _Text:
         self.begun = False
         self.echoed = 0
         """Characters of the echoed prompt."""
+        self.sent = False
+        """The stream has a part of its text."""
+        self.withdrawal: Withdrawal | None = None
 
 
 class CompletionShape:
@@ -138,9 +141,14 @@ class CompletionShape:
         self.head = _encode(self.body_head)[:-1]
 
     def choices(self, piece: Piece) -> list[bytes]:
+        if piece.withdrawal is not None:
+            text = "" if self._texts[piece.index].sent else piece.withdrawal.replacement
+            values = piece.index, _encode(text), CONTENT_FILTER.encode(), _encode(piece.withdrawal.body())
+            return [b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":"%b","withdrawal":%b}' % values]
         text, logprobs = self._grow(piece)
         if not (text or piece.finish or (logprobs is not None and logprobs.value["tokens"])):
             return []
+        self._texts[piece.index].sent = True
         finish = b'"' + piece.finish.encode() + b'"' if piece.finish else b"null"
         scores = b"null" if logprobs is None else _encode(logprobs.value)
         reason = b"" if piece.stopped_by is None else b',"stop_reason":' + _encode(piece.stopped_by)
@@ -154,6 +162,14 @@ class CompletionShape:
 
     def add(self, piece: Piece) -> None:
         choice = self._texts[piece.index]
+        if piece.withdrawal is not None:
+            choice.text, choice.finish, choice.withdrawal = (
+                piece.withdrawal.replacement,
+                CONTENT_FILTER,
+                piece.withdrawal,
+            )
+            choice.logprobs = CompletionLogprobs(self._service.tokenizer) if self._scored else None
+            return
         text, logprobs = self._grow(piece)
         choice.text += text
         if choice.logprobs is not None and logprobs is not None:
@@ -171,6 +187,8 @@ class CompletionShape:
             "finish_reason": choice.finish,
             "stop_reason": choice.stop_reason,
         }
+        if choice.withdrawal is not None:
+            body["withdrawal"] = choice.withdrawal.body()
         if self._show_prompt:
             scores = self._prompt_scores.get(index // self._call.sampling.n, [])
             body["prompt_logprobs"] = prompt_logprobs(self._service.tokenizer, scores)

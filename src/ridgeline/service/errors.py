@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from ridgeline.core.errors import EngineFailed, Overloaded, RidgelineError, Unauthorized, Unavailable
+from ridgeline.service.keys.errors import OverBudget
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ def error_response(error: RidgelineError) -> web.Response:
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
     elif isinstance(error, Unavailable):
         headers["retry-after"] = "1"
+    elif isinstance(error, OverBudget):
+        headers["x-should-retry"] = "false"  # OpenAI's clients retry other answers with status 429
     elif isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     return web.Response(status=error.status, body=error_body(error), content_type="application/json", headers=headers)

@@ -266,7 +266,7 @@ TABLE: tuple[Field, ...] = (
     Field("modalities", Refused("the model writes text only", (["text"],)), "", (["text"],), (["text", "audio"], 7)),
     Field("audio", Refused("the model writes text only"), "", (), ({"voice": "a", "format": "wav"},)),
     Field("prediction", Refused(), "", (), ({"type": "content", "content": "a"},)),
-    Field("moderation", Refused("answers are not moderated"), "", (), ({"model": "m"},)),
+    Field("moderation", Refused("the option --moderation of the server decides"), "", (), ({"model": "m"},)),
     Field("web_search_options", Refused("the server does not search the web"), "", (), ({},)),
     Field("suffix", Refused(neutral=("",)), "", ("",), ("x",), _TEXT),
     Field("bad_words", Refused("use logit_bias with token ids", ([],)), "", ([],), (["x"],)),

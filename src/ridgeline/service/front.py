@@ -9,6 +9,7 @@ from ridgeline.core.errors import Unavailable
 from ridgeline.metrics import Metrics
 from ridgeline.service.bodies import Bodies
 from ridgeline.service.hosts import Hosts
+from ridgeline.service.keys.keyring import Keyring
 from ridgeline.service.origins import Origins
 from ridgeline.service.state import Service
 from ridgeline.wire.client import Client
@@ -33,6 +34,7 @@ class Front:
         self.origins = Origins.parse(config.allowed_origins)
         self.bodies = Bodies(int(config.max_body_mb * (1 << 20)))
         self.hosts = Hosts.parse(config.allowed_hosts, config.host)
+        self.keys = Keyring(config)
         self._hurry = False
         self._lost = ""
         """Why the last engine was lost, while it is being replaced."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
 from collections.abc import Awaitable, Callable
@@ -17,16 +16,19 @@ from ridgeline.core.errors import (
     NotJson,
     RequestError,
     RidgelineError,
-    Unauthorized,
 )
 from ridgeline.service.errors import as_ridgeline, error_response
 from ridgeline.service.front import Front
 from ridgeline.service.hosts import Hosts
+from ridgeline.service.keys.errors import AdminOnly
+from ridgeline.service.keys.keyring import Holder
 
 FRONT = web.AppKey("front", Front)
 REQUEST_ID = web.RequestKey("request_id", str)
 IGNORED = web.RequestKey("ignored", tuple)
 """Names for the header x-ridgeline-ignored-fields."""
+HOLDER = web.RequestKey("holder", Holder)
+"""Who sends the request. Missing on routes that need no key."""
 
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -38,6 +40,8 @@ _PAGES = frozenset({"/", "/dashboard", "/chat", "/docs"})
 _OPEN = frozenset({"/health", "/openapi.json"}) | _PAGES
 _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
 """Routes that need no key. Pages contain no data; they request it with the key."""
+_ADMIN = re.compile(r"/(reset_prefix_cache|admin/.*|requests(/.*)?|runs/.*|dashboard/data)")
+"""Routes of operators: they change the server for all clients, or show the requests of others."""
 _FORMS = frozenset({"/v1/files"})
 """Routes whose body is a form. They check its content type themselves."""
 _JSON_TYPE = re.compile(r"application/(json|[^\s/;,]+\+json)")
@@ -62,7 +66,7 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
             return answer
         front.origins.check(request, _PAGES)
         if request.path not in _OPEN and not _OPEN_FILES.fullmatch(request.path):
-            _check_key(request, front.config.api_key)
+            request[HOLDER] = _check_key(request, front)
         if request.method not in _SAFE_METHODS and request.match_info.http_exception is None:
             _check_content_type(request)
         return await handler(request)
@@ -91,17 +95,18 @@ def _check_host(request: web.Request, hosts: Hosts) -> None:
         hosts.check(f"[{host}]" if ":" in (host := request.url.host or "") else host)
 
 
-def _check_key(request: web.Request, key: str | None) -> None:
-    """Check `Authorization: Bearer KEY` or `x-api-key: KEY`. A Bearer key takes precedence."""
-    if key is None:
-        return
+def _check_key(request: web.Request, front: Front) -> Holder:
+    """Who sends the request: the holder of `Authorization: Bearer KEY` or `x-api-key: KEY`. A Bearer key takes precedence."""
     scheme, _, sent = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         sent = request.headers.get("x-api-key", "")
-    if not hmac.compare_digest(_raw(sent.strip()), _raw(key)):
-        raise Unauthorized(
-            "The API key is missing or wrong: send the header `authorization: Bearer KEY` or `x-api-key: KEY`."
+    admin = _ADMIN.fullmatch(request.path) is not None
+    holder = front.keys.holder(sent.strip(), anonymous=not admin)
+    if admin and not holder.admin:
+        raise AdminOnly(
+            f"{request.path[:200]} is a route of operators: send the key of the option --admin-api-key, which the server may have."
         )
+    return holder
 
 
 def _check_content_type(request: web.Request) -> None:
@@ -119,11 +124,6 @@ def _check_content_type(request: web.Request) -> None:
             else "The header content-type is missing"
         )
         raise NotJson(f"{problem}: send the header content-type: application/json.", param="content-type")
-
-
-def _raw(text: str) -> bytes:
-    """The bytes that were sent, including bytes that are not valid text."""
-    return text.encode("utf-8", "surrogateescape")
 
 
 def from_http(request: web.BaseRequest, error: web.HTTPException) -> web.Response:
@@ -149,6 +149,8 @@ def request_id(header: str | None) -> str:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     request.app[FRONT].origins.add_headers(request, response)
     response.headers["x-request-id"] = request.get(REQUEST_ID) or request_id(None)
+    if (holder := request.get(HOLDER)) is not None:
+        response.headers.update(holder.headers())
     names = islice((name for name in request.get(IGNORED, ()) if _HEADER_NAME.fullmatch(name)), _MAX_NAMES)
     if request.get(IGNORED):
         response.headers["x-ridgeline-ignored-fields"] = ", ".join(names) or "?"

@@ -9,6 +9,7 @@ from ridgeline.core.workload import prefix_hashes
 from ridgeline.metrics import Arrival, Metrics, RequestRecord, Spent, Totals
 from ridgeline.metrics.records import DISCONNECTED
 from ridgeline.service.call import Call, Usage
+from ridgeline.service.piece import CONTENT_FILTER
 from ridgeline.wire.messages import Delta
 
 
@@ -52,6 +53,10 @@ class Ledger:
         self._reasons.append(reason)
         self._ended.append(spent if delta.finish else replace(spent, decode_s=spent.decode_s + now - at))
 
+    def withdrawn(self, reason: str) -> None:
+        """A choice that ended for `reason` was withdrawn."""
+        self._reasons[self._reasons.index(reason)] = CONTENT_FILTER
+
     def close(self, usage: Usage) -> None:
         """The call is over. If some choices have not ended, it was cut off."""
         call, arrived = self._call, self._call.arrival
@@ -64,36 +69,36 @@ class Ledger:
         if published is None and complete and not usage.reasoning:  # an empty answer hides nothing
             published = self._first
         live = self._metrics.live
-        self._metrics.on_request(
-            RequestRecord(
-                id=call.id,
-                arrived_at=arrived,
-                prompt_tokens=usage.prompt,
-                cached_tokens=usage.cached,
-                output_tokens=usage.completion,
-                finish_reasons=tuple(self._reasons),
-                e2e_s=now - arrived,
-                ttft_s=None if self._first is None else self._first - arrived,
-                spent=replace(
-                    slowest,
-                    device_s=sum(choice.device_s for choice in spent),
-                    prompt_device_s=self._prompt_device_s,
-                    drafted=sum(choice.drafted for choice in spent),
-                    accepted=sum(choice.accepted for choice in spent),
-                ),
-                max_tokens=call.max_tokens,
-                hidden_tokens=usage.reasoning,
-                publish_s=None if published is None else published - arrived,
-                cut="" if complete else self.cut,
-                cut_reason="" if complete else self.cut_reason,
-                request_id=call.request_id,
-                run_id=call.run_id,
-                prefix_hashes=prefix_hashes(call.prompts[0]) if len(call.prompts) == 1 else (),
-                batch=call.batch,
-                late=tuple(live.late[self._late_before :]),
-                declared=call.declared,
-                arrival=self._arrival,
-                prefilling=(live.totals if self._before is None else self._before).since(self._arrived),
-                decoding=Totals() if self._before is None else live.totals.since(self._before),
-            )
+        record = RequestRecord(
+            id=call.id,
+            arrived_at=arrived,
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            output_tokens=usage.completion,
+            finish_reasons=tuple(self._reasons),
+            e2e_s=now - arrived,
+            ttft_s=None if self._first is None else self._first - arrived,
+            spent=replace(
+                slowest,
+                device_s=sum(choice.device_s for choice in spent),
+                prompt_device_s=self._prompt_device_s,
+                drafted=sum(choice.drafted for choice in spent),
+                accepted=sum(choice.accepted for choice in spent),
+            ),
+            max_tokens=call.max_tokens,
+            hidden_tokens=usage.reasoning,
+            publish_s=None if published is None else published - arrived,
+            cut="" if complete else self.cut,
+            cut_reason="" if complete else self.cut_reason,
+            request_id=call.request_id,
+            run_id=call.run_id,
+            prefix_hashes=prefix_hashes(call.prompts[0]) if len(call.prompts) == 1 else (),
+            batch=call.batch,
+            late=tuple(live.late[self._late_before :]),
+            declared=call.declared,
+            arrival=self._arrival,
+            prefilling=(live.totals if self._before is None else self._before).since(self._arrived),
+            decoding=Totals() if self._before is None else live.totals.since(self._before),
         )
+        self._metrics.on_request(record)
+        call.payer.charge(record, live.cost(record))

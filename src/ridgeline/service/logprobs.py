@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ridgeline.core.plan import TokenLogprobs
-from ridgeline.service.stream import Scored
+from ridgeline.service.piece import Scored
 from ridgeline.text.tokenizer import Tokenizer
 
 _MIN_LOGPROB = -9999.0

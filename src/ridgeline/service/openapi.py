@@ -20,6 +20,7 @@ from ridgeline.service.batches.routes import BATCH_BODY, BATCH_PAGE, FILE_PAGE, 
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.declared import HEADERS, RUN_ID, RUN_ID_LENGTH
 from ridgeline.service.guard import FRONT
+from ridgeline.service.keys.routes import DAYS, STEPS
 from ridgeline.service.routes import DETOKENIZE, TOKENIZE
 from ridgeline.service.schemas import Schema, body_schema, record_schema
 
@@ -39,7 +40,7 @@ _SECURITY = {
     "bearer": {
         "type": "http",
         "scheme": "bearer",
-        "description": "The key of --api-key. A server without --api-key requires none.",
+        "description": "The key of --api-key, or one of --api-keys. A server without these options requires none.",
     },
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key in another header."},
 }
@@ -77,16 +78,18 @@ class Details:
 ERRORS = {
     400: "The request is not valid. The error's param names the field.",
     401: "The API key is missing or wrong.",
+    403: "The API key does not allow it.",
     404: "There is no such model, request, file, batch or page.",
     408: "The body did not arrive in time.",
     409: "The state of the file or batch does not allow it.",
     413: "The body is too large.",
-    429: "The queue is full. The header retry-after says when to try again.",
+    429: "The queue is full, or a limit of the API key is reached: the header retry-after says when to try again. Or the budget of "
+    "the API key is spent.",
     500: "The engine failed.",
     507: "The disk, or the space for files, is full.",
     503: "The server is loading or shutting down, or the engine is not healthy.",
 }
-_GENERATES = (400, 404, 408, 413, 429, 500, 503)
+_GENERATES = (400, 403, 404, 408, 413, 429, 500, 503)
 _READS_BODY = (400, 404, 408, 413, 503)
 
 
@@ -123,6 +126,12 @@ _ORDER = {
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20, "description": "Number of requests."}
 _PURPOSE = {"type": "string", "description": "Only files with this purpose: batch or batch_output."}
 _FILE_ORDER = {"enum": ["asc", "desc"], "default": "desc", "description": "The oldest or the latest files first."}
+_STEP = {"enum": list(STEPS), "default": "day", "description": "The step of the sums, in UTC."}
+_TIME = {
+    "type": "string",
+    "description": f"Unix seconds, or a time in ISO 8601. Without since, {DAYS} days; without until, now.",
+}
+_KEY_NAME = {"type": "string", "description": "Only this API key."}
 _AFTER = {"type": "string", "description": "The id after which the page begins."}
 
 
@@ -203,16 +212,21 @@ DETAILS: Mapping[str, Details] = {
         answers={_JSON: _ref("Text")},
         errors=_READS_BODY,
     ),
-    "post /reset_prefix_cache": Details(answers={_JSON: {"type": "object"}}, errors=(503,)),
-    "get /admin/stats": Details(answers={_JSON: {"type": "object"}}, errors=(503,)),
+    "get /v1/usage": Details(
+        {"by": _STEP, "since": _TIME, "until": _TIME, "key": _KEY_NAME},
+        answers={_JSON: _ref("KeyUsage")},
+        errors=(400, 404),
+    ),
+    "post /reset_prefix_cache": Details(answers={_JSON: {"type": "object"}}, errors=(403, 503)),
+    "get /admin/stats": Details(answers={_JSON: {"type": "object"}}, errors=(403, 503)),
     "get /health": Details(answers={_JSON: _ref("Health")}, errors=(503,)),
     "get /version": Details(answers={_JSON: _ref("Version")}),
     "get /metrics": Details(answers={_TEXT: {"type": "string"}}),
-    "get /requests": Details({"order": _ORDER, "limit": _LIMIT}, answers={_JSON: _ref("Ledger")}, errors=(400,)),
-    "get /requests/{id}": Details(answers={_JSON: _ref("LedgerRow")}, errors=(404,)),
-    "get /requests/{id}/why": Details(answers={_JSON: _ref("Why")}, errors=(404,)),
-    "get /runs/{id}": Details(answers={_JSON: _ref("AgentRun")}, errors=(404,)),
-    "get /dashboard/data": Details({"since": _SINCE}, answers={_JSON: {"type": "object"}}, errors=(400,)),
+    "get /requests": Details({"order": _ORDER, "limit": _LIMIT}, answers={_JSON: _ref("Ledger")}, errors=(400, 403)),
+    "get /requests/{id}": Details(answers={_JSON: _ref("LedgerRow")}, errors=(403, 404)),
+    "get /requests/{id}/why": Details(answers={_JSON: _ref("Why")}, errors=(403, 404)),
+    "get /runs/{id}": Details(answers={_JSON: _ref("AgentRun")}, errors=(403, 404)),
+    "get /dashboard/data": Details({"since": _SINCE}, answers={_JSON: {"type": "object"}}, errors=(400, 403)),
     "get /": Details(answers={_JSON: _ref("Home"), _HTML: {"type": "string"}}),
     "get /openapi.json": Details(answers={_JSON: {"type": "object"}}),
     "get /dashboard": Details(answers={_HTML: {"type": "string"}}),

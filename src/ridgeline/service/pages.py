@@ -47,7 +47,7 @@ async def home(request: web.Request) -> web.Response:
         links = {name: front.prefix + path for name, path in LINKS.items()}
         body = {"name": "ridgeline", "version": ridgeline.__version__, "model": model, **links}
         return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=_CACHING)
-    key = "" if front.config.api_key is None else ' -H "authorization: Bearer $RIDGELINE_API_KEY"'
+    key = "" if not front.keys.needed else ' -H "authorization: Bearer $RIDGELINE_API_KEY"'
     values = {
         "model": model,
         "version": ridgeline.__version__,

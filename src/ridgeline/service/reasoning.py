@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ridgeline.core.errors import RequestError
+from ridgeline.service.piece import Piece
 from ridgeline.service.state import Service
-from ridgeline.service.stream import Piece
 from ridgeline.text.reasoning import ReasoningSplitter, Tags, detect_tags, starts_inside
 
 _TAIL = 32

@@ -30,6 +30,7 @@ from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.launch import Begun
 from ridgeline.service.listen import cannot_listen
+from ridgeline.service.moderation.watch import Moderation, make_moderation
 from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
@@ -81,6 +82,7 @@ class Server:
         self.port = config.port
         self._supervisor = supervisor
         self._address = Address.read(config)
+        self._moderation = make_moderation(config, metrics.judged)
         self._reference = reference
         self._service: Service | None = None
         """Of the current engine, or of the last one until the next is ready."""
@@ -126,7 +128,7 @@ class Server:
         card = ModelCard(
             config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
         )
-        self._answer(_make_service(self.front, card, folder, tokenizer, templates))
+        self._answer(_make_service(self.front, card, folder, (tokenizer, templates), self._moderation))
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
     async def keep_open(self, announce: Announce | None = None) -> None:
@@ -158,6 +160,7 @@ class Server:
         facts = client.facts
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
+        self.front.keys.set_price(metrics.live.ceilings.price)
         if self._reference is not None:
             shadow = Shadow(config, client, metrics, self._reference, service.limits.request_tokens)
             self._shadowing = asyncio.get_running_loop().create_task(shadow.run())
@@ -181,6 +184,7 @@ class Server:
         if self._service is not None:
             self._service.grammars.close()
         await self._end_shadowing()
+        await self._moderation.close()
 
 
 def _ceilings(config: ServiceConfig, facts: Mapping[str, Any]) -> Ceilings:
@@ -191,9 +195,10 @@ def _ceilings(config: ServiceConfig, facts: Mapping[str, Any]) -> Ceilings:
 
 
 def _make_service(
-    front: Front, card: ModelCard, folder: Path, tokenizer: Tokenizer, templates: ChatTemplates
+    front: Front, card: ModelCard, folder: Path, text: tuple[Tokenizer, ChatTemplates], moderation: Moderation
 ) -> Service:
     """The service for an engine that is ready."""
+    tokenizer, templates = text
     facts = front.client.facts
     limits = Limits.of(facts, tokenizer)
     end_ids = list(facts.get("eos_ids") or ([] if tokenizer.eos_id is None else [tokenizer.eos_id]))
@@ -208,6 +213,7 @@ def _make_service(
         limits=limits,
         gate=_make_gate(front.config, facts),
         fingerprint=f"ridgeline-{ridgeline.__version__}",
+        moderation=moderation,
     )
 
 
@@ -304,7 +310,7 @@ async def serve(
 
 
 def _stop_signals(front: Front) -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set. The first signal drains, the second ends the drain."""
+    """An event that SIGTERM and SIGINT set. The first signal drains, the second ends the drain. SIGHUP reads the API keys again."""
     stopped = asyncio.Event()
 
     def stop() -> None:
@@ -312,6 +318,8 @@ def _stop_signals(front: Front) -> asyncio.Event:
             front.hurry()
         stopped.set()
 
+    if front.config.api_keys:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(front.keys.reload, changed_only=False))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     return stopped

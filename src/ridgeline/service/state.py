@@ -12,6 +12,7 @@ from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.metrics import Metrics
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
+from ridgeline.service.moderation.watch import Moderation
 from ridgeline.service.shadow import Shadow
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
@@ -32,6 +33,10 @@ class ModelCard:
     root: str
     created: int
     defaults: Mapping[str, float]
+
+    def names(self, name: str | None) -> tuple[str, ...]:
+        """The names that mean the model of a request for `name`."""
+        return (self.name, self.root) if name in (None, self.name, self.root) else (name or "",)
 
     def check(self, name: str | None) -> None:
         """Raises ModelNotFound for another model's name. A request without a model is accepted."""
@@ -122,4 +127,5 @@ class Service:
     gate: Gate
     fingerprint: str
     """`system_fingerprint` of every answer: the server version."""
+    moderation: Moderation
     shadow: Shadow | None = None

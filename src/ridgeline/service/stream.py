@@ -8,44 +8,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from contextlib import aclosing
 
 from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError, Unavailable
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.ledger import Ledger
+from ridgeline.service.piece import CONTENT_FILTER, Piece, Scored
 from ridgeline.service.state import Service
 from ridgeline.text.detokenize import Detokenizer
 from ridgeline.text.stops import StopStrings
 from ridgeline.wire.client import Subscription
 from ridgeline.wire.messages import Delta
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A token with its log-probabilities. start: the character of the answer's text at which the token begins."""
-
-    start: int
-    logprobs: TokenLogprobs
-
-
-@dataclass(slots=True)
-class Piece:
-    """Update of one choice. finish: "" while it runs, else "stop" or "length".
-
-    count: gained tokens (they count in usage). scored: tokens whose text is released now. ended_by: the scored stop token,
-    which is not part of the text. stopped_by: the request's stop string or stop token id that ended the choice.
-    prompt_logprobs: with the first piece of a prompt's first choice, if requested.
-    """
-
-    index: int
-    text: str
-    count: int
-    finish: str = ""
-    scored: list[Scored] = field(default_factory=list)
-    ended_by: Scored | None = None
-    stopped_by: str | int | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class _Choice:
@@ -69,7 +43,8 @@ class _Choice:
         self.tokens: list[int] = []
         """Its tokens; kept only for answers that are scored by the reference."""
         self.count = 0
-        self.finished = False
+        self.finish = ""
+        """How it ended, "" while it runs."""
 
     def take(self, delta: Delta) -> Piece:
         """The piece for a delta. After a stop string the piece has a finish that the engine does not know yet."""
@@ -84,7 +59,7 @@ class _Choice:
             self._finish(piece, delta, hides_stop)
         self._released_characters += len(piece.text)
         self.count += piece.count
-        self.finished = bool(piece.finish)
+        self.finish = piece.finish
         self._release(piece)
         return piece
 
@@ -111,7 +86,7 @@ class _Choice:
 
     def _release(self, piece: Piece) -> None:
         """Release log-probabilities with their text. Those of a stop string that is cut off are dropped."""
-        release_all = self.finished and not isinstance(piece.stopped_by, str)
+        release_all = bool(self.finish) and not isinstance(piece.stopped_by, str)
         while self._scored and (release_all or self._scored[0].start < self._released_characters):
             piece.scored.append(self._scored.popleft())
 
@@ -126,19 +101,9 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
     ledger = Ledger(call, service.metrics)
     try:
         run = _Run(service, call, subscription, ledger, usage)
-        while not subscription.over:
-            batch: list[Piece] = []
-            failed: RidgelineError | None = None
-            deltas = await subscription.take(service.config.keep_alive_s)
-            usage.received = time.time()
-            for delta in _merged(deltas) if len(deltas) > 1 else deltas:
-                failed = failed or run.failure(delta)
-                if failed is None and (piece := run.take(delta)) is not None:
-                    batch.append(piece)
-            if batch or not deltas:
+        async with aclosing(service.moderation.watch(run, call.choices)) as watched:
+            async for batch in watched:
                 yield batch
-            if failed is not None:
-                raise failed
     finally:
         if not call.batch:
             service.gate.ended(call.choices)
@@ -169,11 +134,44 @@ class _Run:
         self._subscription = subscription
         self._ledger = ledger
         self._usage = usage
+        self._keep_alive_s = service.config.keep_alive_s
         shadow = None if call.batch else service.shadow
         self._shadow = shadow if shadow is not None and shadow.draws() else None
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
         usage.prompt = sum(map(len, call.prompts))
+
+    async def batches(self) -> AsyncGenerator[list[Piece], None]:
+        """The pieces of the engine's updates, as `pieces` yields them."""
+        subscription, keep_alive_s = self._subscription, self._keep_alive_s
+        while not subscription.over:
+            batch: list[Piece] = []
+            failed: RidgelineError | None = None
+            deltas = await subscription.take(keep_alive_s)
+            self.released()
+            for delta in _merged(deltas) if len(deltas) > 1 else deltas:
+                failed = failed or self.failure(delta)
+                if failed is None and (piece := self.take(delta)) is not None:
+                    batch.append(piece)
+            if batch or not deltas:
+                yield batch
+            if failed is not None:
+                raise failed
+
+    def released(self) -> None:
+        """The newest tokens may be sent now."""
+        self._usage.received = time.time()
+
+    def withdraw(self, index: int) -> None:
+        """Withdraw a choice, and end it if it still runs."""
+        choice, n = self._choices[index], self._call.sampling.n
+        if choice.finish:
+            self._ledger.withdrawn(choice.finish)
+        else:
+            delta = Delta(f"{self._call.id}-{index // n}", index % n)
+            self._ledger.ended(CONTENT_FILTER, delta)
+            self._subscription.finish(delta.id, delta.choice, "stop", choice.count)
+        choice.finish = CONTENT_FILTER
 
     def failure(self, delta: Delta) -> RidgelineError | None:
         """The error for a choice that ended early: a bad request, a shutdown, or a failure of the server."""
@@ -194,14 +192,14 @@ class _Run:
         """The piece for a delta; None if the service has already ended the choice."""
         call, usage = self._call, self._usage
         choice = self._choices[self._places[delta.id] * call.sampling.n + delta.choice]
-        if choice.finished:
+        if choice.finish:
             return None
         if delta.choice == 0 and delta.cached > 0:
             usage.cached += delta.cached
         self._ledger.observe(delta, usage.received)
         if call.max_tokens == 0:
             piece = Piece(choice.index, "", 0, "length")
-            choice.finished = True
+            choice.finish = piece.finish
         else:
             piece = choice.take(delta)
         piece.prompt_logprobs = delta.prompt_logprobs if delta.choice == 0 else None

@@ -31,11 +31,11 @@ def down_decoder() -> msgspec.msgpack.Decoder[Down]:
     return msgspec.msgpack.Decoder(Down)
 
 
-def body_length(word: bytes | bytearray | memoryview) -> int:
-    """Read a body's length from the frame's first four bytes. Raises EngineFailed above MAX_FRAME."""
+def body_length(word: bytes | bytearray | memoryview, limit: int = MAX_FRAME) -> int:
+    """Read a body's length from the frame's first four bytes. Raises EngineFailed above the limit."""
     (length,) = LENGTH.unpack_from(word)
-    if length > MAX_FRAME:
-        raise EngineFailed(f"a frame has {length} bytes, more than the limit of {MAX_FRAME}: the stream is corrupt")
+    if length > limit:
+        raise EngineFailed(f"a frame has {length} bytes, more than the limit of {limit}: the stream is corrupt")
     return int(length)
 
 

@@ -35,6 +35,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """False: the request neither reads nor writes the prefix cache."""
     has_reader: bool = False
     """A person reads the answer while it is generated: --reader-pace applies."""
+    client: str = ""
+    """Who sent it, "" without API keys: clients share the service when requests wait."""
     drawn: dict[int, list[int]] = {}
     """Choice -> the output tokens that another engine has drawn; choices without an entry do not run. Empty: all choices start."""
     ticket: Ticket | None = None

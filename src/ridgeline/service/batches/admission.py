@@ -12,6 +12,7 @@ While no online request runs, nobody is slowed down, and all rows of the engine 
 The line cannot see everything (prompts of rows, a busy machine). So the lane also follows what it measures: it shrinks at once
 while steps take longer than the SLO allows, and by half when online requests have missed the SLO, from which it recovers slowly.
 Beside online requests it grows by a few rows at a time, so that their prompts do not fill a step.
+A row with several choices counts as so many.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _SETTLE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine's load. online: choices of online requests that have not ended. batch: rows of batches in flight. rows: choices
-    that the engine runs at once."""
+    """The engine's load in choices. online: of online requests that have not ended. batch: of rows in flight. rows: those that the
+    engine runs at once."""
 
     now: float
     online: int
@@ -109,8 +110,9 @@ class LaneAdmission:
         self._seen_at = 0.0
         self._most = 0
         self._pressed = 0.0
+        """Rows that steps beyond the limit have left."""
         self._pressed_until = -math.inf
-        """Rows that steps beyond the limit have left, until steps with so few rows have been measured."""
+        """Time at which steps with so few rows have been measured."""
 
     def on_steps(self, running: float, seconds: float, steps: int = 1) -> None:
         """Steps of the engine: their mean number of running requests, online and batch together, and their mean time."""

@@ -14,6 +14,7 @@ import msgspec
 from ridgeline.core.errors import BodyTooLarge, RequestError
 from ridgeline.service.batches.objects import Problem
 from ridgeline.service.bodies import LARGE, check_cost
+from ridgeline.service.fields import MAX_CHOICES
 from ridgeline.service.json_values import decode_json
 from ridgeline.service.readers import Text, wrong
 
@@ -52,13 +53,14 @@ class InputIndex:
     """The lines of an input file, by row number: the line's number from 0. Blank lines are no rows. Bodies stay in the file.
 
     spans: offset and length of each row. order: row numbers, sorted by shared prefix. bad: rows that fail without being run.
-    models: names of the models that rows ask for.
+    models: names of the models that rows ask for. choices: of rows that ask for more than one.
     """
 
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
     bad: dict[int, BadRow] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
+    choices: dict[int, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     """Why the whole file is not valid; empty if it is."""
 
@@ -138,6 +140,8 @@ def scan(path: Path, endpoint: str, max_row_bytes: int) -> InputIndex:
                 continue
             if isinstance(model := value.body.get("model"), str):
                 index.models.add(model)
+            if (choices := _choices(value.body)) > 1:
+                index.choices[row] = choices
             prefixes.append((prefix_key(value.body), length, row))
     index.order = [row for _, _, row in sorted(prefixes)]
     index.problems = _problems(index)
@@ -150,6 +154,13 @@ def prefix_key(body: dict[str, Any]) -> bytes:
     text = msgspec.json.encode([part for part in prompt if part is not None])
     hashes = (hashlib.blake2b(text[:size], digest_size=_HASH_BYTES).digest() for size in _PREFIX_CHARACTERS)
     return b"".join(hashes)
+
+
+def _choices(body: dict[str, Any]) -> int:
+    """Choices that a body asks for, n for each prompt; 1 if it is not valid, which is found when the row runs."""
+    n, prompt = body.get("n"), body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+    return min(MAX_CHOICES, prompts * (n if isinstance(n, int) and n > 0 else 1))
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, int]]:

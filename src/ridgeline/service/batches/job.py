@@ -26,6 +26,7 @@ from ridgeline.service.batches.results import Results
 from ridgeline.service.batches.store import Store, StoredBatch
 from ridgeline.service.errors import as_ridgeline, error_body
 from ridgeline.service.fields import Fields, Route, read_fields
+from ridgeline.service.keys.keyring import Holder
 from ridgeline.service.read_call import read_call
 from ridgeline.service.state import Service
 
@@ -59,10 +60,11 @@ class RowResult:
 
 
 class Job:
-    """A batch that has not ended. max_row_bytes: largest line."""
+    """A batch that has not ended. max_row_bytes: largest line. holder: the client that pays for its rows."""
 
-    def __init__(self, stored: StoredBatch, store: Store, max_row_bytes: int) -> None:
+    def __init__(self, stored: StoredBatch, store: Store, max_row_bytes: int, holder: Holder) -> None:
         self._stored, self._store, self._max_row_bytes = stored, store, max_row_bytes
+        self.holder = holder
         self.batch: Batch = stored.batch
         self.index = InputIndex()
         self.results: Results | None = None
@@ -70,11 +72,39 @@ class Job:
         self.pending: deque[int] = deque()
         """Rows to run, in their order."""
         self.running: set[int] = set()
+        self.lock = asyncio.Lock()
+        """Held while the state of the batch changes."""
+        self.ending = False
+        """Whether the rows are withdrawn for good: none starts any more."""
         self.reported = 0, 0
         """Completed and failed rows that the metrics have."""
         self.retry_at = 0.0
         self.storage_error: OSError | None = None
         """Why a result could not be stored."""
+
+    @property
+    def next_row(self) -> int | None:
+        """The row to start next; None if there is none, or if rows may not start."""
+        runs = self.batch.status in ("in_progress", "finalizing") and not self.ending
+        return self.pending[0] if runs and self.pending else None
+
+    def choices(self, row: int) -> int:
+        """Choices that a row asks for."""
+        return self.index.choices.get(row, 1)
+
+    def due(self, now: float) -> bool:
+        """Whether the state of the batch has to change now."""
+        if time.monotonic() < self.retry_at:
+            return False
+        if (
+            self.results is None
+            or self.storage_error is not None
+            or self.batch.status == "cancelling"
+            or self.batch.ended
+        ):
+            return True
+        expired = self.batch.status == "in_progress" and now >= self.batch.expires_at
+        return expired or not (self.pending or self.running)
 
     async def prepare(self, now: float) -> None:
         """Read input and results. A new batch begins, or fails if its file is not valid."""
@@ -175,7 +205,13 @@ class Job:
         )
         return tuple(
             StoredFile(
-                file_id, size, now, f"{batch.id}_{name}.jsonl", "batch_output", now + self._stored.result_expiry_s
+                file_id,
+                size,
+                now,
+                f"{batch.id}_{name}.jsonl",
+                "batch_output",
+                now + self._stored.result_expiry_s,
+                self._stored.owner,
             )
             for file_id, name, size in sizes
             if file_id is not None
@@ -197,7 +233,10 @@ async def run_row(service: Service, job: Job, row: int, last_attempt: bool) -> R
     try:
         if isinstance(fields, RequestError):
             raise fields
+        job.holder.check_model(*service.card.names(fields.get("model")))
+        job.holder.check_budget()
         call, shape, _ = await read_call(service, ENDPOINTS[job.batch.endpoint], fields, time.time())
+        call, _ = job.holder.bind(call)
         call = replace(call, request_id=request_id, priority=PRIORITY + call.priority, batch=True, has_reader=False)
         service.gate.batch_choices += call.choices
         try:

@@ -1,23 +1,26 @@
 """Runs the rows of batches beside online requests, and carries each batch from state to state.
 
-Everything happens in one task, which looks every `_LOOK_S` and whenever a row has ended: it starts or withdraws rows as
-`LaneAdmission` says, and moves batches on. A row is an ordinary call, read and checked like a request over HTTP, that the engine
-runs with the lowest priority. A withdrawn row starts again later. Reading input files and waiting for the disk happen in threads.
+One task looks every `_LOOK_S` and whenever a row has ended: it starts or withdraws rows as `LaneAdmission` says, and never waits
+for a disk. What does wait, reading input files and storing states, happens in a task of each batch. A row is an ordinary call, read
+and checked like a request over HTTP, that the engine runs with the lowest priority. A withdrawn row starts again later.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 from ridgeline.core.errors import RidgelineError
 from ridgeline.service.batches.admission import LaneAdmission, Load
 from ridgeline.service.batches.job import ATTEMPTS, Job, RowLost, run_row
-from ridgeline.service.batches.objects import StorageFull
+from ridgeline.service.batches.objects import Conflict, StorageFull
 from ridgeline.service.batches.settings import DayWindow, batch_folder, read_impact
 from ridgeline.service.batches.store import Store, StoredBatch
 from ridgeline.service.front import Front
@@ -76,9 +79,8 @@ class Lane:
         self._changed = asyncio.Event()
         self._running: dict[asyncio.Task[None], tuple[Job, int]] = {}
         """Rows in flight, the oldest first."""
-        self._moving = asyncio.Lock()
-        """Held while the state of a batch changes."""
-        self._synced_at = self._purged_at = -math.inf
+        self._moving: dict[str, asyncio.Task[None]] = {}
+        """Changes of state that are under way, by batch."""
         self._attempts: dict[tuple[str, int], int] = {}
         self._totals = front.metrics.live.totals
         self._gaps = front.metrics.live.token_gaps
@@ -86,9 +88,15 @@ class Lane:
 
     # --- what routes call -------------------------------------------------------------------------------------------
 
+    async def submit(self, stored: StoredBatch) -> None:
+        """Store a new batch and run it. Shield it: a batch that is stored and not run would wait for the server's next start."""
+        await asyncio.to_thread(self.store.add_batch, stored)
+        self.add(stored)
+
     def add(self, stored: StoredBatch) -> None:
         """Run a batch that the store has."""
-        self._jobs[stored.batch.id] = Job(stored, self.store, int(self._front.config.max_body_mb * (1 << 20)))
+        holder = self._front.keys.payer(stored.owner)
+        self._jobs[stored.batch.id] = Job(stored, self.store, int(self._front.config.max_body_mb * (1 << 20)), holder)
         self._changed.set()
 
     def current(self, stored: StoredBatch) -> StoredBatch:
@@ -103,16 +111,16 @@ class Lane:
 
     async def cancel(self, batch_id: str) -> StoredBatch:
         """Begin to cancel. Raises NotFound, and Conflict for a batch whose state does not allow it."""
-        async with self._moving:
-            stored = await asyncio.to_thread(self.store.batch, batch_id)
-            job = self._jobs.get(batch_id)
-            if job is None:
-                stored.batch.move("cancelling", self._clock())  # raises Conflict: it has ended
-            elif job.batch.status != "cancelling":
+        stored = await asyncio.to_thread(self.store.batch, batch_id)
+        job = self._jobs.get(batch_id)
+        if job is None:
+            raise Conflict(f"Batch {batch_id} is {stored.batch.status}: it cannot be cancelled.", param="status")
+        async with job.lock:
+            if job.batch.status != "cancelling":
                 job.batch.move("cancelling", self._clock())
                 await self._save(job)
                 self._changed.set()
-            return self.current(stored)
+            return job.current()
 
     async def load(self) -> None:
         """Go on with the batches that an earlier server has left."""
@@ -123,73 +131,76 @@ class Lane:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        while True:
-            self._changed.clear()
-            try:
-                await self._look()
-            except Exception:
-                log.exception("the batch lane goes on after an error")
-            try:
-                async with asyncio.timeout(_LOOK_S if self._jobs else 1.0):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+        maintaining = asyncio.get_running_loop().create_task(self._maintain())
+        try:
+            while True:
+                self._changed.clear()
+                try:
+                    self._look()
+                except Exception:
+                    log.exception("the batch lane goes on after an error")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S if self._jobs else 1.0):
+                        await self._changed.wait()
+        finally:
+            await _cancel({maintaining, *self._moving.values()})
 
     async def close(self) -> None:
         """Withdraw all rows and close the files. Batches go on when the server starts again."""
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            await asyncio.wait(self._running)
+        await _cancel(set(self._running))
         for job in self._jobs.values():
             await asyncio.to_thread(job.close)
         await asyncio.to_thread(self.store.close)
 
-    async def _look(self) -> None:
-        now, at = self._clock(), time.monotonic()
-        if at - self._purged_at >= _PURGE_S:
-            self._purged_at = at
-            await asyncio.to_thread(self.store.delete_expired, now)
+    def _look(self) -> None:
+        now = self._clock()
         opened = 0
-        for job in list(self._jobs.values()):
-            due = job.batch.status == "cancelling" or now >= job.batch.expires_at
-            if opened < _OPEN or due:
-                async with self._moving:
-                    await self._advance(job, now)
+        for job in self._jobs.values():
+            first = opened < _OPEN or job.batch.status == "cancelling" or now >= job.batch.expires_at
+            if first and job.due(now) and job.batch.id not in self._moving:
+                task = asyncio.get_running_loop().create_task(self._advance(job, now))
+                self._moving[job.batch.id] = task
+                task.add_done_callback(partial(self._moved, job.batch.id))
             opened += not job.batch.ended
         self._fill(now)
-        if at - self._synced_at >= _SYNC_S:
-            self._synced_at = at
-            await self._sync()
         self._report()
 
+    def _moved(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        del self._moving[batch_id]
+        self._changed.set()
+
     async def _advance(self, job: Job, now: float) -> None:
-        """Move one batch on, if something is due."""
-        if time.monotonic() < job.retry_at:
-            return
-        try:
-            if job.storage_error is not None:
-                raise job.storage_error
-            if job.results is None:
-                await job.prepare(now)
-            batch = job.batch
-            if batch.status == "in_progress" and now >= batch.expires_at:
-                await self._withdraw_all(job)
-                await job.finish("expired", now)
-            elif batch.status == "cancelling":
-                await self._withdraw_all(job)
-                await job.finish("cancelled", now)
-            elif batch.status == "in_progress" and not job.pending and not job.running:
+        """Move one batch on. After an error it is tried again later, and other batches are not delayed."""
+        async with job.lock:
+            try:
+                await self._change_state(job, now)
+            except (OSError, StorageFull) as error:
+                await self._storage_failed(job, error, now)
+            except Exception:
+                log.exception("batch %s: trying again in %g s", job.batch.id, _RETRY_S)
+                job.retry_at = time.monotonic() + _RETRY_S
+
+    async def _change_state(self, job: Job, now: float) -> None:
+        if job.storage_error is not None:
+            raise job.storage_error
+        if job.results is None:
+            await job.prepare(now)
+        batch = job.batch
+        if batch.status == "in_progress" and now >= batch.expires_at:
+            await self._withdraw_all(job)
+            await job.finish("expired", now)
+        elif batch.status == "cancelling":
+            await self._withdraw_all(job)
+            await job.finish("cancelled", now)
+        elif job.results is not None and not job.pending and not job.running and not batch.ended:
+            if batch.status == "in_progress":
+                await asyncio.to_thread(job.results.sync)  # the disk has every row before the state says so
                 batch.move("finalizing", now)
                 await self._save(job)
-                await job.finish("completed", self._clock())
-            elif batch.status == "finalizing":
-                await job.finish("completed", now)
-            if batch.ended:
-                await self._save(job)
-                self._drop(job)
-        except (OSError, StorageFull) as error:
-            await self._storage_failed(job, error, now)
+            await job.finish("completed", self._clock())
+        if batch.ended:
+            await self._save(job)
+            self._drop(job)
 
     def _drop(self, job: Job) -> None:
         """Forget a batch that has ended and is stored."""
@@ -211,23 +222,35 @@ class Lane:
             log.error("the state of batch %s cannot be stored; trying again in %g s", job.batch.id, _RETRY_S)
 
     async def _withdraw_all(self, job: Job) -> None:
-        tasks = [task for task, (owner, _) in self._running.items() if owner is job]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        """Withdraw the rows of a batch that ends, for good."""
+        job.ending = True
+        await _cancel({task for task, (owner, _) in self._running.items() if owner is job})
 
     async def _save(self, job: Job) -> None:
         await asyncio.to_thread(self.store.save, job.current(), job.files())
 
-    async def _sync(self) -> None:
-        """Wait for the disk to have all results."""
-        for job in list(self._jobs.values()):
-            if job.results is not None:
+    async def _maintain(self) -> None:
+        """Wait for the disk to have all results, again and again, and delete files whose time is over."""
+        purged_at = -math.inf
+        while True:
+            await asyncio.sleep(_SYNC_S)
+            for job in list(self._jobs.values()):
+                if not job.lock.locked():  # a change of state waits for the disk itself
+                    async with job.lock:
+                        await self._sync(job)
+            if time.monotonic() - purged_at >= _PURGE_S:
+                purged_at = time.monotonic()
                 try:
-                    await asyncio.to_thread(job.results.sync)
-                except OSError as error:
-                    await self._storage_failed(job, error, self._clock())
+                    await asyncio.to_thread(self.store.delete_expired, self._clock())
+                except Exception:
+                    log.exception("expired files of batches cannot be deleted; trying again in %g s", _PURGE_S)
+
+    async def _sync(self, job: Job) -> None:
+        if job.results is not None and job.batch.id in self._jobs:
+            try:
+                await asyncio.to_thread(job.results.sync)
+            except OSError as error:
+                job.storage_error = error
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
@@ -250,17 +273,21 @@ class Lane:
         at = time.monotonic()
         self._learn(at)
         online = service.client.open_choices - service.gate.batch_choices
-        in_flight = len(self._running)
+        in_flight = sum(job.choices(row) for job, row in self._running.values())
         allowed = self._admission.allowed(Load(at, online, in_flight, service.gate.rows))
         if in_flight - allowed > allowed // 4:  # a smaller excess goes by itself: withdrawn rows lose their tokens
             self._withdraw(allowed)
         starts = 0
         for job in self._jobs.values():
-            while len(self._running) < allowed and job.batch.status == "in_progress" and job.pending:
+            while (row := job.next_row) is not None:
+                choices = job.choices(row)
+                if not allowed or (in_flight and in_flight + choices > allowed):
+                    return
                 if starts == _STARTS:
                     self._changed.set()  # the rest follows when the event loop has served others
                     return
                 self._start(service, job)
+                in_flight += choices
                 starts += 1
 
     def _learn(self, now: float) -> None:
@@ -275,8 +302,13 @@ class Lane:
         self._totals, self._verdicts, self._gaps = totals, verdicts, gaps
 
     def _withdraw(self, allowed: int) -> None:
-        for task in list(self._running)[max(0, allowed) :]:
-            task.cancel()
+        """Withdraw the youngest rows above so many choices. A row that has more choices than that runs alone."""
+        choices = 0
+        for task, (job, row) in self._running.items():
+            first = not choices
+            choices += job.choices(row)
+            if choices > allowed and not (first and allowed):
+                task.cancel()
 
     def _start(self, service: Service, job: Job) -> None:
         row = job.pending.popleft()
@@ -320,3 +352,11 @@ class Lane:
             completed, failed = job.results.completed, job.results.failed
             self._front.metrics.batch_rows(completed - job.reported[0], failed - job.reported[1])
             job.reported = completed, failed
+
+
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -65,10 +65,14 @@ class StoredFile(msgspec.Struct, frozen=True):
     filename: str
     purpose: str
     expires_at: int | None = None
+    owner: str = ""
+    """Name of the API key that has it."""
 
     def body(self) -> dict[str, Any]:
         """The API's object."""
-        return {"object": "file", "status": "processed", "status_details": None, **msgspec.to_builtins(self)}
+        fields = msgspec.to_builtins(self)
+        del fields["owner"]
+        return {"object": "file", "status": "processed", "status_details": None, **fields}
 
 
 class Problem(msgspec.Struct, frozen=True):

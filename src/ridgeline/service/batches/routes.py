@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import structs
 
 from ridgeline.core.errors import BodyTooLarge, BodyTooSlow, NotFound, RequestError, UnsupportedField, shown
 from ridgeline.service.batches.input import MAX_BYTES
@@ -21,7 +22,8 @@ from ridgeline.service.batches.job import ENDPOINTS
 from ridgeline.service.batches.lane import Lane
 from ridgeline.service.batches.objects import Batch, StorageFull, StoredFile, new_id
 from ridgeline.service.batches.store import Store, StoredBatch
-from ridgeline.service.guard import IGNORED, read_json
+from ridgeline.service.guard import HOLDER, IGNORED, read_json
+from ridgeline.service.keys.keyring import Holder
 from ridgeline.service.readers import Reader, Record, Text, wrong
 from ridgeline.service.routes import json_response
 
@@ -63,6 +65,12 @@ BATCH_BODY: dict[str, Reader] = {
 }
 
 
+def _owner(request: web.Request) -> str | None:
+    """The owner whose objects the client may see; None: those of all."""
+    holder = request[HOLDER]
+    return None if holder.admin else holder.name
+
+
 def _lane(request: web.Request) -> Lane:
     lane = request.app.get(LANE)
     if lane is None:
@@ -84,14 +92,14 @@ async def upload(request: web.Request) -> web.Response:
     path = store.path(file_id)
     try:
         fields, filename, size = await _receive(request, path, min(MAX_FILE_BYTES, space))
-        file = _checked_file(file_id, fields, filename, size)
-        await asyncio.to_thread(store.add_file, file)
+        file = structs.replace(_checked_file(file_id, fields, filename, size), owner=request[HOLDER].name)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise StorageFull(f"The file cannot be stored ({error.strerror}): free space on the disk.") from error
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+    await asyncio.shield(asyncio.to_thread(store.add_file, file))  # also for a client that leaves now
     return json_response(file.body())
 
 
@@ -188,7 +196,7 @@ async def files(request: web.Request) -> web.Response:
         raise wrong("order", order, '"asc" or "desc"')
     limit = _limit(request, FILE_PAGE, MAX_FILE_PAGE)
     query = request.query.get("purpose"), request.query.get("after"), limit
-    page, more = await asyncio.to_thread(partial(store.files, *query, ascending=order == "asc"))
+    page, more = await asyncio.to_thread(partial(store.files, *query, ascending=order == "asc", owner=_owner(request)))
     return _page([file.body() for file in page], more)
 
 
@@ -209,12 +217,26 @@ async def content(request: web.Request) -> web.StreamResponse:
 @ROUTES.delete("/v1/files/{id}")
 async def delete(request: web.Request) -> web.Response:
     """Delete a file. Status 409 while a batch reads it."""
-    await asyncio.to_thread(_lane(request).store.delete_file, request.match_info["id"])
+    await asyncio.to_thread(_lane(request).store.delete_file, (await _file(request)).id)
     return json_response({"id": request.match_info["id"], "object": "file", "deleted": True})
 
 
 async def _file(request: web.Request) -> StoredFile:
-    return await asyncio.to_thread(_lane(request).store.file, request.match_info["id"])
+    stored = await asyncio.to_thread(_lane(request).store.file, request.match_info["id"])
+    _check_owner(request, stored.id, stored.owner)
+    return stored
+
+
+async def _batch(request: web.Request) -> StoredBatch:
+    stored = await asyncio.to_thread(_lane(request).store.batch, request.match_info["id"])
+    _check_owner(request, stored.batch.id, stored.owner)
+    return stored
+
+
+def _check_owner(request: web.Request, object_id: str, owner: str) -> None:
+    """Raises NotFound for an object of another key, as if it did not exist."""
+    if _owner(request) not in (None, owner):
+        raise NotFound(f"There is no {object_id[:80]!r} of this API key: check the id.", param="id")
 
 
 # --- batches ------------------------------------------------------------------------------------------------------------
@@ -227,10 +249,11 @@ async def create(request: web.Request) -> web.Response:
     values, ignored = await read_json(request, _read_batch)
     if ignored:
         request[IGNORED] = ignored
-    stored = await asyncio.to_thread(_new_batch, lane.store, values)
-    await asyncio.to_thread(lane.store.add_batch, stored)
+    holder = request[HOLDER]
+    holder.check_budget()
+    stored = await asyncio.to_thread(_new_batch, lane.store, values, holder)
     body = msgspec.json.encode(stored.batch)
-    lane.add(stored)
+    await asyncio.shield(lane.submit(stored))  # also for a client that leaves now
     return web.Response(body=body, content_type="application/json")
 
 
@@ -239,22 +262,20 @@ async def batches(request: web.Request) -> web.Response:
     """The batches, the latest first."""
     lane = _lane(request)
     limit = _limit(request, BATCH_PAGE, MAX_BATCH_PAGE)
-    page, more = await asyncio.to_thread(lane.store.batches, request.query.get("after"), limit)
+    page, more = await asyncio.to_thread(lane.store.batches, request.query.get("after"), limit, _owner(request))
     return _page([msgspec.to_builtins(lane.current(stored).batch) for stored in page], more)
 
 
 @ROUTES.get("/v1/batches/{id}")
 async def batch(request: web.Request) -> web.Response:
     """One batch with its progress."""
-    lane = _lane(request)
-    stored = await asyncio.to_thread(lane.store.batch, request.match_info["id"])
-    return json_response(lane.current(stored).batch)
+    return json_response(_lane(request).current(await _batch(request)).batch)
 
 
 @ROUTES.post("/v1/batches/{id}/cancel")
 async def cancel(request: web.Request) -> web.Response:
     """Cancel a batch. Rows that have ended keep their results. Status 409 for a batch that has ended."""
-    return json_response((await _lane(request).cancel(request.match_info["id"])).batch)
+    return json_response((await _lane(request).cancel((await _batch(request)).batch.id)).batch)
 
 
 def _read_batch(body: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -293,9 +314,11 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
             raise wrong(f"metadata.{key}", value, f"a string of at most {MAX_VALUE} characters")
 
 
-def _new_batch(store: Store, values: Mapping[str, Any]) -> StoredBatch:
+def _new_batch(store: Store, values: Mapping[str, Any], holder: Holder) -> StoredBatch:
     """A batch in its first state. Raises NotFound or RequestError for an unsuitable input file."""
     file = store.file(values["input_file_id"], "input_file_id")
+    if not holder.admin and file.owner != holder.name:
+        raise NotFound(f"There is no file {file.id!r} of this API key: check the id.", param="input_file_id")
     if file.purpose != "batch":
         raise RequestError(
             f'File {file.id} has the purpose "{file.purpose}": upload the input with purpose "batch".',
@@ -321,7 +344,7 @@ def _new_batch(store: Store, values: Mapping[str, Any]) -> StoredBatch:
         expires_at=now + int(match[1]) * _WINDOW_S[match[2]],
         metadata=values.get("metadata"),
     )
-    return StoredBatch(new, new_id("file-"), new_id("file-"), lifetime)
+    return StoredBatch(new, new_id("file-"), new_id("file-"), lifetime, holder.name)
 
 
 # --- lists --------------------------------------------------------------------------------------------------------------

@@ -68,10 +68,13 @@ def batch_folder(config: ServiceConfig, environ: Mapping[str, str] = os.environ)
         return None
     if config.batch_dir:
         return Path(config.batch_dir).expanduser()
-    if config.port == 0:
-        return None
+    folder = state_folder(environ)
+    return None if folder is None or config.port == 0 else folder / f"batches-{config.port}"
+
+
+def state_folder(environ: Mapping[str, str]) -> Path | None:
+    """The folder of the user's state; None in a container without a home."""
     state, home = environ.get("XDG_STATE_HOME"), environ.get("HOME")
     if not state and not home:
-        return None  # a container without a home
-    folder = Path(state) if state else Path(home or "") / ".local" / "state"
-    return folder / "ridgeline" / f"batches-{config.port}"
+        return None
+    return (Path(state) if state else Path(home or "") / ".local" / "state") / "ridgeline"

@@ -34,12 +34,13 @@ CREATE INDEX IF NOT EXISTS unfinished ON batches (ended) WHERE NOT ended;
 
 class StoredBatch(msgspec.Struct):
     """A batch, and what the server keeps with it. output, errors: ids that its result files will have. result_expiry_s: seconds
-    from their creation until they are deleted."""
+    from their creation until they are deleted. owner: name of the API key that has created it."""
 
     batch: Batch
     output: str
     errors: str
     result_expiry_s: int
+    owner: str = ""
 
 
 _FILE = msgspec.json.Decoder(StoredFile)
@@ -86,7 +87,7 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        """A transaction. Raises StorageFull if the disk is full."""
+        """A transaction. Raises StorageFull if the disk does not take it."""
         with self._lock:
             database = self._open()
             try:
@@ -96,9 +97,9 @@ class Store:
             except BaseException as error:
                 if database.in_transaction:
                     database.execute("ROLLBACK")
-                if isinstance(error, sqlite3.OperationalError):
+                if isinstance(error, sqlite3.Error):
                     raise StorageFull(
-                        f"The state of batches cannot be stored ({error}): free space on the disk."
+                        f"The state of batches cannot be stored ({error}): free space on the disk of --batch-dir, or replace it."
                     ) from error
                 raise
 
@@ -128,9 +129,13 @@ class Store:
         return self._max_bytes - used
 
     def add_file(self, file: StoredFile) -> None:
-        """Add a file whose bytes are at its path."""
-        with self._write() as database:
-            _insert_file(database, file)
+        """Add a file whose bytes are at its path. If that fails, they are deleted."""
+        try:
+            with self._write() as database:
+                _insert_file(database, file)
+        except BaseException:
+            self.path(file.id).unlink(missing_ok=True)
+            raise
 
     def file(self, file_id: str, param: str = "file_id") -> StoredFile:
         """Raises NotFound, naming `param`."""
@@ -142,10 +147,13 @@ class Store:
         return _FILE.decode(rows[0])
 
     def files(
-        self, purpose: str | None, after: str | None, limit: int, *, ascending: bool
+        self, purpose: str | None, after: str | None, limit: int, *, ascending: bool, owner: str | None = None
     ) -> tuple[list[StoredFile], bool]:
-        """One page of files, the latest first or last, and whether more follow. Raises NotFound for an unknown `after`."""
-        where, values = ("purpose = ?", [purpose]) if purpose is not None else ("1", [])
+        """One page of files, of one or all owners, the latest first or last, and whether more follow. Raises NotFound for an
+        unknown `after`."""
+        where, values = _owned(owner)
+        if purpose is not None:
+            where, values = f"{where} AND purpose = ?", [*values, purpose]
         rows, more = self._page("files", after, limit, ascending=ascending, where=where, values=values)
         return [_FILE.decode(row) for row in rows], more
 
@@ -188,7 +196,9 @@ class Store:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def add_batch(self, stored: StoredBatch) -> None:
+        """Add a batch. Raises NotFound if its input file was deleted meanwhile."""
         with self._write() as database:
+            self.file(stored.batch.input_file_id, "input_file_id")
             body = msgspec.json.encode(stored)
             database.execute("INSERT INTO batches (id, ended, body) VALUES (?, 0, ?)", (stored.batch.id, body))
 
@@ -208,9 +218,11 @@ class Store:
             raise NotFound(f"There is no batch {batch_id[:80]!r}: check the id.", param="batch_id")
         return _BATCH.decode(rows[0])
 
-    def batches(self, after: str | None, limit: int) -> tuple[list[StoredBatch], bool]:
-        """One page of batches, the latest first, and whether more follow. Raises NotFound for an unknown `after`."""
-        rows, more = self._page("batches", after, limit, ascending=False)
+    def batches(self, after: str | None, limit: int, owner: str | None = None) -> tuple[list[StoredBatch], bool]:
+        """One page of batches, of one or all owners, the latest first, and whether more follow. Raises NotFound for an
+        unknown `after`."""
+        where, values = _owned(owner)
+        rows, more = self._page("batches", after, limit, ascending=False, where=where, values=values)
         return [_BATCH.decode(row) for row in rows], more
 
     def unfinished(self) -> list[StoredBatch]:
@@ -251,6 +263,11 @@ class Store:
             query = f"SELECT body FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?"
             rows = self._rows(query, *parameters, limit + 1)
         return rows[:limit], len(rows) > limit
+
+
+def _owned(owner: str | None) -> tuple[str, list[str]]:
+    """Condition and values that select the objects of one owner; None: of all."""
+    return ("1", []) if owner is None else ("json_extract(CAST(body AS TEXT), '$.owner') = ?", [owner])
 
 
 def _insert_file(database: sqlite3.Connection, file: StoredFile) -> None:

@@ -55,6 +55,8 @@ async function answer() {
         thought.textContent += delta.reasoning_content;
       }
       if (delta.content) shown.textContent = state.content += delta.content;
+      const withdrawal = event.choices[0]?.withdrawal;
+      if (withdrawal) withdraw(bubble, thought, shown, state, withdrawal);
       figures.textContent = pace(state);
       window.scrollTo({top: document.body.scrollHeight});
     }
@@ -65,6 +67,15 @@ async function answer() {
   if (state.content) messages.push({role: "assistant", content: state.content});
   running = null;
   byId("send").textContent = "Send";
+}
+
+// Everything of the answer goes, also the reasoning; the replacement is its text now.
+function withdraw(bubble, thought, shown, state, withdrawal) {
+  thought.remove();
+  state.content = withdrawal.replacement;
+  const why = withdrawal.reason === "flagged" ? "This answer was withdrawn." : "This answer was withdrawn, because it could not be judged.";
+  shown.textContent = state.content || why;
+  bubble.classList.add("withdrawn");
 }
 
 // Time to first token, tokens per second after it, token counts.

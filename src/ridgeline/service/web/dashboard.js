@@ -12,7 +12,7 @@ const BLAMES = {queue: "in the queue", prefill: "in prefill", decode: "in decode
 async function poll() {
   try {
     const response = await fetch(`dashboard/data?since=${readings.at(-1)?.at ?? 0}`, {headers: headers()});
-    if (response.status === 401) return askKey(byId("trouble"), poll);
+    if (response.status === 401 || response.status === 403) return askKey(byId("trouble"), poll);
     if (!response.ok) throw new Error(`the server answered ${response.status}`);
     const data = await response.json();
     readings.push(...data.readings);

@@ -1,0 +1,132 @@
+"""A model over two hosts, of which both are this one: the second is a process of the command, as on another machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ridgeline.core.config import EngineConfig
+from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.engine.hosts import accept_ranks, attach, check_hosts
+from ridgeline.engine.rank_link import Link
+from tests.models.families import save
+
+from .test_group import CONFIG, answers, opened
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def two_hosts(**sizes: int) -> EngineConfig:
+    return replace(CONFIG, nnodes=2, master_addr="127.0.0.1", master_port=free_port(), **sizes)  # type: ignore[arg-type]
+
+
+@contextmanager
+def second_host(config: EngineConfig, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command on the second host. It needs no option of the engine but those of the ranks."""
+    command = [sys.executable, "-m", "ridgeline", "serve", str(folder), "--nnodes", "2", "--node-rank", "1"]
+    sizes = ("-tp", str(config.tensor_parallel_size), "-pp", str(config.pipeline_parallel_size))
+    place = ("--master-addr", config.master_addr, "--master-port", str(config.master_port))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    process = subprocess.Popen([*command, *sizes, *place], stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long)]
+)
+def test_two_hosts_say_what_one_process_says(sizes: dict[str, int], tmp_path: Path) -> None:
+    """The second host has its own copy of the model, at another path. A second engine finds it again."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        save("llama-gqa", folder)
+    with opened(here, CONFIG) as single:
+        expected = answers(single)
+    config = two_hosts(**sizes)
+    with second_host(config, there):
+        for _ in range(2):
+            with opened(here, config) as several:
+                assert answers(several) == expected
+
+
+def test_a_host_with_another_model_is_refused(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, family in ((here, "llama-gqa"), (there, "qwen3")):
+        folder.mkdir()
+        save(family, folder)
+    config = two_hosts(tensor_parallel_size=2)
+    with (
+        second_host(config, there),
+        pytest.raises(ConfigError, match="Rank 1 has the model .* all ranks need"),
+        opened(here, config),
+    ):
+        pass
+
+
+def test_connections_that_are_no_missing_rank_are_closed() -> None:
+    config = two_hosts(tensor_parallel_size=2, pipeline_parallel_size=2)
+    address = f"127.0.0.1:{config.master_port}"
+    links: dict[int, Link] = {}
+    seen: list[tuple[int, int]] = []
+    waiting = threading.Thread(target=lambda: links.update(accept_ranks(config, lambda *at: seen.append(at))))
+    waiting.start()
+    wrong = attach(address, 1)  # a rank of the first host
+    first = attach(address, 2)
+    again = attach(address, 2)
+    with socket.create_connection(("127.0.0.1", config.master_port)) as junk:
+        junk.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        last = attach(address, 3)
+        waiting.join(10)
+        assert not waiting.is_alive() and sorted(links) == [2, 3] and seen[0] == (0, 2) and seen[-1][0] == 1
+        with suppress(ConnectionResetError):
+            assert junk.recv(1) == b""
+    assert wrong.receive() is None and again.receive() is None
+    for link in (wrong, first, again, last, *links.values()):
+        link.close()
+
+
+def test_hosts_that_do_not_come_are_named() -> None:
+    with pytest.raises(EngineFailed, match=r"Ranks \[1\] have not connected .* --node-rank 1 on"):
+        accept_ranks(two_hosts(tensor_parallel_size=2), lambda *at: None, within_s=0.0)
+    with pytest.raises(EngineFailed, match="No engine has listened on"):
+        attach(f"127.0.0.1:{free_port()}", 1, within_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"nnodes": 0}, "nnodes"),
+        ({"nnodes": 2}, "nnodes"),
+        ({"nnodes": 2, "tensor_parallel_size": 3, "master_addr": "a"}, "nnodes"),
+        ({"nnodes": 2, "tensor_parallel_size": 2}, "master_addr"),
+        ({"node_rank": 1}, "node_rank"),
+        ({"node_rank": -1}, "node_rank"),
+    ],
+)
+def test_hosts_that_do_not_fit_are_refused(changes: dict[str, object], param: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_hosts(replace(CONFIG, **changes))  # type: ignore[arg-type]
+    assert refused.value.param == param
+
+
+def test_an_address_of_another_host_cannot_be_listened_on() -> None:
+    config = replace(two_hosts(tensor_parallel_size=2), master_addr="192.0.2.1")
+    with pytest.raises(ConfigError, match="give an address of this host"):
+        accept_ranks(config, lambda *at: None)
