@@ -77,7 +77,7 @@ def test_goodput_is_the_highest_rate_that_meets_the_objective() -> None:
     result, worse = compare_ratios(SERVER, workload, slo, (Ratio(1, 2), ONE))
     assert result.ratio == ONE and result.per_device > worse.per_device, "a second engine for so few tokens is idle"
     shares = [
-        good_share(slo, serve_split(SERVER, workload.at_rate(rate).first(60), ONE).outcomes)
+        good_share(slo, serve_split(SERVER, workload.first(60).at_rate(rate), ONE).outcomes)
         for rate in (result.rate, 2 * result.rate)
     ]
     assert shares[0] >= 0.9 > shares[1]

@@ -16,9 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ridgeline.core.config import EngineConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.fit import Deployment
+from ridgeline.core.sizing import Memory
 from ridgeline.core.slo import Latencies, Slo
-from ridgeline.core.workload import RequestSpec, Workload
+from ridgeline.core.workload import RequestSpec, Workload, arrivals, synthetic
+from ridgeline.engine.policy import Limits
 from ridgeline.kv.prefix import Source, extend_chain
+from ridgeline.planner.cluster import Cluster
+from ridgeline.planner.links import LINE_SHARES
+from ridgeline.planner.ranking import Demand, Variant
 from ridgeline.planner.simulate import Begun, Figures, Outcome, Run, Served, Server, request_of, serve
 
 ATTAIN = 0.9
@@ -138,8 +146,8 @@ def goodput(server: Server, workload: Workload, slo: Slo, ratio: Ratio) -> Goodp
     low, high, rate = 0.0, math.inf, 0.5 * ratio.devices
     best = Figures.of([], 0.0)
     for _ in range(MOST_STEPS):
-        arriving = workload.at_rate(rate)
-        served = serve_split(server, arriving.first(max(LEAST, round(rate * SPAN_S))), ratio)
+        arriving = workload.first(max(LEAST, round(rate * SPAN_S))).at_rate(rate)
+        served = serve_split(server, arriving, ratio)
         if good_share(slo, served.outcomes) >= ATTAIN:
             low, best = rate, Figures.of(*served)
         else:
@@ -157,3 +165,44 @@ def compare_ratios(server: Server, workload: Workload, slo: Slo, ratios: Sequenc
         key=lambda result: result.per_device,
         reverse=True,
     )
+
+
+MOST_REQUESTS = 2000
+"""Requests of a planned workload."""
+CHUNKS = (512, 2048)
+"""Further query tokens of a step with which engines that do both are simulated: smaller chunks shorten the waits of running
+answers."""
+
+
+def plan_split(variant: Variant, cluster: Cluster, demand: Demand, engine: EngineConfig) -> list[Goodput]:
+    """The goodput of the ratios that the devices allow, each engine on one device, the best per device first; engines that do both
+    have their best chunk. Arrivals are random. Raises ConfigError that names the option and the remedy."""
+    if not demand.slo:
+        raise ConfigError(
+            "--split compares goodput, which --slo defines: add it, as in ttft=500ms,tpot=50ms.", param="split"
+        )
+    if cluster.count < 2 or not cluster.fabric.reaches(2):
+        reason = "engines hand over from device to device over a known link"
+        raise ConfigError(
+            f"--split, and {cluster} have none: {reason}. Give 2 or more, and --link-gb-s.", param="split"
+        )
+    kind = "cpu" if cluster.device.kind == "cpu" else "cuda"
+    deployment = Deployment(variant.spec, engine, Memory(kind, cluster.device.memory_bytes))
+    plan, missing = deployment.planner(variant.spec, {}).plan(max(demand.length, 1))
+    if missing > 0:
+        raise ConfigError(
+            f"--split simulates engines of one device, and the model does not fit on one {cluster.device.name}: give a smaller "
+            "--quantization or larger devices.",
+            param="split",
+        )
+    limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len)
+    nearest = cluster.fabric.levels[0].link
+    link = nearest.bytes_per_s * LINE_SHARES[nearest.kind]
+    server = Server(variant.cost, plan.layout, plan.n_pages, limits, steps_in_flight=plan.steps_in_flight, link=link)
+    lengths = str(demand.input), str(demand.output)
+    workload = synthetic(MOST_REQUESTS, lengths, 0, 0).at(arrivals(MOST_REQUESTS, 1.0, 1.0, 0))
+    chunks = [limits.step_tokens, *(size for size in CHUNKS if size < limits.step_tokens)]
+    joint = (replace(server, limits=replace(limits, step_tokens=size)) for size in chunks)
+    best = max((goodput(each, workload, demand.slo, RATIOS[0]) for each in joint), key=lambda result: result.rate)
+    ratios = [ratio for ratio in RATIOS[1:] if ratio.devices <= cluster.count]
+    return sorted([best, *compare_ratios(server, workload, demand.slo, ratios)], key=lambda result: -result.per_device)
