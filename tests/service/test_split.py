@@ -16,6 +16,7 @@ from ridgeline.core.config import EngineConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError, Unavailable
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.launch import check_engines
+from ridgeline.service.roles import Load, Roles
 from ridgeline.service.split import Member, SplitClient
 from ridgeline.wire.client import EngineClient, Subscription
 from ridgeline.wire.messages import Delta, StepStats, Submit
@@ -266,6 +267,57 @@ def test_a_choice_that_a_stop_string_ends() -> None:
         assert cluster.engines[1].open == 0
 
     run(test)
+
+
+def test_an_idle_engine_takes_the_role_that_lacks_one() -> None:
+    async def test(cluster: Cluster) -> None:
+        client, now = cluster.client, 0.0
+        client.clock, client.step_tokens, client.rows = lambda: now, 50, 8
+        asked = [cluster.submit(name) for name in "abc"]
+        assert [member.prefill for member in client.members] == [True, False, False]
+        now = 4.9
+        asked.append(cluster.submit("d"))
+        assert [member.prefill for member in client.members] == [True, False, False], "a burst changes nothing"
+        now = 5.1
+        asked.append(cluster.submit("e"))
+        assert [member.prefill for member in client.members] == [True, True, False]
+        cluster.engines[0].behaviour.stuck = False
+        for subscription in asked:
+            assert tokens_of(await heard(subscription)) == expected()
+        assert [submit.id for submit in cluster.engines[1].submits] == ["e"]
+        await cluster.settled()
+
+    run(test, 1, 2, p0={"stuck": True, "beat_s": 0.005})
+
+
+def loads(*pairs: tuple[bool, float]) -> list[Load]:
+    return [Load(number, prefill, load) for number, (prefill, load) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("state", "number"),
+    [
+        (loads((True, 1.0), (False, 0.5), (False, 0.4)), 2),
+        (loads((True, 0.1), (True, 0.0), (False, 1.0)), 1),
+        (loads((True, 2.0), (False, 0.0)), None),
+        (loads((True, 2.0), (False, 0.6), (False, 0.6)), None),
+        (loads((True, 0.9), (False, 0.0), (False, 0.0)), None),
+        (loads((False, 2.0), (False, 0.0)), None),
+    ],
+)
+def test_which_engine_changes_its_role(state: list[Load], number: int | None) -> None:
+    roles = Roles(patience_s=5.0)
+    assert roles.decide(state, 100.0) is None and roles.decide(state, 104.9) is None
+    assert roles.decide(state, 105.0) == number
+    assert roles.decide(state, 106.0) is None, "the next one again after some time"
+
+
+def test_a_pause_of_the_overload_starts_the_time_again() -> None:
+    busy, quiet = loads((True, 1.0), (False, 0.0), (False, 0.0)), loads((True, 0.0), (False, 0.0), (False, 0.0))
+    roles = Roles(patience_s=5.0)
+    for now, state in ((0.0, busy), (4.0, quiet), (5.0, busy), (9.0, busy)):
+        assert roles.decide(state, now) is None
+    assert roles.decide(busy, 10.0) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

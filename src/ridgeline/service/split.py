@@ -7,6 +7,7 @@ with the tokens that it has, and its client sees no error as long as one engine 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import secrets
@@ -19,8 +20,11 @@ import msgspec
 
 from ridgeline.core.errors import EngineFailed, Unavailable
 from ridgeline.core.ticket import Ticket
+from ridgeline.service.roles import PROMPT_STEPS, Load, Roles
 from ridgeline.wire.client import MAX_UNREAD, EngineClient, Subscription
 from ridgeline.wire.messages import Cancel, Delta, Finish, Loading, StepStats, Submit, Up
+
+log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Engines that a request tries after its first one, before it ends with the error of the last."""
@@ -265,6 +269,10 @@ class SplitClient:
     """Submitted choices that have not ended."""
     last_step: int = -1
     stats: StepStats | None = None
+    roles: Roles = field(default_factory=Roles)
+    rows: int = 1
+    step_tokens: int = 1
+    """Requests and query tokens of a step of one engine."""
     page_tokens: int = 0
     page_bytes: int = 0
     max_len: int = 0
@@ -285,12 +293,27 @@ class SplitClient:
         for request in requests:
             if request.id in self._routes:
                 raise ValueError(f"request id {request.id!r} is in use")
+        self._change_roles()
         subscription = Subscription(self, requests)
         self.open_choices += subscription.choices
         for request in requests:
             self._routes[request.id] = route = Route(self, request, subscription)
             route.begin()
         return subscription
+
+    def _change_roles(self) -> None:
+        """Let an engine change its kind if one kind is overloaded and the other is idle. What it has begun it ends."""
+        sizes = {True: PROMPT_STEPS * self.step_tokens, False: self.rows}
+        loads = [
+            Load(member.number, member.prefill, member.work / max(1, sizes[member.prefill]))
+            for member in self.members
+            if member.serves
+        ]
+        number = self.roles.decide(loads, self.clock())
+        if number is not None:
+            member = self.members[number]
+            member.prefill = not member.prefill
+            log.info("Engine %d now %s.", number, "computes prompts" if member.prefill else "goes on with prompts")
 
     def send(self, message: Up) -> None:
         """A message of a subscription."""
@@ -355,6 +378,8 @@ class SplitClient:
         self._facts["engines"] = {"prefill": len(all_facts) - len(later), "decode": len(later)}
         self.page_tokens, self.max_len = int(later[0].get("page_tokens", 0)), int(later[0]["max_len"])
         self.page_bytes = int(later[0].get("page_bytes", 0))
+        self.rows = int(later[0].get("max_num_seqs", 1))
+        self.step_tokens = int(later[0].get("max_num_batched_tokens", 1))
         self.ready.set()
         return self._facts
 
