@@ -177,6 +177,12 @@ def test_a_ticket_is_forgotten_after_its_deadline() -> None:
         os.pwrite(files[0], bytes(PAGE), block * PAGE)
         os.ftruncate(files[0], PAGE * 5)
         assert number < 0 and source.read(-number, memoryview(bytearray(PAGE)))
+        source.expect("b", ticket)
+        source.forget("a")
+        (((number,),)) = source.find([b"key"], 0)
+        assert source.read(-number, memoryview(bytearray(PAGE))), (
+            "another request with the same prefix still expects it"
+        )
         clock.now = 31.0
         source.expire(index, pool)
         assert source.find([b"key"], 0) == [] and not source.read(-number, memoryview(bytearray(PAGE)))

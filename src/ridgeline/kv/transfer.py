@@ -107,8 +107,9 @@ class HandOver(Source):
         self._places: dict[int, Place] = {}
         self._numbers = count(1)
         self._known: dict[bytes, list[int]] = {}
-        """Key of a block -> minus the number of the place of each group."""
-        self._expected: dict[str, tuple[float, Ticket]] = {}
+        """Key of a block -> minus the number of the place of each group, of the newest ticket."""
+        self._expected: dict[str, tuple[float, dict[bytes, list[int]]]] = {}
+        """Name -> deadline, and the entries of its ticket."""
         self._pulls: dict[int, int] = {}
         """Ticket number of a transfer -> pages that it pulls."""
 
@@ -152,9 +153,12 @@ class HandOver(Source):
     def expect(self, name: str, ticket: Ticket) -> None:
         """Another engine keeps the pages of a prompt, until `forget(name)` or the deadline."""
         self.forget(name)
-        self._expected[name] = self._clock() + self._deadline_s, ticket
-        for key, pages, checks in zip(ticket.keys, ticket.pages, ticket.checks, strict=True):
-            self._known[key] = [self._place(ticket.engine, *part) for part in zip(pages, checks, strict=True)]
+        entries = {
+            key: [self._place(ticket.engine, *part) for part in zip(pages, checks, strict=True)]
+            for key, pages, checks in zip(ticket.keys, ticket.pages, ticket.checks, strict=True)
+        }
+        self._expected[name] = self._clock() + self._deadline_s, entries
+        self._known |= entries
 
     def _place(self, engine: int, page: int, check: int) -> int:
         if not page:
@@ -165,9 +169,11 @@ class HandOver(Source):
 
     def forget(self, name: str) -> None:
         """The ticket of a request is no longer used. Unknown names are ignored."""
-        expected = self._expected.pop(name, None)
-        for key in expected[1].keys if expected is not None else ():
-            for number in self._known.pop(key, ()):
+        _, entries = self._expected.pop(name, (0.0, {}))
+        for key, numbers in entries.items():
+            if self._known.get(key) is numbers:
+                del self._known[key]
+            for number in numbers:
                 self._places.pop(-number, None)
 
     def find(self, chain: Sequence[bytes], first: int) -> list[list[int]]:
