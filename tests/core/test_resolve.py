@@ -189,6 +189,7 @@ def test_variables_of_kubernetes_are_no_options() -> None:
     [
         ("port", "70000"), ("port", "eight"), ("port", True), ("max_num_seqs", 0), ("max_num_seqs", "1.0005k"),
         ("max_num_seqs", "nank"), ("max_num_seqs", 1.5), ("gpu_memory_utilization", "1.5"), ("drain_s", "nan"),
+        ("kv_offload_gb", "-1"), ("kv_disk_gb", "inf"), ("kv_offload_ttl", -1), ("tensor_parallel_size", 0),
         ("enforce_eager", "perhaps"), ("dtype", "int3"), ("device", "tpu"), ("host", None), ("host", 1.5),
         ("load_format", "gguf"), ("metrics_alias", "tgi"), ("engine_restarts", -1), ("engine_restarts", "some"),
         ("engine_restart_minutes", 0),

@@ -145,7 +145,6 @@ CASES = {
     "int8 cache": ("llama-gqa", {"kv_cache_dtype": "int8"}, {}),
     "drafts": ("llama-gqa", {}, {"speculate": "reference+lookahead"}),
     "steps in flight": ("llama-gqa", {}, {"steps_in_flight": 1}),
-    "bounded cache": ("llama-gqa", {}, {"kv_retention": "window:keep=16,sinks=1"}),
 }
 
 
@@ -283,10 +282,11 @@ def test_another_model_has_other_keys(made: list[Engine], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2: several ranks hand nothing over"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is 2: several ranks hand nothing over"),
-        ({"enable_prefix_caching": False}, "--no-enable-prefix-caching is given: blocks are handed over by their"),
-        ({"kv_offload_gb": 0.1}, "--kv-offload-gb is 0.1: engines that hand over have no tiers"),
+        ({"tensor_parallel_size": 2}, "several ranks hand nothing over"),
+        ({"pipeline_parallel_size": 2}, "several ranks hand nothing over"),
+        ({"enable_prefix_caching": False}, "blocks are handed over by their prefix"),
+        ({"kv_retention": "window:keep=16,sinks=1"}, "would drop tokens one token later"),
+        ({"kv_offload_gb": 0.1}, "engines that hand prompts over have no tiers"),
     ],
 )
 def test_what_hands_nothing_over_is_refused(options: dict[str, object], words: str, tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
+import torch
 
-from ridgeline.core.plan import StepPlan
+from ridgeline.core.plan import StepPlan, Transfer
+from ridgeline.kv.copies import Event as Copied
 from ridgeline.kv.copies import PlainLink, TierTransfers
 from ridgeline.kv.disk import Disk
-from ridgeline.kv.offload import Offload
+from ridgeline.kv.offload import OFFLOAD, Offload
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, layout_of, pair
 
 LONG = PROMPT * 3
@@ -110,6 +113,15 @@ class Failing(PlainLink):
         raise RuntimeError("the link is down")
 
 
+class FailingUp(PlainLink):
+    """A link that breaks on the way up, once there is something to copy."""
+
+    def up(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> Copied:
+        if blocks:
+            raise RuntimeError("the link is down")
+        return super().up(rows, blocks)
+
+
 def test_a_store_that_fails_is_no_hit(caplog: pytest.LogCaptureFixture) -> None:
     bench, tiers = _bench()
     store = bench.runner.store
@@ -175,9 +187,48 @@ def test_damaged_files_are_computed_again(damage: str, tmp_path: Path) -> None:
     again.runner.close()
 
 
-def test_a_failed_step_forgets_what_it_was_copying() -> None:
-    bench, _ = _bench()
-    transfers = bench.runner.transfers
-    plan = StepPlan(1)
-    transfers.forget(plan)
-    assert not replace(plan).stores and not transfers.busy
+def test_pages_that_were_read_but_not_copied_are_computed(tmp_path: Path) -> None:
+    bench, _ = _bench(disk=_disk(tmp_path))
+    _ask(bench, "first", LONG)
+    _evict(bench)
+    bench.runner.close()
+    again, tiers = _bench(disk=_disk(tmp_path))
+    store = again.runner.store
+    again.runner.transfers._link = FailingUp(store.flat.view(store.pages, -1))  # type: ignore[attr-defined]
+    assert _ask(again, "again", LONG) == len(LONG)
+    assert again.finish["again", 0] == "length" and again.tokens["again", 0] == alone(LONG, max_tokens=6)
+    assert tiers.settled
+    again.runner.close()
+
+
+class Held:
+    """Files whose pages are not read before the test says so."""
+
+    def __init__(self) -> None:
+        self.may_read = Event()
+        self.view: object = None
+
+    def read(self, number: int, target: memoryview) -> bool:
+        self.may_read.wait()
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+def test_a_failed_step_forgets_what_it_cancels_and_loads() -> None:
+    """It may have failed before it began. The scheduler gives the blocks to others, so nothing may write to them later."""
+    store, files = DeviceBench("llama-gqa").runner.store, Held()
+    transfers = TierTransfers(store, 1, files)  # type: ignore[arg-type]
+    pages = store.flat.view(store.pages, -1)
+    begun = StepPlan(1, transfers=[Transfer(7, [3], OFFLOAD, [-1]), Transfer(8, [4], OFFLOAD, [-2])])
+    assert not transfers.step(begun)
+    transfers.forget(StepPlan(2, cancels=[7]))
+    transfers.forget(replace(begun, transfers=begun.transfers[1:]))
+    pages[3:5] = 1
+    files.may_read.set()
+    while transfers.busy:
+        assert not transfers.step(StepPlan(3))
+    transfers.close()
+    assert (pages[3:5] == 1).all()

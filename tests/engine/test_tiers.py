@@ -87,9 +87,7 @@ def test_an_engine_that_ends_writes_what_its_cache_holds(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_offload_gb": -1.0}, "give 0 or more"),
-        ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "leave out --no-enable-prefix-caching"),
-        ({"kv_offload_gb": 1.0, "tensor_parallel_size": 2}, "use one process"),
+        ({"kv_offload_ttl": 60.0}, "add --kv-offload-gb"),
         ({"kv_offload_gb": 1e-9}, "give more"),
         ({"kv_offload_gb": 1e9}, "are free: give less"),
         ({"kv_disk": "blocks"}, "add --kv-offload-gb"),

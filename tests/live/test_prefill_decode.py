@@ -77,7 +77,7 @@ def test_engines_that_are_killed(tmp_path: Path) -> None:
 def test_options_that_do_not_hold_end_the_start(tmp_path: Path) -> None:
     for number, (options, words) in enumerate(
         {
-            ("--decode-engines", "1", "--kv-offload-gb", "0.1"): "engines that hand over have no tiers",
+            ("--decode-engines", "1", "--kv-offload-gb", "0.1"): "engines that hand prompts over have no tiers",
             ("--decode-engines", "1", "-tp", "2"): "several ranks hand nothing over",
             (): "without --decode-engines",
         }.items()

@@ -20,7 +20,7 @@ from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.group import start_group
-from ridgeline.engine.handover import check_hand_over, open_hand_over
+from ridgeline.engine.handover import open_hand_over
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -57,9 +57,8 @@ def assemble(
     policy = admission(config.batching)
     rank = plan_rank(model, config, times, pools)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
-    retention = read_retention(config, plan.layout, wanted.device)
+    retention = read_retention(config.kv_retention, plan.page_tokens)
     check_tiers(config, plan.layout)
-    check_hand_over(config, pools, rank.device.type)
     fingerprint = _fingerprint(folder, model, spec, plan.layout, wanted)
     cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
     times.ends("ceilings")

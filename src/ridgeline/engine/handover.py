@@ -9,8 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from ridgeline.core.config import EngineConfig
-from ridgeline.core.errors import ConfigError
 from ridgeline.core.ticket import Pools
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.runner import Runner
@@ -68,26 +66,6 @@ class SharedHandOvers(HandOvers):
 
     def check(self) -> None:
         self._source.expire(self._leases.prefix, self._leases.pool)
-
-
-def check_hand_over(config: EngineConfig, pools: Pools, device: str) -> None:
-    """Refuse options with which an engine hands nothing over. Raises ConfigError that names the option and the remedy."""
-    if not pools.descriptors:
-        return
-    remedy = "leave out --prefill-engines and --decode-engines"
-    if device != "cpu":
-        reason = f"engines on GPUs do not hand over yet, because pools are shared through host memory: {remedy}"
-        raise ConfigError(f"--device is {config.device}: {reason}, or use --device cpu.", param="device")
-    if config.ranks > 1:
-        name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
-        reason = f"several ranks hand nothing over: {remedy}, or use one process for each engine"
-        raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}: {reason}.", param=name)
-    if not config.enable_prefix_caching:
-        reason = f"blocks are handed over by their prefix: {remedy}, or this option"
-        raise ConfigError(f"--no-enable-prefix-caching is given: {reason}.", param="enable_prefix_caching")
-    if config.kv_offload_gb:
-        reason = f"engines that hand over have no tiers: {remedy}, or this option"
-        raise ConfigError(f"--kv-offload-gb is {config.kv_offload_gb:g}: {reason}.", param="kv_offload_gb")
 
 
 def open_hand_over(pools: Pools, leases: Leases, runner: Runner, fingerprint: str) -> HandOvers:

@@ -28,22 +28,15 @@ KEEP_S = 6.0
 
 
 def check_tiers(config: EngineConfig, layout: KvLayout) -> None:
-    """Refuse options of the tiers that do not hold. Raises ConfigError that names the option and the remedy."""
-    for name in ("kv_offload_gb", "kv_disk_gb", "kv_offload_ttl"):
-        if getattr(config, name) < 0:
-            raise _refused(config, name, "give 0 or more")
+    """Refuse sizes and folders of the tiers that do not hold. Raises ConfigError that names the option and the remedy."""
     if config.kv_disk and not config.kv_offload_gb:
         raise _refused(config, "kv_disk", "blocks reach files through host memory: add --kv-offload-gb")
     if config.kv_disk and config.kv_disk_gb * GIB < layout.page_bytes:
         raise _refused(config, "kv_disk_gb", f"a block has {layout.page_bytes:,} bytes: give more")
+    if config.kv_offload_ttl and not config.kv_offload_gb:
+        raise _refused(config, "kv_offload_ttl", "it is the lifetime of blocks below the cache: add --kv-offload-gb")
     if not config.kv_offload_gb:
         return
-    if not config.enable_prefix_caching:
-        raise _refused(
-            config, "kv_offload_gb", "it keeps blocks of the prefix cache: leave out --no-enable-prefix-caching"
-        )
-    if config.ranks > 1:
-        raise _refused(config, "kv_offload_gb", "several ranks have no tiers: leave it out, or use one process")
     if (size := config.kv_offload_gb * GIB) < layout.page_bytes:
         raise _refused(config, "kv_offload_gb", f"a block has {layout.page_bytes:,} bytes: give more")
     if size > (free := host_memory()[1]):
