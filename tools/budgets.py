@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6956
+HEART_STATEMENTS = 6983
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -62,6 +62,9 @@ BESIDE_HEART: Mapping[str, str] = {
     "kv/copies.py": "tiers below the KV cache: copies, with the option --kv-offload-gb",
     "kv/disk.py": "tiers below the KV cache: files, with the option --kv-disk",
     "kv/offload.py": "tiers below the KV cache: their index, with the option --kv-offload-gb",
+    "kv/transfer.py": "prompts computed by another engine, with the option --prefill-engines",
+    "engine/handover.py": "prompts computed by another engine, with the option --prefill-engines",
+    "core/ticket.py": "prompts computed by another engine, with the option --prefill-engines",
     "engine/group.py": "several ranks: starts, feeds and watches them",
     "engine/hosts.py": "several hosts: how their ranks connect",
     "engine/rank_link.py": "several ranks: their messages",

@@ -90,3 +90,46 @@ def test_the_printed_command_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert command is not None and 1280 < int(command[2]) < 131072
     words = [word for word in command[1].split() if word not in ("--device", "cuda")]
     assert "fits" in run(capsys, "fit", *words, "--on", "l4")
+
+
+SPLIT = (
+    *("plan", LLAMA, "--gpus", "2xepyc", "--link-gb-s", "20", "--input-len", "200", "--output-len", "2"),
+    *("--slo", "ttft=20s,tpot=2s", "--split"),
+)
+
+
+def test_plan_of_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, *SPLIT)
+    assert "prefill : decode, simulated: the highest rate at which 90% meet --slo" in out
+    rates = [
+        float(match[1])
+        for name in ("joint", "1:1")
+        if (match := re.search(rf"^{name} +[\d.]+ +([\d.]+) +[\d.]+ m?s", out, re.MULTILINE))
+    ]
+    assert rates[0] > rates[1] > 0, "so few tokens need no second engine"
+    assert "2:1" not in out, "there are two devices"
+
+
+@pytest.mark.long
+def test_plan_of_prefill_apart_from_decode_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    split = json.loads(run(capsys, *SPLIT, "--json"))["split"]
+    assert [entry["ratio"] for entry in split] == ["joint", "1:1"]
+    assert split[0]["requests_s_device"] > split[1]["requests_s_device"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpus", "2xh100"), "--split compares goodput, which --slo defines"),
+        (("--gpus", "h100", "--slo", "ttft=1s"), "Give 2 or more, and --link-gb-s"),
+        (
+            ("--gpus", "2xl4", "--link-gb-s", "9", "--slo", "ttft=1s", "--dtype", "float32"),
+            "does not fit on one NVIDIA L4",
+        ),
+    ],
+)
+def test_plan_of_a_split_that_cannot_be(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", LLAMA, *words, "--split"]) == 2
+    assert message in capsys.readouterr().err

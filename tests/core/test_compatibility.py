@@ -54,6 +54,7 @@ def choice(*names: str) -> Choice:
         (drafter,) if drafter else (),
         drafts_on_device=drafter in ("recycling", "draft", "recurrent"),
         drafts_branch=drafter in ("reference", "recycling"),
+        hands_over="prefill apart from decode" in names,
     )
 
 

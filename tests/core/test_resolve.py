@@ -89,6 +89,8 @@ SAID = {
     "moderation_timeout_s": "2.5",
     "moderation_failure": "open",
     "moderation_api_key": "secret",
+    "prefill_engines": "2",
+    "decode_engines": "1",
     "slo": "ttft=200ms",
     "price_per_hour": "2.5",
     "warm_prefix": "prefixes.jsonl",

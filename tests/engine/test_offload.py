@@ -44,7 +44,9 @@ def _bench(
     bench = DeviceBench(family, **{"blocks": blocks, "clock": time.monotonic, **options})
     tiers = Offload(layout, slots, always, disk)
     bench.leases.source = tiers
-    bench.runner.transfers = TierTransfers(bench.runner.store, slots, disk)
+    bench.runner.transfers = transfers = TierTransfers(bench.runner.store, slots, disk)
+    if disk is not None:
+        disk.view = transfers.view
     return bench, tiers
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ridgeline.core.plan import TokenLogprobs
+from ridgeline.core.ticket import Ticket
 from ridgeline.wire.client import EngineTimeouts
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
@@ -38,7 +39,7 @@ class Behaviour:
 
     die_after: tokens after which the engine goes, with a word (`last_word`) or without. cached: prompt tokens that count
     as hits, at most. joules: energy of an output token. fail_after: tokens after which a request ends with an error, fails_as: or
-    is refused.
+    is refused. pulls: it gets the pages of tickets.
     """
 
     script: Script
@@ -57,6 +58,7 @@ class Behaviour:
     last_word: str = ""
     fail_after: int | None = None
     fails_as: str = "error"
+    pulls: bool = True
     skip_frame: bool = False
     joules: float = 0.0
     defaults: dict[str, float] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class _Row:
     submit: Submit
     choice: int
     script: list[int]
+    drawn: int = 0
     said: int = 0
     tokens: list[int] = field(default_factory=list)
 
@@ -137,8 +140,11 @@ class FakeEngine:
     def _take(self, message: Submit | Cancel | Finish | Control) -> None:
         if isinstance(message, Submit):
             self.submits.append(message)
-            for choice in range(message.sampling.n):
-                self._waiting.append(_Row(message, choice, self.behaviour.script(message, choice)))
+            for choice in message.drawn or range(message.sampling.n):
+                drawn = message.drawn.get(choice, [])
+                script = self.behaviour.script(message, choice)
+                assert script[: len(drawn)] == drawn, "another engine said something else"
+                self._waiting.append(_Row(message, choice, script[len(drawn) :], len(drawn)))
         elif isinstance(message, Cancel):
             self.cancels.append(message)
             self._drop(lambda row: row.submit.id == message.id)
@@ -184,7 +190,8 @@ class FakeEngine:
 
     def _advance(self, row: _Row) -> Delta:
         sampling, b = row.submit.sampling, self.behaviour
-        limit = min(sampling.max_tokens or b.max_len, b.max_len - len(row.submit.tokens))
+        limit = min(sampling.max_tokens or b.max_len, b.max_len - len(row.submit.tokens)) - row.drawn
+        limit = 1 if row.submit.hand_over else limit
         tokens = row.script[row.said : min(row.said + b.per_step, limit)]
         first = row.said == 0
         row.said += len(tokens)
@@ -197,7 +204,12 @@ class FakeEngine:
             delta.finish, delta.stop_id = "stop", tokens[-1]
         elif row.said >= limit or row.said >= len(row.script):
             delta.finish = "length"
-        if first:
+            if row.submit.hand_over:
+                blocks = len(row.submit.tokens) // 16
+                delta.ticket = Ticket(0, (b"key",) * blocks, ((1,),) * blocks, ((2,),) * blocks)
+        if first and row.submit.ticket is not None:
+            delta.cached = 16 * len(row.submit.ticket.keys) if b.pulls else 0
+        elif first:
             delta.cached = min(b.cached, len(row.submit.tokens) // 16 * 16) if row.submit.cache else 0
             if sampling.prompt_logprobs is not None and row.choice == 0:
                 delta.prompt_logprobs = [score(token, sampling.prompt_logprobs) for token in row.submit.tokens[1:]]

@@ -40,6 +40,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.planner.cluster import Cluster, LinkRates, read_cluster
 from ridgeline.planner.layouts import Layout, with_context
 from ridgeline.planner.ranking import NAMES, Demand, Ranked, Refused, Variant, rank, reasons, seconds_text, why
+from ridgeline.planner.split import ATTAIN, Goodput, plan_split
 
 SERVED, PLANNED = ("tensor", "pipeline", "context"), ("data",)
 """Dimensions of a layout whose size an option may fix: options of the engine, and of this command."""
@@ -82,6 +83,11 @@ def parser() -> Parser:
     group.add_argument(
         "--formats", metavar="LIST", help="also rank these number formats of the weights: fp8,int4 or all"
     )
+    group.add_argument(
+        "--split",
+        action="store_true",
+        help="also simulate engines for prompts apart from engines for the other tokens, one device each (about a minute)",
+    )
     group = parser.add_argument_group("output")
     group.add_argument("--top", type=whole_number, metavar="N", default=10, help="layouts to print (default: 10)")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -117,12 +123,16 @@ def run(args: Arguments) -> int:
         raise ConfigError(
             f"No layout of {cluster.count} devices has the given parallel sizes: give divisors of {cluster.count}."
         )
+    split = plan_split(variants[0], cluster, demand, resolved.engine) if "split" in options else []
     if "json" in options:
-        print(json.dumps(_facts(cluster, demand, ranked, refused, notes), indent=2))
+        facts = _facts(cluster, demand, ranked, refused, notes) | ({"split": _split_facts(split)} if split else {})
+        print(json.dumps(facts, indent=2))
     else:
         shown = ranked[: options["top"]]
         commands = [_command(entry, (cluster, demand), resolved.model, resolved.engine) for entry in shown]
         _show(Console(), (cluster, demand), shown, commands)
+        if split:
+            _show_split(Console(), split)
         _say_rest(Console(), refused, notes)
     return 0 if ranked else 1
 
@@ -245,6 +255,27 @@ def _show(console: Console, place: tuple[Cluster, Demand], ranked: Sequence[Rank
             say(f"{entry.layout}: {escape(words)}{each}")
     if not any(commands):
         say("None of these: Ridgeline serves on one GPU, and divides a model over processes on CPUs only.")
+
+
+def _split_facts(split: Sequence[Goodput]) -> list[dict[str, Any]]:
+    return [
+        {
+            "ratio": str(result.ratio), "requests_s": result.rate, "requests_s_device": result.per_device,
+            "ttft_p50_s": result.figures.ttft_s if result.rate else None,
+            "tpot_p50_s": result.figures.tpot_s if result.rate else None,
+        }
+        for result in split
+    ]  # fmt: skip
+
+
+def _show_split(console: Console, split: Sequence[Goodput]) -> None:
+    """Print the goodput of each ratio, the best per device first."""
+    console.print(f"\n[bold]prefill : decode[/bold], simulated: the highest rate at which {ATTAIN:.0%} meet --slo")
+    table = Table("engines", "requests/s", "per device", "TTFT", "TPOT", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for result in split:
+        times = [seconds_text(each) if result.rate else "" for each in (result.figures.ttft_s, result.figures.tpot_s)]
+        table.add_row(str(result.ratio), f"{result.rate:.3g}", f"{result.per_device:.3g}", *times)
+    console.print(table)
 
 
 def _say_rest(console: Console, refused: Sequence[Refused], notes: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.service.address import Address
 from ridgeline.service.batches.settings import DayWindow, read_impact
 from ridgeline.service.keys.settings import check_keys
-from ridgeline.service.launch import begin
+from ridgeline.service.launch import begin_engines, check_engines
 from ridgeline.service.listen import bind
 from ridgeline.speculation.options import check_files, read_wanted
 
@@ -122,6 +122,7 @@ def check(resolved: Resolved) -> None:
     """
     admission(resolved.engine.batching)
     check_hosts(resolved.engine)
+    check_engines(resolved.service, resolved.engine)
     check_files(read_wanted(resolved.engine))
     Address.read(resolved.service)
     DayWindow.parse(resolved.service.batch_window)
@@ -149,14 +150,15 @@ def run(args: Arguments) -> int:
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]
         folder = _find_models(resolved)
-        engine_process = begin(resolved.model, resolved.engine)
-        cleanup.callback(engine_process.process.kill)  # no effect if the service has stopped it
+        engines = begin_engines(resolved)
+        for engine in engines:
+            cleanup.callback(engine.process.kill)  # no effect if the service has stopped it
         # Imported late, so that this import runs while the engine process imports torch.
         server = import_module("ridgeline.service.server")
         console = Console(stderr=True)
         stages = cleanup.enter_context(Stages(console))
         announcer = Announcer(args, folder, console, stages, started)
-        uvloop.run(server.serve(resolved, folder, listeners, engine_process, announcer))
+        uvloop.run(server.serve(resolved, folder, listeners, engines, announcer))
     return 0
 
 

@@ -20,7 +20,7 @@ class Choice:
     """What a server is started with.
 
     layers: of the model as served. device: "cpu" or "cuda". drafters: names in `--speculate`. drafts_on_device: one of them runs on
-    the device. drafts_branch: one of them proposes trees.
+    the device. drafts_branch: one of them proposes trees. hands_over: it is one of several engines that hand prompts over.
     """
 
     model: ModelConfig
@@ -30,6 +30,7 @@ class Choice:
     drafters: Sequence[str] = ()
     drafts_on_device: bool = False
     drafts_branch: bool = False
+    hands_over: bool = False
 
 
 class Feature(NamedTuple):
@@ -64,6 +65,7 @@ FEATURES: Mapping[str, Feature] = {
     "layers that share a cache": Feature(
         "", lambda choice: any(layer.share_from is not None for layer in choice.layers)
     ),
+    "prefill apart from decode": Feature("", lambda choice: choice.hands_over),
     "a GPU": Feature("", lambda choice: choice.device == "cuda"),
 }
 
@@ -78,6 +80,7 @@ class Refusal(NamedTuple):
 
 
 _TENSOR_PARALLEL, _PIPELINE, _CONTEXT_PARALLEL = "tensor parallelism", "a pipeline", "context parallelism"
+_APART = "prefill apart from decode"
 REFUSALS: Sequence[Refusal] = (
     Refusal("retention", "layers with windows", "the windows bound the cache already", "use --kv-retention all"),
     Refusal(
@@ -168,6 +171,19 @@ REFUSALS: Sequence[Refusal] = (
         "one stage would have the keys and values that another needs",
         "use --tensor-parallel-size",
     ),
+    Refusal("retention", _APART, "the engine that goes on would drop tokens one token later", "use --kv-retention all"),
+    Refusal("selection", _APART, "what a token reads depends on its step", "leave --kv-selection out"),
+    Refusal(_TENSOR_PARALLEL, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
+    Refusal(_PIPELINE, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
+    Refusal(_CONTEXT_PARALLEL, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
+    Refusal("host memory", _APART, "engines that hand prompts over have no tiers", "leave --prefill-engines out"),
+    Refusal(
+        "no prefix cache",
+        _APART,
+        "blocks are handed over by their prefix",
+        "leave out --no-enable-prefix-caching",
+    ),
+    Refusal(_APART, "a GPU", "pools are shared through host memory so far", "use --device cpu"),
 )
 
 

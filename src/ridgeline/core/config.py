@@ -202,6 +202,10 @@ class ServiceConfig:
         "closed", "what happens to an answer that the judge does not judge: closed withdraws it, open lets it pass"
     )
     moderation_api_key: str | None = option(None, "key that is sent to the endpoint of --moderation")
+    prefill_engines: int = option(
+        0, "engine processes that compute prompts for --decode-engines (default: one engine does both); on CPUs"
+    )
+    decode_engines: int = option(0, "engine processes that draw the tokens after the first; with --prefill-engines")
     slo: str = option(
         "", "latency limits of a good request: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
     )

@@ -64,6 +64,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "engine_restarts": (0, 1 << 20),
     "engine_restart_minutes": (0.01, 1 << 20),
     "answer_cache_mb": (0.0, 1 << 20),
+    "prefill_engines": (0, 64),
+    "decode_engines": (0, 64),
     "price_per_hour": (0.0, 1 << 20),
 }
 CHECKS: Mapping[str, Callable[[str], object]] = {

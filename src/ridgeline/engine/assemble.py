@@ -16,9 +16,11 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sizing import MemoryPlan
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KvLayout, ModelSpec
+from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.group import start_group
+from ridgeline.engine.handover import open_hand_over
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -40,17 +42,20 @@ from ridgeline.text.tokenizer import TOKENIZER_FILE, Tokenizer
 log = logging.getLogger(__name__)
 
 
-def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, imports_s: float = 0.0) -> Engine:
+def assemble(
+    model: ModelConfig, config: EngineConfig, progress: Progress, imports_s: float = 0.0, pools: Pools = NO_POOLS
+) -> Engine:
     """Build an engine that is ready to serve.
 
     Args:
         imports_s: seconds that this process spent on imports, reported with the other stages.
+        pools: shared memory of the engines that this one hands over to.
     Raises:
         ConfigError, UnsupportedModel, DoesNotFit: before any weight is read.
     """
     times = StartTimes(imports_s, progress)
     policy = admission(config.batching)
-    rank = plan_rank(model, config, times)
+    rank = plan_rank(model, config, times, pools)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
     retention = read_retention(config.kv_retention, plan.page_tokens)
     check_tiers(config, plan.layout)
@@ -65,21 +70,13 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
         source, loaded.runner.transfers = open_tiers(
             config, plan.layout, loaded.runner.store, f"{fingerprint} {rank.ops.name}", cost
         )
+        pinned, caching = config.cache_pin_share, config.enable_prefix_caching
         leases = Leases(
-            plan.layout,
-            plan.n_pages,
-            prefix_cache=config.enable_prefix_caching,
-            source=source,
-            retention=retention,
-            pin_share=config.cache_pin_share,
+            plan.layout, plan.n_pages, prefix_cache=caching, source=source, retention=retention, pin_share=pinned
         )
-        limits = Limits(
-            plan.max_rows,
-            plan.max_step_tokens,
-            plan.max_len,
-            reader_pace(config.reader_pace),
-            config.pipeline_parallel_size,
-        )
+        hand_overs = open_hand_over(pools, leases, loaded.runner, fingerprint)
+        pace_s, n_stages = reader_pace(config.reader_pace), config.pipeline_parallel_size
+        limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len, pace_s, n_stages)
         scheduler = Scheduler(plan.layout, leases, limits, policy, loaded.speculation)
         setup = Setup(
             max_len=plan.max_len,
@@ -90,12 +87,14 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
             facts=_facts(folder, loaded.model, plan, rank.device)
             | {"speculate": [*wanted.host, *filter(None, [wanted.device])]}
             | {"model_options": asdict(model), "options": asdict(config), "cost": cost_values(cost)}
+            | {"fingerprint": fingerprint, "page_bytes": plan.layout.page_bytes}
             | {"ops": rank.ops.name, "startup_s": times.seconds, "ceilings": ceilings},
             grammars=grammars,
             account=DeviceAccount(cost, power, loaded.drafter.work),
             late=loaded.runner.late,
             expert_load=ExpertLoad(loaded.model.decoder.expert_loads()),
             check=group.check,
+            hand_overs=hand_overs,
             closing=partial(keep_pool, leases, loaded.runner.transfers),
         )
         log.debug("ready: %s", setup.facts)

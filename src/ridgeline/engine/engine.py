@@ -15,6 +15,7 @@ from ridgeline.core.errors import RequestError, RidgelineError
 from ridgeline.core.events import StepUpdates, Update
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.engine.expert_load import ExpertLoad
+from ridgeline.engine.handover import HandOvers
 from ridgeline.engine.late_compiles import LateCompiles
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.request import Request
@@ -45,7 +46,8 @@ class Setup:
 
     fingerprint: hash of the weights and the KV format. Engines share prefixes only if their fingerprints are equal.
     seed: seeds the generator of seeds for requests without one. facts: the content of Ready and of the "stats" reply. check: raises
-    EngineFailed if another rank is lost; called in every turn. closing: called before the device is released.
+    EngineFailed if another rank is lost; called in every turn. closing: called before the device is released. hand_overs: prompts
+    that this engine computes for others, or others for it.
     """
 
     max_len: int
@@ -60,6 +62,7 @@ class Setup:
     expert_load: ExpertLoad = field(default_factory=ExpertLoad)
     check: Callable[[], None] = lambda: None
     closing: Callable[[], None] = lambda: None
+    hand_overs: HandOvers = field(default_factory=HandOvers)
 
 
 class Engine:
@@ -103,10 +106,12 @@ class Engine:
     def handle(self, message: Up) -> list[Down]:
         """Apply one message and return the replies. An invalid request is refused; other requests are not affected."""
         if isinstance(message, Submit):
+            self.setup.hand_overs.submitted(message)
             self._submit(message)
         elif isinstance(message, Cancel):
             self._waiting = [waiting for waiting in self._waiting if waiting.message.id != message.id]
             self._scheduler.cancel(message.id, message.reason)
+            self.setup.hand_overs.cancelled(message.id)
         elif isinstance(message, Finish):
             self._scheduler.end_choice(message.id, message.choice, message.reason, message.kept)
         else:
@@ -170,18 +175,23 @@ class Engine:
                 "fewer stop_token_ids.",
                 param="stop_token_ids",
             )
-        limit = min(setup.max_len, length + (sampling.max_tokens or setup.max_len))
+        limit = min(setup.max_len, length + (1 if message.hand_over else sampling.max_tokens or setup.max_len))
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         root = chain_root(message.salt, setup.fingerprint)
-        tokens = array("i", message.tokens)
         requests = []
-        for choice in range(sampling.n):
+        for choice in message.drawn or range(sampling.n):
             self._arrivals += 1
+            drawn = message.drawn.get(choice, [])
+            if length + len(drawn) >= limit:
+                raise RequestError(f"{len(drawn)} drawn tokens leave none of {limit} to draw.", param="max_tokens")
+            constraint = None if compiled is None else compiled.start()
+            if constraint is not None and drawn:
+                constraint.accept(drawn)
             requests.append(
                 Request(
                     id=message.id,
                     choice=choice,
-                    tokens=tokens[:],
+                    tokens=array("i", message.tokens + drawn),
                     prompt_len=length,
                     sampling=sampling,
                     limit=limit,
@@ -194,7 +204,7 @@ class Engine:
                     breakpoints=() if choice else message.breakpoints,
                     has_reader=message.has_reader,
                     client=message.client,
-                    constraint=None if compiled is None else compiled.start(),
+                    constraint=constraint,
                 )
             )
         if not self._scheduler.fits(requests[0]):
@@ -236,6 +246,7 @@ class Engine:
     def turn(self) -> Deltas | None:
         """Run one turn of the loop. Returns None if there is nothing to report."""
         self.setup.check()
+        self.setup.hand_overs.check()
         scheduler, before = self._scheduler, self._scheduler.last_step
         if self._waiting:
             self._take_compiled()
@@ -258,6 +269,7 @@ class Engine:
     def _frame(self, updates: StepUpdates, stats: StepStats | None) -> Deltas:
         self._sequence += 1
         deltas = [_delta(update) for update in updates.others]
+        self.setup.hand_overs.add_tickets(deltas)
         return Deltas(self._sequence, deltas, stats, updates.ids, updates.choices, updates.tokens)
 
     def _stats(self, steps: int) -> StepStats:

@@ -29,7 +29,9 @@ def run(sock: socket.socket, config: EngineOrder) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     inbox = Inbox(sock)
     try:
-        engine = assemble(config.model, config.engine, lambda *at: inbox.send(Loading(*at)), process_age_s())
+        engine = assemble(
+            config.model, config.engine, lambda *at: inbox.send(Loading(*at)), process_age_s(), config.pools
+        )
         # The objects of the start-up live as long as the engine. A full collection over torch's objects takes a tenth of a second.
         # 3 % of the objects are garbage that is never freed.
         gc.freeze()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ridgeline.core.selection import check_budget
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
 from ridgeline.core.stages import rank_layout, stage_layout, stages
+from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.engine.graph_shapes import draft_limits
 from ridgeline.engine.hosts import check_hosts
 from ridgeline.engine.runner import Runner, build_runner
@@ -70,7 +71,7 @@ class RankPlan:
     """What a rank knows before it reads weights.
 
     spec: of the whole model as served. plan: of a rank's memory, the same for all; its layout is that of the largest stage. stages:
-    the layers of each stage.
+    the layers of each stage. pools: of the engines that this one hands over to.
     """
 
     model: ModelConfig
@@ -82,6 +83,7 @@ class RankPlan:
     plan: MemoryPlan
     ops: Ops
     stages: tuple[slice, ...]
+    pools: Pools = NO_POOLS
 
     @property
     def identity(self) -> dict[str, str]:
@@ -105,7 +107,7 @@ class LoadedRank:
     drafter: DeviceDrafter
 
 
-def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes) -> RankPlan:
+def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes, pools: Pools = NO_POOLS) -> RankPlan:
     """Read the model's config and plan the memory of one rank. Raises ConfigError, UnsupportedModel, DoesNotFit."""
     check_hosts(config)
     device = _device(config)
@@ -115,15 +117,17 @@ def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes) -> Ra
     checkpoint, _ = read_model(folder)
     spec = served_spec(checkpoint, model)
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
-    check_together(choice_of(model, config, spec, wanted, device.type))
+    choice = choice_of(model, config, spec, wanted, device.type)
+    check_together(replace(choice, hands_over=bool(pools.descriptors)))
     parts = stages(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
-    plan = size(Deployment(spec, config, _memory(device, len(config.host_ranks)), model, drafter_memory, space))
+    memory = _memory(device, len(config.host_ranks) * max(1, len(pools.descriptors)))
+    plan = size(Deployment(spec, config, memory, model, drafter_memory, space))
     if model.kv_selection:
         check_budget(model.kv_selection, plan.page_tokens)
     ops = _operations(config, spec, device)
     times.ends("config")
-    return RankPlan(model, config, device, folder, spec, wanted, plan, ops, parts)
+    return RankPlan(model, config, device, folder, spec, wanted, plan, ops, parts, pools)
 
 
 def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
@@ -138,6 +142,7 @@ def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
         graphs=device.type == "cuda" and not rank.config.enforce_eager,
         drafts=wanted.sizes if wanted.device else (),
         host_drafts=wanted.max_nodes if wanted.host else 0,
+        pool=rank.pools.local_descriptor,
     )
     encode, dummy = _encoder(rank.folder), rank.model.load_format == "dummy"
     speculation, drafter = open_drafters(wanted, loaded, encode, draft_limits(sizes, rank.spec), dummy)
@@ -191,9 +196,10 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _memory(device: torch.device, ranks: int) -> Memory:
-    """Memory of the device. Of a CPU only free memory counts, of which each of the host's ranks has an equal part."""
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (host_memory()[1] // ranks,) * 2
+def _memory(device: torch.device, processes: int) -> Memory:
+    """Memory of the device. Of a CPU only free memory counts, of which each of the host's ranks, of each engine, has an equal
+    part."""
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (host_memory()[1] // processes,) * 2
     return Memory(device.type, total, total - free)
 
 

@@ -66,7 +66,8 @@ class Runner:
         self.device = model.decoder.embedding.device
         self._cuda, self._inference = self.device.type == "cuda", torch.inference_mode()
         self.rows = RowTable(layout, sizes.rows, sizes.max_len, model.spec.vocab_size, self.device)
-        self.store = KvStore(layout, joined(model.rank_spec.layers, drafter.layers), sizes.blocks, self.device)
+        layers = joined(model.rank_spec.layers, drafter.layers)
+        self.store = KvStore(layout, layers, sizes.blocks, self.device, sizes.pool)
         self.transfers = Transfers(self.store)
         self._step = self.step_kind(model, self.rows, self.store, sizes.step_tokens, drafter)
         self.late = LateCompiles()

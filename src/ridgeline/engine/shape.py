@@ -14,7 +14,7 @@ class Sizes:
 
     rows: requests at once. step_tokens: query tokens of a step. max_len: tokens of a request. blocks: pages of KV cache.
     graphs: use CUDA graphs, on a GPU only. drafts: numbers of nodes per row that the device may draft. host_drafts: most nodes of a
-    host draft, 0 without a host drafter.
+    host draft, 0 without a host drafter. pool: descriptor of the memory file of the KV cache; -1: it is in the process.
     """
 
     rows: int
@@ -24,6 +24,7 @@ class Sizes:
     graphs: bool = True
     drafts: tuple[int, ...] = ()
     host_drafts: int = 0
+    pool: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ def open_tiers(
         capacity, digest = int(config.kv_disk_gb * GIB), sha256(fingerprint.encode()).digest()
         disk = Disk(Path(config.kv_disk), capacity, digest, layout.page_bytes, ttl_s=ttl_s)
     transfers = TierTransfers(store, slots, disk)
+    if disk is not None:
+        disk.view = transfers.view
     pays = CopyCost(cost, layout.page_bytes, transfers.measure(), DISK_BYTES_PER_S).pays
     return Offload(layout, slots, pays, disk, ttl_s=ttl_s), transfers
 

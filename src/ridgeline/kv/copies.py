@@ -16,14 +16,13 @@ from typing import Protocol
 import torch
 
 from ridgeline.core.plan import StepPlan, Transfer
-from ridgeline.kv.disk import Disk
 from ridgeline.kv.offload import OFFLOAD
 from ridgeline.kv.store import KvStore, Transfers, zeros
 
 log = logging.getLogger(__name__)
 
 READERS = 4
-"""Threads that read files."""
+"""Threads that read pages."""
 STAGING_BYTES = 64 << 20
 """Device memory through which evicted pages leave, in two halves."""
 MEASURED_BYTES = 64 << 20
@@ -118,17 +117,28 @@ class CudaLink:
 
 @dataclass(slots=True)
 class _Load:
-    """A transfer under way. event: of the copies so far. reads: pages of files on their way to memory, with their blocks."""
+    """A transfer under way. event: of the copies so far. reads: pages of the reader on their way to memory, with their blocks."""
 
     event: Event
     blocks: Sequence[int] = ()
     reads: list[Future[torch.Tensor | None]] = field(default_factory=list)
 
 
-class TierTransfers(Transfers):
-    """Copies between the pool and host memory of `slots` pages, and from files. disk: the files; None: there are none."""
+class Reader(Protocol):
+    """Pages that are not in host memory: files, or pools of other engines."""
 
-    def __init__(self, store: KvStore, slots: int, disk: Disk | None = None) -> None:
+    def read(self, number: int, target: memoryview) -> bool:
+        """Copy a page. False: it cannot be served. Runs in a thread."""
+
+    def close(self) -> None:
+        """No page is read any more."""
+
+
+class TierTransfers(Transfers):
+    """Copies between the pool and host memory of `slots` pages, and from a reader of pages. reader: None: there is none. origin: of
+    the transfers that it runs."""
+
+    def __init__(self, store: KvStore, slots: int, reader: Reader | None = None, *, origin: str = OFFLOAD) -> None:
         super().__init__(store)
         pages = store.flat.view(store.pages, -1)
         self._pinned, page_bytes = pages.is_cuda, pages.shape[1]
@@ -138,11 +148,14 @@ class TierTransfers(Transfers):
         )
         self.memory = memory.view(slots + 1, page_bytes)
         self._link: Link = CudaLink(pages) if self._pinned else PlainLink(pages)
-        self._disk, self._readers = disk, ThreadPoolExecutor(READERS, "kv-read")
-        if disk is not None:
-            disk.view = lambda slot: self.memory[slot].numpy().data
+        self._reader, self._origin = reader, origin
+        self._threads = ThreadPoolExecutor(READERS, "kv-read")
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, Event] = {}
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot of host memory."""
+        return self.memory[slot].numpy().data
 
     @property
     def busy(self) -> bool:
@@ -176,7 +189,7 @@ class TierTransfers(Transfers):
                 ended[transfer.ticket] = False
         local = []
         for transfer in plan.transfers:
-            if transfer.origin == OFFLOAD:
+            if transfer.origin == self._origin:
                 self._begin(transfer)
             else:
                 local.append(transfer)
@@ -187,17 +200,18 @@ class TierTransfers(Transfers):
         near = [(self.memory[page], block) for page, block in pairs if page > 0]
         far = [(-page, block) for page, block in pairs if page < 0]
         event = self._link.up([row for row, _ in near], [block for _, block in near])
-        reads = [self._readers.submit(self._read, number) for number, _ in far]
+        reads = [self._threads.submit(self._read, number) for number, _ in far]
         self._loads[transfer.ticket] = _Load(event, [block for _, block in far], reads)
 
     def _read(self, number: int) -> torch.Tensor | None:
-        """The page of a file; None: it cannot be served. Runs in a thread."""
-        assert self._disk is not None
+        """A page of the reader; None: it cannot be served. Runs in a thread."""
+        assert self._reader is not None
         page = torch.empty(self.memory.shape[1], dtype=torch.uint8, pin_memory=self._pinned)
-        return page if self._disk.read(number, page.numpy().data) else None
+        return page if self._reader.read(number, page.numpy().data) else None
 
     def _take_ended(self) -> dict[int, bool]:
-        """Stores and transfers that have ended. Pages of files are copied on when all of a transfer have been read."""
+        """Stores and transfers that have ended. Pages of the reader are copied on when all of a transfer have been
+        read."""
         ended = {ticket: True for ticket, event in self._stores.items() if event.query()}
         for ticket in ended:
             del self._stores[ticket]
@@ -219,7 +233,7 @@ class TierTransfers(Transfers):
                 return False
             load.event, load.reads = self._link.up(rows, load.blocks), []
         except Exception:
-            log.exception("pages of files are not loaded")
+            log.exception("pages from %s are not loaded", self._origin)
             return False
         return True
 
@@ -241,6 +255,6 @@ class TierTransfers(Transfers):
     def close(self) -> None:
         for ticket in list(self._loads):
             self._cancel(ticket)
-        self._readers.shutdown(cancel_futures=True)
-        if self._disk is not None:
-            self._disk.close()
+        self._threads.shutdown(cancel_futures=True)
+        if self._reader is not None:
+            self._reader.close()

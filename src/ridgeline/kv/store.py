@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, groupby
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 class KvStore:
     """Memory of `blocks` pages and the scratch page, for the layers of one rank. layers: those of `layout` (ModelSpec.on_rank),
-    then the layers of a drafter.
+    then the layers of a drafter. descriptor: memory file of the pages, which other processes read (kv.transfer); -1: memory of this
+    process.
 
     Layout: [page][layer][K | V | scales][head][slot][dim], then the bounds of the page's keys for layers that select pages. A page
     is contiguous, so that one copy moves it, and pages of all groups have the same size. flat: uint8 [pages * page_bytes].
@@ -36,11 +38,18 @@ class KvStore:
     runs[group]: all memory of the group's layers as few views [pages, heads of keys and values, page_tokens, width].
     """
 
-    def __init__(self, layout: KvLayout, layers: Sequence[LayerSpec], blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        layers: Sequence[LayerSpec],
+        blocks: int,
+        device: torch.device,
+        descriptor: int = -1,
+    ) -> None:
         self.layout = layout
         self.pages = blocks + 1
         # Zeroed: a masked value must not be NaN, because zero times NaN is NaN.
-        self.flat = zeros(self.pages * layout.page_bytes, device)
+        self.flat = zeros(self.pages * layout.page_bytes, device, descriptor)
         cuts = [self._cut(group, layers) for group in layout.groups]
         self.runs = [runs for runs, _ in cuts]
         parts_of = {index: parts for _, of_layers in cuts for index, parts in of_layers.items()}
@@ -135,12 +144,17 @@ def _parts(layer: LayerSpec, kv_format: KvFormat) -> list[tuple[int, torch.dtype
     return parts
 
 
-def zeros(size: int, device: torch.device) -> torch.Tensor:
-    """Zeros, uint8 [size]. On a CPU this is an anonymous mapping with huge pages where possible: the system zeroes pages at first
-    touch, because zeroing gigabytes would dominate the start-up."""
+def zeros(size: int, device: torch.device, descriptor: int = -1) -> torch.Tensor:
+    """Zeros, uint8 [size]. On a CPU this is a mapping, anonymous or of a memory file, with huge pages where possible: the system
+    zeroes pages at first touch, because zeroing gigabytes would dominate the start-up."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if descriptor >= 0:
+        for length in (0, size):  # what an engine before this one has left is dropped
+            os.ftruncate(descriptor, length)
+        memory = mmap.mmap(descriptor, size)
+    else:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

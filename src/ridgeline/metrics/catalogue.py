@@ -108,6 +108,17 @@ COUNTERS: Mapping[str, Entry] = {
     "spec_decode_saved_seconds": Entry(
         "Seconds saved by drafts compared with steps without drafts, minus the cost of rejected drafts.", ours=True
     ),
+    "hand_overs": Entry("Prompts of one engine that another engine went on with.", ours=True),
+    "hand_over_seconds": Entry(
+        "Seconds from the first token of such a prompt to the next one, summed over hand-overs.", ours=True
+    ),
+    "hand_over_bytes": Entry("Bytes of keys and values that engines pulled from others.", ours=True),
+    "hand_over_failures": Entry(
+        "Prompts that were computed instead: their engine was lost (prefill) or none was ready (no engine), pages were lost "
+        "(pages), or the engine that went on was lost (decode).",
+        label="reason",
+        ours=True,
+    ),
     "engine_restarts": Entry("Engine processes started to replace one that had ended or was stuck.", ours=True),
     "request_success": Entry("Finished choices.", label="finished_reason"),
     "aborted_requests": Entry(

@@ -127,7 +127,8 @@ class Metrics:
         self._alias = ALIASES[alias] if alias else None
         self._clock = clock
         self.live = Live(slo, clock)
-        self._last_step: float | None = None
+        self._last_steps: dict[int, float] = {}
+        """Time of the last record of each engine with running requests."""
         self._saved_s = 0.0
         self._tiers: dict[str, list[int]] = {}
         """Last reading of each tier below the KV cache."""
@@ -155,11 +156,14 @@ class Metrics:
             self._set_edges(max_len)
         self._cache = {"block_size": str(page_tokens), "num_gpu_blocks": str(blocks)}
 
-    def on_step(self, step: StepRecord) -> None:
-        """Add a step's record. Records stay pending until the metrics are read, so that a step costs little."""
+    def on_step(self, step: StepRecord, engine: int = 0) -> None:
+        """Add a step's record. Records stay pending until the metrics are read, so that a step costs little. engine: number of the
+        engine process that ran it."""
         now = self._clock()
-        gap = None if self._last_step is None else now - self._last_step
-        self._last_step = now if step.running else None
+        last = self._last_steps.pop(engine, None)
+        gap = None if last is None else now - last
+        if step.running:
+            self._last_steps[engine] = now
         self._steps.append(step)
         self._gaps.append(gap)
         self.live.on_step(step, gap)
@@ -303,6 +307,19 @@ class Metrics:
         """Count rows of batches that have a result."""
         self._count("batch_rows", completed, "completed")
         self._count("batch_rows", failed, "failed")
+
+    def handed_over(self, seconds: float) -> None:
+        """Count a prompt that another engine goes on with. seconds: from its ticket to the next token."""
+        self._count("hand_overs", 1)
+        self._count("hand_over_seconds", seconds)
+
+    def pulled(self, size: int) -> None:
+        """Count bytes that an engine pulled from others."""
+        self._count("hand_over_bytes", size)
+
+    def hand_over_failed(self, reason: str) -> None:
+        """Count a prompt whose pages did not all arrive; they were computed."""
+        self._count("hand_over_failures", 1, reason)
 
     def engine_restarted(self) -> None:
         """Count a restart of the engine, and the pinned prefixes that were lost with it."""

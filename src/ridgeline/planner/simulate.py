@@ -13,8 +13,8 @@ import math
 import statistics
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ridgeline.core.cost import CostModel
@@ -40,7 +40,8 @@ class Server:
 
     cost: step times of the model as served. layout, pages: the KV cache. host_s: seconds of the host per step (plan, commit,
     launch), which steps in flight hide. outside_s: seconds of a request outside the engine. replicas: equal servers; requests go to
-    them in turn. tier_pages: pages of host memory below the cache. link: bytes per second between host memory and the device.
+    them in turn. tier_pages: pages of host memory below the cache. link: bytes per second between host memory and the device, or
+    between devices (planner.split).
     """
 
     cost: CostModel
@@ -59,8 +60,8 @@ class Server:
 
     @property
     def page_s(self) -> float:
-        """Seconds in which a page comes from host memory."""
-        return self.layout.page_bytes / self.link if self.tier_pages else 0.0
+        """Seconds in which a page comes over the link."""
+        return self.layout.page_bytes / self.link if self.link else 0.0
 
     def source(self) -> Source:
         """The tier below the cache; empty if there is none."""
@@ -141,13 +142,13 @@ def serve(server: Server, workload: Workload, concurrency: int | None = None) ->
     Raises ConfigError if a request can never run.
     """
     replicas = server.replicas if concurrency is None else min(server.replicas, concurrency)
-    parts = [replace(workload, requests=workload.requests[first::replicas]) for first in range(replicas)]
+    parts = [list(enumerate(workload.requests[first::replicas])) for first in range(replicas)]
     shares = [None if concurrency is None else math.ceil((concurrency - first) / replicas) for first in range(replicas)]
-    runs = [_Run(server, part, share) for part, share in zip(parts, shares, strict=True) if part.requests]
+    runs = [Run(server, part, share) for part, share in zip(parts, shares, strict=True) if part]
     for run in runs:
         run.complete()
     begin = workload.requests[0].at_s if workload.requests and concurrency is None else 0.0
-    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    outcomes = [outcome for run in runs for outcome in run.outcomes.values()]
     seconds = max((run.device.runner.now for run in runs), default=begin) - begin
     return Served(outcomes, seconds, sum(run.device.busy_s for run in runs))
 
@@ -198,23 +199,38 @@ class _Progress:
         return Outcome(self.first - self.due + outside_s, tpot, self.last - self.due + outside_s, stall, self.tokens)
 
 
-class _Run:
-    """One server that works through its requests."""
+class Begun(NamedTuple):
+    """A request that another engine has begun: when it arrived there, and when its first token was drawn."""
 
-    def __init__(self, server: Server, workload: Workload, concurrency: int | None) -> None:
+    due: float
+    first: float
+
+
+class Run:
+    """One server that works through its requests, which are numbered. outcomes: of each number. source: of pages outside the pool;
+    None: the server's. begun: numbers of requests whose first token is drawn."""
+
+    def __init__(
+        self,
+        server: Server,
+        requests: Iterable[tuple[int, RequestSpec]],
+        concurrency: int | None = None,
+        source: Source | None = None,
+        begun: Mapping[int, Begun] | None = None,
+    ) -> None:
         leases = Leases(
             server.layout,
             server.pages,
             prefix_cache=server.prefix_cache,
-            source=server.source(),
+            source=server.source() if source is None else source,
             retention=server.retention,
         )
-        self.device, self.outcomes = _Device(server), list[Outcome]()
+        self.device, self.outcomes, self._begun = _Device(server), dict[int, Outcome](), begun or {}
         self._scheduler = Scheduler(server.layout, leases, server.limits, admission(server.batching))
         self._loop = Loop(
             self._scheduler, self.device, steps_in_flight=server.steps_in_flight, clock=lambda: self.device.runner.now
         )
-        self._server, self._waiting, self._concurrency = server, deque(enumerate(workload.requests)), concurrency
+        self._server, self._waiting, self._concurrency = server, deque(requests), concurrency
         self._progress: dict[str, _Progress] = {}
 
     def complete(self) -> None:
@@ -228,7 +244,7 @@ class _Run:
                 if update.tokens:
                     progress.observe(len(update.tokens), runner.now)
                 if update.finish:
-                    self.outcomes.append(self._progress.pop(update.id).outcome(self._server.outside_s))
+                    self.outcomes[int(update.id)] = self._progress.pop(update.id).outcome(self._server.outside_s)
             if self.device.calls == before and (pause := self._loop.wait_seconds()) > 0:
                 due = self._waiting[0][1].at_s if self._waiting and self._concurrency is None else math.inf
                 until = min(due, runner.now + pause)
@@ -242,17 +258,21 @@ class _Run:
         ):
             number, spec = self._waiting.popleft()
             due = spec.at_s if self._concurrency is None else now
-            request = _request(number, spec, due)
+            request = request_of(number, spec, due)
             if not self._scheduler.fits(request) or request.limit > self._server.limits.max_len:
                 raise ConfigError(
                     f"A request of {spec.input} prompt and {spec.output} output tokens does not fit into {self._server.pages} "
                     f"blocks of {self._server.layout.page_tokens} tokens: it cannot be simulated on this server."
                 )
-            self._progress[request.id] = _Progress(due)
+            self._progress[request.id] = progress = _Progress(due)
+            if number in self._begun:
+                progress.due = self._begun[number].due
+                progress.observe(1, self._begun[number].first)
+                request.tokens.append(0)
             self._scheduler.add(request)
 
 
-def _request(number: int, spec: RequestSpec, due: float) -> Request:
+def request_of(number: int, spec: RequestSpec, due: float) -> Request:
     tokens = array("i", _tokens(number, spec))
     return Request(
         id=str(number),

@@ -7,7 +7,7 @@ from ridgeline.core.errors import Unavailable
 from ridgeline.metrics import Metrics
 from ridgeline.service.access import Access
 from ridgeline.service.state import Service
-from ridgeline.wire.client import EngineClient
+from ridgeline.wire.client import Client
 
 
 class Front(Access):
@@ -17,7 +17,7 @@ class Front(Access):
     client: of the current engine, or of the last one until the next is started.
     """
 
-    def __init__(self, config: ServiceConfig, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, config: ServiceConfig, client: Client, metrics: Metrics) -> None:
         super().__init__(config)
         self.client = client
         self.metrics = metrics

@@ -1,18 +1,22 @@
-"""Starts the engine process and connects to it."""
+"""Starts engine processes and connects to them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.resolve import Resolved
+from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.wire.client import EngineClient, EngineTimeouts
 from ridgeline.wire.config import encode_config
 from ridgeline.wire.messages import StepStats
@@ -48,27 +52,64 @@ class Begun(NamedTuple):
 
     process: subprocess.Popen[bytes]
     pipe: socket.socket
+    pools: Pools = NO_POOLS
 
 
-def begin(model: ModelConfig, engine: EngineConfig) -> Begun:
-    """Start `python -m ridgeline.engine` and send it its configuration. It inherits standard output and error."""
+def begin(model: ModelConfig, engine: EngineConfig, pools: Pools = NO_POOLS) -> Begun:
+    """Start `python -m ridgeline.engine` and send it its configuration. It inherits standard output and error, and the memory files
+    of pools."""
     server_end, engine_end = socket.socketpair()
     with engine_end:
         command = [sys.executable, "-m", "ridgeline.engine", str(engine_end.fileno())]
         process = subprocess.Popen(
-            command, pass_fds=[engine_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            pass_fds=[engine_end.fileno(), *pools.descriptors],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
     # The client detects the exit and reports the reason.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        server_end.sendall(encode_config(model, engine))
-    return Begun(process, server_end)
+        server_end.sendall(encode_config(model, engine, pools))
+    return Begun(process, server_end, pools)
+
+
+def check_engines(config: ServiceConfig, engine: EngineConfig) -> None:
+    """Refuse numbers of engines that do not hold. Raises ConfigError that names the option and the remedy."""
+    for name, other in (("prefill_engines", "decode_engines"), ("decode_engines", "prefill_engines")):
+        if getattr(config, name) and not getattr(config, other):
+            option, missing = (f"--{word.replace('_', '-')}" for word in (name, other))
+            reason = f"an engine for prompts needs one for the other tokens: add {missing} 1, or leave it out"
+            raise ConfigError(f"{option} is {getattr(config, name)} without {missing}: {reason}.", param=name)
+    if config.prefill_engines and engine.device == "cuda":
+        reason = "engines on GPUs do not hand over yet, because pools are shared through host memory"
+        remedy = "leave it out, or use --device cpu"
+        raise ConfigError(
+            f"--prefill-engines is {config.prefill_engines}: {reason}: {remedy}.", param="prefill_engines"
+        )
+
+
+def begin_engines(resolved: Resolved) -> list[Begun]:
+    """Start the engine processes of a configuration, without clients."""
+    config = resolved.service
+    if not config.prefill_engines:
+        return [begin(resolved.model, resolved.engine)]
+    count = config.prefill_engines + config.decode_engines
+    descriptors = tuple(os.memfd_create(f"ridgeline-pool-{number}") for number in range(count))
+    engine = sharing_cores(resolved.engine, count)
+    return [begin(resolved.model, engine, Pools(descriptors, number)) for number in range(count)]
+
+
+def sharing_cores(engine: EngineConfig, count: int) -> EngineConfig:
+    """The configuration of one of `count` engines: they share the cores."""
+    cores = len(os.sched_getaffinity(0))
+    return engine if engine.threads is not None else replace(engine, threads=max(1, cores // count))
 
 
 async def connect(
     begun: Begun, on_step: Callable[[StepStats], None] | None = None, timeouts: EngineTimeouts = EngineTimeouts()
 ) -> EngineProcess:
     """Connect a client to a started engine."""
-    process, pipe = begun
+    process, pipe, _ = begun
     reader, writer = await asyncio.open_connection(sock=pipe, limit=_READ_LIMIT)
 
     async def last_words() -> str:
@@ -83,9 +124,10 @@ async def launch(
     engine: EngineConfig,
     on_step: Callable[[StepStats], None] | None = None,
     timeouts: EngineTimeouts = EngineTimeouts(),
+    pools: Pools = NO_POOLS,
 ) -> EngineProcess:
     """Start an engine and connect to it. If this is cancelled or fails, the process is killed."""
-    begun = begin(model, engine)
+    begun = begin(model, engine, pools)
     try:
         return await connect(begun, on_step, timeouts)
     except BaseException:

@@ -20,7 +20,7 @@ from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.launch import EngineProcess, launch
-from ridgeline.wire.client import EngineClient
+from ridgeline.wire.client import Client
 from ridgeline.wire.messages import Submit
 
 TOP = 20
@@ -153,7 +153,7 @@ def make_reference(config: ServiceConfig, model: ModelConfig, engine: EngineConf
 _numbers = itertools.count(1)
 
 
-async def scores(client: EngineClient, ids: list[int]) -> list[TopLogprobs]:
+async def scores(client: Client, ids: list[int]) -> list[TopLogprobs]:
     """An engine's log-probabilities of tokens 1.. of `ids`, at the lowest priority. Raises EngineFailed."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP)
     request = Submit(f"shadow-{next(_numbers)}", ids, sampling, time.time(), LOWEST_PRIORITY, cache=False)

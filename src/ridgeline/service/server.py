@@ -27,10 +27,11 @@ from ridgeline.service.address import Address
 from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.app import make_app
 from ridgeline.service.connection import Runner
+from ridgeline.service.engines import connect_engines, launch_engines
 from ridgeline.service.front import Front
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
-from ridgeline.service.launch import Begun, connect, launch
+from ridgeline.service.launch import Begun
 from ridgeline.service.listen import cannot_listen
 from ridgeline.service.moderation.watch import Moderation, make_moderation
 from ridgeline.service.reference import Reference, make_reference
@@ -41,7 +42,7 @@ from ridgeline.service.warm_prefixes import WarmPrefix, read_prefixes, warm
 from ridgeline.text.grammar_worker import GrammarWorker
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.wire.client import EngineClient
+from ridgeline.wire.client import Client
 from ridgeline.wire.messages import StepStats
 
 _CLOSE_S = 2.0
@@ -236,7 +237,7 @@ def _make_service(
     )
 
 
-def _renewed(service: Service, client: EngineClient) -> Service:
+def _renewed(service: Service, client: Client) -> Service:
     """The service with another engine of the same model. Tokenizer and templates are kept."""
     limits = Limits.of(client.facts, service.tokenizer)
     return replace(service, client=client, limits=limits, gate=_make_gate(service.config, client.facts), shadow=None)
@@ -299,12 +300,12 @@ async def serve(
     resolved: Resolved,
     folder: Path,
     listeners: Sequence[socket.socket],
-    begun: Begun,
+    begun: Sequence[Begun],
     announce: Announce | None = None,
 ) -> None:
     """Run until SIGTERM or SIGINT.
 
-    folder: the model folder. listeners: bound sockets. begun: the first engine process of `resolved`. Raises ConfigError or
+    folder: the model folder. listeners: bound sockets. begun: the first engine processes of `resolved`. Raises ConfigError or
     EngineFailed if the server cannot start, and EngineFailed when the engine is lost and no restart is left.
     """
     config, model, engine = resolved.service, resolved.model, resolved.engine
@@ -312,8 +313,8 @@ async def serve(
     announce = announce or Quiet()
     name = model.model or folder.name
     metrics = Metrics(config.served_model_name or name, config.metrics_alias, slo=Slo.parse(config.slo))
-    first = await connect(begun, metrics.on_step)
-    supervisor = Supervisor(first, partial(launch, model, engine, metrics.on_step), config)
+    first = await connect_engines(begun, resolved, metrics)
+    supervisor = Supervisor(first, partial(launch_engines, resolved, metrics), config)
     server = Server(config, supervisor, metrics, reference)
     stopped = stop_signals(server.front)
     try:
@@ -369,7 +370,7 @@ async def run_until(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> 
         await asyncio.gather(running, stop, return_exceptions=True)
 
 
-async def _watch_loading(client: EngineClient, announce: Announce) -> None:
+async def _watch_loading(client: Client, announce: Announce) -> None:
     """Announce the engine's progress until it is ready."""
     announced = None
     while not client.ready.is_set():

@@ -21,7 +21,7 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.metrics import Metrics
 from ridgeline.service.reference import Reference, TopLogprobs, scores
-from ridgeline.wire.client import EngineClient
+from ridgeline.wire.client import Client
 
 MAX_WAITING = 64
 """Maximum waiting answers. A further answer replaces the oldest."""
@@ -66,7 +66,7 @@ class Shadow:
     """
 
     def __init__(
-        self, config: ServiceConfig, client: EngineClient, metrics: Metrics, reference: Reference, max_tokens: int
+        self, config: ServiceConfig, client: Client, metrics: Metrics, reference: Reference, max_tokens: int
     ) -> None:
         self._config, self._client, self._metrics = config, client, metrics
         self._reference, self._max_tokens = reference, max_tokens

@@ -18,7 +18,7 @@ from ridgeline.service.pin_book import PinBook
 from ridgeline.service.shadow import Shadow
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.wire.client import EngineClient
+from ridgeline.wire.client import Client
 
 _SHRINK = 4
 """A normalizer shortens a text at most to a quarter."""
@@ -119,7 +119,7 @@ class Service:
     """Everything a route needs."""
 
     config: ServiceConfig
-    client: EngineClient
+    client: Client
     metrics: Metrics
     card: ModelCard
     tokenizer: Tokenizer

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import EngineFailed
-from ridgeline.wire.client import EngineClient
+from ridgeline.wire.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class RunningEngine(Protocol):
     """An engine process with its client. `stop` and `kill` may be called repeatedly."""
 
     @property
-    def client(self) -> EngineClient: ...
+    def client(self) -> Client: ...
 
     async def stop(self) -> None: ...
 
@@ -64,7 +64,7 @@ class Supervisor:
         log.error("The engine is lost: %s. It is restarted (%d of %d restarts).", reason, count, self._limit)
         return reason
 
-    async def restart(self) -> EngineClient:
+    async def restart(self) -> Client:
         """Kill the lost engine, then start another one. Returns its client, which is not ready yet.
 
         The order matters: the lost process may hold the device's memory until it has ended.

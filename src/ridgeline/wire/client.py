@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, Unavailable, UnsupportedModel
 from ridgeline.wire.frames import down_decoder, encode, read_body
@@ -51,13 +51,70 @@ _START_UP: dict[str, type[RidgelineError]] = {
 """Errors that Failed.kind may name: configuration errors, as opposed to failures of the engine."""
 
 
+class Receiver(Protocol):
+    """What becomes of one request. `put` and `fail` may be called until the request has ended."""
+
+    def put(self, delta: Delta) -> None:
+        """Add a delta from the engine."""
+
+    def fail(self, message: str, reason: str = "failed") -> None:
+        """The engine will send no more deltas."""
+
+
+class Requests(Protocol):
+    """What a subscription needs of its client."""
+
+    max_unread: int
+    open_choices: int
+
+    def send(self, message: Up) -> None: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
+class Client(Requests, Protocol):
+    """An engine as the service sees it: one process (EngineClient), or several (service.split)."""
+
+    ready: asyncio.Event
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+    @property
+    def loading(self) -> Loading | None: ...
+
+    @property
+    def failure(self) -> str | None: ...
+
+    @property
+    def trouble(self) -> str | None: ...
+
+    @property
+    def stats(self) -> StepStats | None: ...
+
+    @property
+    def last_step(self) -> int: ...
+
+    async def wait_ready(self) -> dict[str, Any]: ...
+
+    async def wait_lost(self) -> str: ...
+
+    def submit(self, *requests: Submit) -> Subscription: ...
+
+    async def control(self, order: str, timeout: float = 10.0) -> dict[str, Any]: ...
+
+    def end_all(self, message: str, reason: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class Subscription:
     """The deltas of one or more requests, in order. It is over when all their choices have ended.
 
     Closing it early cancels the choices that still run.
     """
 
-    def __init__(self, client: EngineClient, requests: Sequence[Submit]) -> None:
+    def __init__(self, client: Requests, requests: Sequence[Submit]) -> None:
         self._client = client
         self._running = {request.id: set(range(request.sampling.n)) for request in requests}
         self.choices = sum(map(len, self._running.values()))
@@ -198,7 +255,7 @@ class EngineClient:
         self._turn = -1
         self._error: type[RidgelineError] = EngineFailed
         self._sequence: int | None = None
-        self._open: dict[str, Subscription] = {}
+        self._open: dict[str, Receiver] = {}
         self._replies: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
         self._lost = asyncio.Event()
@@ -228,14 +285,18 @@ class EngineClient:
         for request in requests:
             if request.id in self._open:
                 raise ValueError(f"request id {request.id!r} is in use")
-        if not self._open:
-            self.last_progress = self._clock()
         subscription = Subscription(self, requests)
         self.open_choices += subscription.choices
         for request in requests:
-            self._open[request.id] = subscription
-            self.send(request)
+            self.start(request, subscription)
         return subscription
+
+    def start(self, request: Submit, receiver: Receiver) -> None:
+        """Start a request whose deltas go to `receiver`, until `forget`."""
+        if not self._open:
+            self.last_progress = self._clock()
+        self._open[request.id] = receiver
+        self.send(request)
 
     async def control(self, order: str, timeout: float = 10.0) -> dict[str, Any]:
         """Send an order and return the reply. Raises EngineFailed if the engine ends, fails or does not reply in time."""
@@ -306,8 +367,8 @@ class EngineClient:
 
     def end_all(self, message: str, reason: str) -> None:
         """End every open request with an error delta."""
-        for subscription in set(self._open.values()):
-            subscription.fail(message, reason)
+        for receiver in set(self._open.values()):
+            receiver.fail(message, reason)
 
     async def close(self) -> None:
         """Stop reading and close the stream. The engine stops at the end of the stream."""
@@ -371,9 +432,9 @@ class EngineClient:
             raise EngineFailed(f"frame {frame.sequence} followed frame {self._sequence}, so answers are missing")
         self._sequence = frame.sequence
         for delta in frame.each():
-            subscription = self._open.get(delta.id)
-            if subscription is not None:
-                subscription.put(delta)
+            receiver = self._open.get(delta.id)
+            if receiver is not None:
+                receiver.put(delta)
         self.last_progress = self.last_heard
         if frame.stats is not None:
             self.stats = frame.stats

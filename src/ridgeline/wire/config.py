@@ -8,19 +8,21 @@ import msgspec
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.wire.frames import LENGTH, body_length
 
 
 class EngineOrder(msgspec.Struct, frozen=True):
-    """The configuration of an engine process."""
+    """The configuration of an engine process. pools: shared memory of the engines that it hands over to."""
 
     model: ModelConfig
     engine: EngineConfig
+    pools: Pools = NO_POOLS
 
 
-def encode_config(model: ModelConfig, engine: EngineConfig) -> bytes:
+def encode_config(model: ModelConfig, engine: EngineConfig, pools: Pools = NO_POOLS) -> bytes:
     """Encode the configuration as one frame, length word included."""
-    body = msgspec.json.encode(EngineOrder(model, engine))
+    body = msgspec.json.encode(EngineOrder(model, engine, pools))
     return LENGTH.pack(len(body)) + body
 
 

@@ -15,6 +15,7 @@ import msgspec
 from ridgeline.core.events import LateWork, PinOutcome
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.ticket import Ticket
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -38,10 +39,18 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """Prefixes of the prompt to be pinned, in its order: tokens, and seconds of their lifetime."""
     client: str = ""
     """Who sent it, "" without API keys: clients share the service when requests wait."""
+    drawn: dict[int, list[int]] = {}
+    """Choice -> the output tokens that another engine has drawn; choices without an entry do not run. Empty: all choices start."""
+    ticket: Ticket | None = None
+    """The pages of the prompt that another engine keeps."""
+    hand_over: bool = False
+    """Draw one token of each choice, and keep the pages of the prompt for another engine until Cancel or a deadline. Their ticket
+    comes with the finish "length"."""
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """End all choices of a request, because its client has gone. Unknown and ended ids are ignored."""
+    """End all choices of a request, because its client has gone. Pages that are kept for it are released. Unknown and ended ids are
+    ignored."""
 
     id: str
     reason: str = "cancelled"
@@ -91,6 +100,8 @@ class Delta(msgspec.Struct, array_like=True):
     """The fields of metrics.records.Spent in order. Sent with the first tokens and with the finish."""
     pins: list[PinOutcome] | None = None
     """What became of each of the request's breakpoints. In the first delta of choice 0."""
+    ticket: Ticket | None = None
+    """With the finish "length" of a choice of a request with `hand_over`."""
 
 
 class StepStats(msgspec.Struct, array_like=True):

@@ -1,0 +1,80 @@
+"""Hand-over of prompts between engines: what the engine does with tickets beside its loop (kv.transfer).
+
+An engine that computed a prompt keeps its blocks and states their ticket with the first token. The engine that goes on expects the
+ticket's pages: at admission they are a source like any other (engine.leases), and what does not arrive is computed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from ridgeline.core.ticket import Pools
+from ridgeline.engine.leases import Leases
+from ridgeline.engine.runner import Runner
+from ridgeline.kv.copies import TierTransfers
+from ridgeline.kv.prefix import chain_root, extend_chain
+from ridgeline.kv.transfer import HAND_OVER, HandOver, SharedPools
+from ridgeline.wire.messages import Delta, Submit
+
+
+class HandOvers:
+    """Tickets of an engine. This one hands nothing over."""
+
+    def submitted(self, message: Submit) -> None:
+        """A request arrives: its pages are expected, or will be kept."""
+
+    def cancelled(self, name: str) -> None:
+        """Pages that are kept or expected for a request are not needed any more."""
+
+    def add_tickets(self, deltas: Sequence[Delta]) -> None:
+        """Keep the pages of prompts that are computed, and state their tickets in the deltas that end their choices."""
+
+    def check(self) -> None:
+        """Release what is past its deadline."""
+
+
+class SharedHandOvers(HandOvers):
+    """Tickets over a source. fingerprint: root of the keys of blocks."""
+
+    def __init__(self, source: HandOver, leases: Leases, fingerprint: str) -> None:
+        self._source, self._leases, self._fingerprint = source, leases, fingerprint
+        self._asked: dict[str, Submit] = {}
+        """Requests whose pages will be kept."""
+
+    def submitted(self, message: Submit) -> None:
+        if message.ticket is not None:
+            self._source.expect(message.id, message.ticket)
+        if message.hand_over:
+            self._asked[message.id] = message
+
+    def cancelled(self, name: str) -> None:
+        self._asked.pop(name, None)
+        self._source.forget(name)
+        self._source.release(name, self._leases.prefix, self._leases.pool)
+
+    def add_tickets(self, deltas: Sequence[Delta]) -> None:
+        if not self._asked:
+            return
+        for delta in deltas:
+            if delta.finish == "length" and (message := self._asked.pop(delta.id, None)) is not None:
+                chain: list[bytes] = []
+                root = chain_root(message.salt, self._fingerprint)
+                extend_chain(chain, array("i", message.tokens), self._leases.layout.page_tokens, root)
+                leases = self._leases
+                delta.ticket = self._source.export(delta.id, chain, leases.prefix, leases.pool)
+
+    def check(self) -> None:
+        self._source.expire(self._leases.prefix, self._leases.pool)
+
+
+def open_hand_over(pools: Pools, leases: Leases, runner: Runner, fingerprint: str) -> HandOvers:
+    """The hand-over of an engine whose cache lies in its shared pool. It becomes the source of the leases and of the runner's
+    transfers. Without pools nothing is changed."""
+    if not pools.descriptors:
+        return HandOvers()
+    transport = SharedPools(pools, leases.layout.page_bytes)
+    transport.register(runner.store.flat.numpy().data)
+    leases.source = source = HandOver(leases.layout, transport, pools.local)
+    runner.transfers = TierTransfers(runner.store, 0, source, origin=HAND_OVER)
+    return SharedHandOvers(source, leases, fingerprint)
