@@ -58,8 +58,10 @@ def _rows(fleet: Fleet, trace: Workload) -> Iterator[tuple[str, dict[str, Any]]]
     losses = [Loss(60.0 * number, down_s=60.0) for number in range(1, 6)]
     yield "sim-mooncake-losses", _figures(simulate_fleet(replace(fleet, losses=losses), trace))
     capacity = fleet.capacity
-    scaling = Scaling(1, 2 * fleet.replicas, capacity.prefill_tokens_s, capacity.limit, ttft_s=2.0, cold_start_s=30.0)
-    yield "sim-mooncake-autoscaled", _figures(simulate_fleet(replace(fleet, scaling=scaling), trace))
+    rates = capacity.prefill_tokens_s, capacity.limit
+    scaling = Scaling(1, 2 * fleet.replicas, *rates, ttft_s=2.0, cold_start_s=30.0, calm_s=60.0)
+    scaled = replace(fleet, replicas=fleet.replicas // 2, scaling=scaling)
+    yield "sim-mooncake-autoscaled", _figures(simulate_fleet(scaled, trace))
     requests = tuple(RequestSpec(0.0, *shape) for shape in lens("azure_conv_1000"))
     for replicas in (1, fleet.replicas):
         times = arrivals(len(requests), BURST * replicas, 1.0, 0)

@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6869
+HEART_STATEMENTS = 6908
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -58,6 +58,7 @@ HEART: Mapping[str, str] = {
 BESIDE_HEART: Mapping[str, str] = {
     "engine/virtual.py": "simulation",
     "engine/tiers.py": "start-up: options of the tiers below the KV cache",
+    "kv/pins.py": "pinned prefixes, for requests with cache_control",
     "kv/copies.py": "tiers below the KV cache: copies, with the option --kv-offload-gb",
     "kv/disk.py": "tiers below the KV cache: files, with the option --kv-disk",
     "kv/offload.py": "tiers below the KV cache: their index, with the option --kv-offload-gb",
@@ -66,6 +67,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "engine/rank_link.py": "several ranks: their messages",
     "engine/stage.py": "several ranks: runners of the stages of a pipeline",
     "parallel/pipeline.py": "several ranks: what passes between stages",
+    "core/compatibility.py": "start-up: options that exclude one another",
     "core/stages.py": "start-up: the layers of each stage",
     "core/ranks.py": "start-up: heads that ranks share",
     "engine/follower.py": "several ranks: what a rank without a scheduler does",
@@ -97,6 +99,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/sharing.py": "start-up: which layers share a cache",
     "core/sizing.py": "start-up: what fits into memory",
     "core/slo.py": "judges requests in service and bench",
+    "core/token_prices.py": "prices of requests, in the service",
     "core/workload.py": "workloads of benchmarks and planning",
     "core/selection.py": "checks an option at start-up",
     "ops/selective.py": "operations",

@@ -76,11 +76,3 @@ def test_stages_hold_more_tokens() -> None:
     assert three.n_pages >= 3 * single.n_pages and three.weight_bytes < single.weight_bytes / 2
     assert (single.steps_in_flight, three.steps_in_flight) == (0, 2), "each stage has a step"
     assert stage_spec(spec, slice(2, 5)).layers == spec.layers[2:5]
-
-
-def test_layers_that_share_a_cache_stay_together() -> None:
-    spec = model([512] * 4)
-    sharing = replace(spec, layers=(*spec.layers[:3], replace(spec.layers[3], share_from=2)))
-    assert len(stages(sharing, 1)) == 1
-    with pytest.raises(ConfigError, match="share keys and values"):
-        stages(sharing, 2)

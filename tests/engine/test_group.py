@@ -247,15 +247,8 @@ def test_a_rank_that_draws_other_tokens_ends_the_engine(tmp_path: Path) -> None:
             "4 heads and a feed-forward width of 96 cannot be split over 3 devices",
         ),
         ("olmoe", {"tensor_parallel_size": 2}, "norm of all heads together"),
-        ("llama-gqa", {"tensor_parallel_size": 0}, "give a number of processes, 1 or more"),
-        ("llama-gqa", {"tensor_parallel_size": 4, "deterministic": True}, "with --deterministic 2 are possible"),
         ("llama-gqa", {"pipeline_parallel_size": 4}, "give 1 to 3, the number of layers"),
-        ("llama-gqa", {"pipeline_parallel_size": 2, "steps_in_flight": 1}, "leave --steps-in-flight out"),
-        (
-            "llama-gqa",
-            {"pipeline_parallel_size": 2, "speculate": "recycling"},
-            "a drafter on the device drafts on one stage",
-        ),
+        ("llama-gqa", {"pipeline_parallel_size": 2, "steps_in_flight": 1}, "Leave --steps-in-flight out"),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(
@@ -264,9 +257,3 @@ def test_what_several_ranks_cannot_do_is_refused(
     save(family, tmp_path)
     with pytest.raises(ConfigError, match=words):
         LocalEngine.start(ModelConfig(str(tmp_path)), replace(CONFIG, **options))  # type: ignore[arg-type]
-
-
-def test_a_recurrent_draft_is_refused() -> None:
-    config = replace(CONFIG, tensor_parallel_size=2, speculate=f"recurrent:{shipped_model().parent / 'recurrent'}")
-    with pytest.raises(ConfigError, match="a recurrent draft reads all heads"):
-        LocalEngine.start(ModelConfig(), config)

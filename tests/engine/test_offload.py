@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
+import torch
 
-from ridgeline.core.plan import StepPlan
+from ridgeline.core.plan import StepPlan, Transfer
+from ridgeline.engine.tiers import keep_pool
+from ridgeline.kv.copies import Event as Copied
 from ridgeline.kv.copies import PlainLink, TierTransfers
 from ridgeline.kv.disk import Disk
-from ridgeline.kv.offload import Offload
+from ridgeline.kv.offload import OFFLOAD, Offload, Part
+from ridgeline.kv.prefix import chain_root, extend_chain
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, layout_of, pair
 
 LONG = PROMPT * 3
@@ -108,6 +114,15 @@ class Failing(PlainLink):
         raise RuntimeError("the link is down")
 
 
+class FailingUp(PlainLink):
+    """A link that breaks on the way up, once there is something to copy."""
+
+    def up(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> Copied:
+        if blocks:
+            raise RuntimeError("the link is down")
+        return super().up(rows, blocks)
+
+
 def test_a_store_that_fails_is_no_hit(caplog: pytest.LogCaptureFixture) -> None:
     bench, tiers = _bench()
     store = bench.runner.store
@@ -130,7 +145,7 @@ def test_a_load_that_fails_is_computed(depth: int) -> None:
     assert _ask(bench, "again", LONG) >= len(LONG) - PAGE
     assert bench.tokens["again", 0] == alone(LONG, max_tokens=6)
     assert bench.finish["again", 0] == "length"
-    assert tiers.settled
+    assert not tiers.held
     tiers.check()
 
 
@@ -173,9 +188,64 @@ def test_damaged_files_are_computed_again(damage: str, tmp_path: Path) -> None:
     again.runner.close()
 
 
-def test_a_failed_step_forgets_what_it_was_copying() -> None:
-    bench, _ = _bench()
-    transfers = bench.runner.transfers
-    plan = StepPlan(1)
-    transfers.forget(plan)
-    assert not replace(plan).stores and not transfers.busy
+def test_pages_that_were_read_but_not_copied_are_computed(tmp_path: Path) -> None:
+    bench, _ = _bench(disk=_disk(tmp_path))
+    _ask(bench, "first", LONG)
+    _evict(bench)
+    bench.runner.close()
+    again, tiers = _bench(disk=_disk(tmp_path))
+    store = again.runner.store
+    again.runner.transfers._link = FailingUp(store.flat.view(store.pages, -1))  # type: ignore[attr-defined]
+    assert _ask(again, "again", LONG) == len(LONG)
+    assert again.finish["again", 0] == "length" and again.tokens["again", 0] == alone(LONG, max_tokens=6)
+    assert not tiers.held
+    again.runner.close()
+
+
+def test_an_engine_that_ends_during_a_load_writes_all_that_its_pool_holds(tmp_path: Path) -> None:
+    """More blocks than host memory has room for at once, and slots of a transfer that will never end."""
+    disk = _disk(tmp_path)
+    bench, tiers = _bench(slots=4, disk=disk)
+    for name, prompt in (("first", OTHERS[0]), ("second", OTHERS[1]), ("third", LONG)):
+        _ask(bench, name, prompt)
+    chain: list[bytes] = []
+    extend_chain(chain, array("i", OTHERS[0]), PAGE, chain_root("", "tiny"))
+    tiers.begins(1 << 20, [next(place for (place,) in tiers.find(chain, 0) if place > 0)])
+    blocks = {(key, group) for key, group, _ in bench.leases.prefix.items()}
+    assert len(blocks) > 4
+    keep_pool(bench.leases, bench.runner.transfers)
+    assert all(disk.find(Part(*block)) for block in blocks)
+    bench.runner.close()
+
+
+class Held:
+    """Files whose pages are not read before the test says so."""
+
+    def __init__(self) -> None:
+        self.may_read = Event()
+        self.view: object = None
+
+    def read(self, number: int, target: memoryview) -> bool:
+        self.may_read.wait()
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+def test_a_failed_step_forgets_what_it_cancels_and_loads() -> None:
+    """It may have failed before it began. The scheduler gives the blocks to others, so nothing may write to them later."""
+    store, files = DeviceBench("llama-gqa").runner.store, Held()
+    transfers = TierTransfers(store, 1, files)  # type: ignore[arg-type]
+    pages = store.flat.view(store.pages, -1)
+    begun = StepPlan(1, transfers=[Transfer(7, [3], OFFLOAD, [-1]), Transfer(8, [4], OFFLOAD, [-2])])
+    assert not transfers.step(begun)
+    transfers.forget(StepPlan(2, cancels=[7]))
+    transfers.forget(replace(begun, transfers=begun.transfers[1:]))
+    pages[3:5] = 1
+    files.may_read.set()
+    while transfers.busy:
+        assert not transfers.step(StepPlan(3))
+    transfers.close()
+    assert (pages[3:5] == 1).all()

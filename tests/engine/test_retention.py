@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.core.spec import KvLayout
 from ridgeline.kv.retention import KEEP_ALL, Retention, read_retention
 from ridgeline.kv.store import KvStore
 from ridgeline.llm import LLM
 from ridgeline.models.build import build
 from ridgeline.ops.reference import REFERENCE
-from tests.engine.helpers import PLAIN, WINDOWED
 from tests.engine.runners import MAX_LEN, PAGE, PROMPT, DeviceBench, alone, pair
 from tests.engine.test_runner import Guesser
 from tests.models.families import save
@@ -28,10 +25,6 @@ OBSERVED = 5
 SNAP = Retention("snap", KEEP, KEEP + PAGE, PAGE, observed=OBSERVED, once=True)
 HEAVY = Retention("heavy", KEEP, KEEP + PAGE, PAGE, observed=OBSERVED)
 LONG = [3 + 7 * at % 250 for at in range(50)]
-
-
-def read(text: str, layout: KvLayout = PLAIN, drafter: str = "", **options: Any) -> Retention:
-    return read_retention(EngineConfig(kv_retention=text, **options), layout, drafter)
 
 
 def run(bench: DeviceBench) -> dict[str, list[int]]:
@@ -233,23 +226,13 @@ def test_a_pool_without_room_for_the_compressed_blocks_goes_on() -> None:
 )
 def test_a_policy_that_is_none_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        read(text)
+        read_retention(text, 4)
     assert caught.value.param == "kv_retention"
 
 
-def test_what_does_not_compose_is_refused() -> None:
-    text = "window:keep=64"
-    assert read(text) == Retention(text, 64, 68, 4, 1)
-    assert read("all", WINDOWED, "draft", deterministic=True) is KEEP_ALL
-    with pytest.raises(ConfigError, match="windows of their own"):
-        read(text, WINDOWED)
-    with pytest.raises(ConfigError, match="--deterministic needs all"):
-        read(text, deterministic=True)
-    with pytest.raises(ConfigError, match="use --speculate reference"):
-        read(text, drafter="draft")
-    assert read(text, pipeline_parallel_size=2).keep == 64
-    with pytest.raises(ConfigError, match="use window:sinks=4,keep=1024"):
-        read("heavy:window=8,keep=64", pipeline_parallel_size=2)
+def test_sizes_are_whole_blocks() -> None:
+    assert read_retention("all", 4) is KEEP_ALL
+    assert read_retention("window:keep=64", 4) == Retention("window:keep=64", 64, 68, 4, 1)
 
 
 @pytest.mark.parametrize(

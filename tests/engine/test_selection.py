@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.core.selection import check_selection
 from ridgeline.core.spec import kv_layout
 from ridgeline.llm import LLM
 from ridgeline.models.build import LoadedModel, build
@@ -94,25 +93,9 @@ def test_the_shipped_model_answers_with_the_option() -> None:
     assert texts[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"speculate": "reference"}, "leave --speculate out"),
-        ({"deterministic": True}, "leave --deterministic out"),
-        ({"tensor_parallel_size": 2}, "leave the parallel sizes out"),
-        ({"kv_retention": "window:keep=64"}, "use --kv-retention all"),
-    ],
-)
-def test_a_combination_that_does_not_hold_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LLM(kv_selection=64, max_model_len=256, device="cpu", **options)
-
-
-def test_a_budget_that_is_too_small_or_a_device_without_selection_is_refused(tmp_path: Path) -> None:
+def test_a_budget_that_chooses_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 64, 4 blocks of 16"):
-        check_selection(63, EngineConfig(), 16, "cpu")
-    with pytest.raises(ConfigError, match="use --device cpu"):
-        check_selection(64, EngineConfig(), 16, "cuda")
+        LLM(kv_selection=63, block_size=16, max_model_len=256, device="cpu")
     with pytest.raises(ConfigError, match="number of tokens"):
         model_of(tmp_path, kv_selection=-1)
     with pytest.raises(ConfigError, match="no layer without a window after its first 2"):

@@ -87,9 +87,7 @@ def test_an_engine_that_ends_writes_what_its_cache_holds(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_offload_gb": -1.0}, "give 0 or more"),
-        ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "leave out --no-enable-prefix-caching"),
-        ({"kv_offload_gb": 1.0, "tensor_parallel_size": 2}, "use one process"),
+        ({"kv_offload_ttl": 60.0}, "add --kv-offload-gb"),
         ({"kv_offload_gb": 1e-9}, "give more"),
         ({"kv_offload_gb": 1e9}, "are free: give less"),
         ({"kv_disk": "blocks"}, "add --kv-offload-gb"),
@@ -100,6 +98,12 @@ def test_what_does_not_hold_is_refused(options: dict[str, Any], message: str) ->
     with pytest.raises(ConfigError, match=message) as caught:
         check_tiers(EngineConfig(**options), layout_of(pair("llama-gqa")[1]))
     assert caught.value.param in options
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        check_tiers(EngineConfig(kv_offload_gb=0.01, kv_disk=str(tmp_path / "file")), layout_of(pair("llama-gqa")[1]))
 
 
 def test_a_copy_pays_where_it_is_faster() -> None:

@@ -83,6 +83,20 @@ def test_a_tokens_sum_does_not_depend_on_the_others() -> None:
         assert torch.equal(alone[0], together[token])
 
 
+def test_a_token_that_is_not_a_number_harms_no_other() -> None:
+    gate_up, down, _ = weights(False)
+    grouped = GroupedExperts(gate_up, down, "silu", fixed=False)
+    x, logits = torch.randn(40, D_MODEL, device=DEVICE), torch.randn(40, EXPERTS, device=DEVICE)
+    load = torch.zeros(8 * EXPERTS, dtype=torch.int64, device=DEVICE)
+    expected = grouped(x, logits, PER_TOKEN, True, load[:EXPERTS])
+    x[7], logits[7] = torch.nan, torch.nan
+    load.zero_()
+    got = grouped(x, logits, PER_TOKEN, True, load[:EXPERTS])
+    assert not load[EXPERTS:].any() and load.sum() == 40 * PER_TOKEN, "every chosen expert exists"
+    others = [token for token in range(40) if token != 7]
+    torch.testing.assert_close(got[others], expected[others])
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
 def test_a_decoder_with_grouped_experts(family: str, tmp_path: Path) -> None:
     save(family, tmp_path)

@@ -134,6 +134,13 @@ def test_fewer_kept_tokens_are_a_remedy_where_long_answers_fill_the_cache() -> N
     assert not [remedy for remedy in short if remedy.technique.name == "KV retention"], "what is short is kept"
 
 
+@pytest.mark.parametrize("options", [{"speculate": "draft:FOLDER"}, {"deterministic": True}])
+def test_what_the_server_would_refuse_is_not_proposed(options: dict[str, Any]) -> None:
+    now = situation(steady(16, 512, 1000, 100), EngineConfig(**options), pages=40)
+    names = {remedy.technique.name for remedy in predict(now, "e2e").offered}
+    assert "weight format" in names and "KV retention" not in names
+
+
 def test_what_a_restart_does_comes_before_a_change_of_clients() -> None:
     outlook = predict(situation(steady(16, 64, 128, 20), outside_s=5.0), "e2e")
     efforts = [remedy.technique.effort for remedy in outlook.remedies]

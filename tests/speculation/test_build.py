@@ -184,12 +184,6 @@ def test_what_users_of_vllm_write() -> None:
         ("{nonsense", {}, "cannot be read"),
         ('{"method": "ngram", "num_speculative_tokens": "5"}', {}, "'5', not a whole number from 1 to 63"),
         ('{"method": "ngram", "num_speculative_tokens": 64}', {}, "64, not a whole number from 1 to 63"),
-        (
-            "lookahead",
-            {"deterministic": True},
-            "With --deterministic only --speculate recurrent:FOLDER or draft:FOLDER",
-        ),
-        ("auto", {"deterministic": True}, "With --deterministic only --speculate recurrent:FOLDER or draft:FOLDER"),
     ],
 )
 def test_refusals(speculate: str, options: dict[str, object], words: str) -> None:

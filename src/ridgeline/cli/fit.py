@@ -17,6 +17,7 @@ from ridgeline.cli.flags import Arguments, Parser, parser_for
 from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import bytes_text, count_text
 from ridgeline.core.calibration import load_calibration
+from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
@@ -32,7 +33,7 @@ from ridgeline.hardware.serving import search_space
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
-from ridgeline.speculation.build import memory_of_drafters
+from ridgeline.speculation.build import choice_of, memory_of_drafters
 
 
 def parser() -> Parser:
@@ -57,7 +58,8 @@ def run(args: Arguments) -> int:
     admission(engine.batching)  # raises for an invalid --batching: the printed command must start
     total = device.free_bytes if device.kind == "cpu" else device.memory_bytes
     memory = Memory(device.kind, total, 0 if device.kind == "cpu" else total - device.free_bytes)
-    _, beside = memory_of_drafters(engine, spec, folder, memory.kind)
+    wanted, beside = memory_of_drafters(engine, spec, folder, memory.kind)
+    check_together(choice_of(model, engine, spec, wanted, memory.kind))
     if device.accelerator is not None:
         device = replace(device, row=with_measured_rates(device.accelerator, spec.dtype))
     space = search_space(device, checkpoint.quantization)

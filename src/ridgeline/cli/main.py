@@ -16,6 +16,8 @@ from ridgeline.core.errors import ConfigError, RequestError, RidgelineError
 
 COMMANDS: Mapping[str, str] = {
     "serve": "start the server: the OpenAI API over one model",
+    "route": "route requests to several servers: by cached prefixes and load",
+    "up": "start a fleet of servers behind a router, from a file",
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts without a server",
     "batch": "run a file of requests on a server in idle time: submit, status, get, cancel",

@@ -1,10 +1,9 @@
-"""Selection of pages (`--kv-selection`): which layers select, and which other options hold with it."""
+"""Selection of pages (`--kv-selection`): which layers select, and which budgets hold."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
 
@@ -27,20 +26,10 @@ def select_pages(spec: ModelSpec, budget: int) -> ModelSpec:
     return replace(spec, layers=layers)
 
 
-def check_selection(budget: int, config: EngineConfig, page_tokens: int, device: str) -> None:
-    """Raise ConfigError for options that selection does not hold with; each message names the nearest that works."""
+def check_budget(budget: int, page_tokens: int) -> None:
+    """Raise ConfigError for a budget that is too small to choose a page."""
     if budget < LEAST_PAGES * page_tokens:
         raise _bad(budget, f"give at least {LEAST_PAGES * page_tokens}, {LEAST_PAGES} blocks of {page_tokens} tokens")
-    if device != "cpu":
-        raise _bad(budget, "pages are selected on CPUs only so far: leave it out, or use --device cpu")
-    if config.ranks > 1:
-        raise _bad(budget, "pages are selected in one process so far: leave the parallel sizes out")
-    if config.speculate not in ("", "off"):
-        raise _bad(budget, "a step with drafts reads every block: leave --speculate out")
-    if config.deterministic:
-        raise _bad(budget, "what a token reads depends on the other rows of its step: leave --deterministic out")
-    if config.kv_retention != "all":
-        raise _bad(budget, "it needs all blocks of a request: use --kv-retention all")
 
 
 def _bad(budget: int, remedy: str) -> ConfigError:

@@ -31,14 +31,7 @@ def stage_layout(layout: KvLayout, layers: slice, spec: ModelSpec) -> KvLayout:
 
 def stages(spec: ModelSpec, count: int) -> tuple[slice, ...]:
     """The layers of each stage of a pipeline of `count` stages, so that the stage that reads most bytes of weights reads as few as
-    possible. The last stage also reads the head. Raises ConfigError for more stages than layers, and for
-    layers that share a cache."""
-    if count > 1 and any(layer.share_from is not None for layer in spec.layers):
-        raise ConfigError(
-            f"--pipeline-parallel-size is {count}, but layers of this model share keys and values, which one stage would have and "
-            "another needs: use --tensor-parallel-size.",
-            param="pipeline_parallel_size",
-        )
+    possible. The last stage also reads the head. Raises ConfigError for more stages than layers."""
     if not 1 <= count <= len(spec.layers):
         raise ConfigError(
             f"--pipeline-parallel-size is {count}: give 1 to {len(spec.layers)}, the number of layers.",

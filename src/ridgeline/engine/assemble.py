@@ -52,7 +52,7 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
     policy = admission(config.batching)
     rank = plan_rank(model, config, times)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
-    retention = read_retention(config, plan.layout, wanted.device)
+    retention = read_retention(config.kv_retention, plan.page_tokens)
     check_tiers(config, plan.layout)
     fingerprint = _fingerprint(folder, model, spec, plan.layout, wanted)
     cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
@@ -66,7 +66,12 @@ def assemble(model: ModelConfig, config: EngineConfig, progress: Progress, impor
             config, plan.layout, loaded.runner.store, f"{fingerprint} {rank.ops.name}", cost
         )
         leases = Leases(
-            plan.layout, plan.n_pages, prefix_cache=config.enable_prefix_caching, source=source, retention=retention
+            plan.layout,
+            plan.n_pages,
+            prefix_cache=config.enable_prefix_caching,
+            source=source,
+            retention=retention,
+            pin_share=config.cache_pin_share,
         )
         limits = Limits(
             plan.max_rows,

@@ -191,6 +191,7 @@ class Engine:
                     arrival=message.arrival,
                     root=root,
                     cache=message.cache,
+                    breakpoints=() if choice else message.breakpoints,
                     has_reader=message.has_reader,
                     client=message.client,
                     constraint=None if compiled is None else compiled.start(),
@@ -214,6 +215,7 @@ class Engine:
                 "used": pool.used,
                 "total": pool.total,
                 "cached": pool.cached,
+                "pinned": leases.pins.blocks,
                 "running": len(self._scheduler.running),
                 "waiting": self._scheduler.queued,
                 "step": self._scheduler.last_step,
@@ -286,6 +288,8 @@ class Engine:
             stats.tiers = [
                 (tier.name, tier.stored, tier.loaded, tier.dropped) for tier in scheduler.leases.source.tiers()
             ]
+            pins = scheduler.leases.pins
+            stats.pins = pins.readings()
         return stats
 
 
@@ -301,4 +305,5 @@ def _delta(update: Update) -> Delta:
         update.logprobs,
         update.prompt_logprobs,
         update.times,
+        update.pins,
     )

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Deployment, size
-from ridgeline.core.selection import check_selection
+from ridgeline.core.selection import check_budget
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
 from ridgeline.core.stages import stage_layout, stages
@@ -37,7 +38,7 @@ from ridgeline.models.weights import Progress
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import Mesh
-from ridgeline.speculation.build import memory_of_drafters, open_drafters
+from ridgeline.speculation.build import choice_of, memory_of_drafters, open_drafters
 from ridgeline.speculation.device import DeviceDrafter
 from ridgeline.speculation.interface import Speculation
 from ridgeline.speculation.options import Wanted
@@ -114,13 +115,12 @@ def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes) -> Ra
     checkpoint, _ = read_model(folder)
     spec = served_spec(checkpoint, model)
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
-    for option, reason in _refusals(config, wanted, device):
-        raise ConfigError(f"--{option.replace('_', '-')} is {getattr(config, option)}: {reason}.", param=option)
+    check_together(choice_of(model, config, spec, wanted, device.type))
     parts = stages(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
     plan = size(Deployment(spec, config, _memory(device, len(config.host_ranks)), model, drafter_memory, space))
     if model.kv_selection:
-        check_selection(model.kv_selection, config, plan.page_tokens, device.type)
+        check_budget(model.kv_selection, plan.page_tokens)
     ops = _operations(config, spec, device)
     times.ends("config")
     return RankPlan(model, config, device, folder, spec, wanted, plan, ops, parts)
@@ -154,27 +154,6 @@ def _layout(rank: RankPlan, mesh: Mesh) -> KvLayout:
         return rank.plan.layout
     spec = rank.spec.on_rank(mesh.size)
     return stage_layout(kv_layout(spec, rank.plan.page_tokens), mesh.stage.layers, spec)
-
-
-def _refusals(config: EngineConfig, wanted: Wanted, device: torch.device) -> Iterator[tuple[str, str]]:
-    """What several ranks cannot do: the option, and the reason with a remedy."""
-    tensor, pipeline = "tensor_parallel_size", "pipeline_parallel_size"
-    for option in (tensor, pipeline):
-        if getattr(config, option) < 1:
-            yield option, "give a number of processes, 1 or more"
-        if getattr(config, option) > 1 and device.type != "cpu":
-            yield option, "several ranks run on CPUs only so far: leave it out, or use --device cpu"
-    if config.tensor_parallel_size > 1 and wanted.device == "recurrent":
-        yield tensor, "a recurrent draft reads all heads, and each rank has a part of them: use --speculate reference"
-    if config.tensor_parallel_size > 2 and config.deterministic:
-        yield tensor, "with --deterministic 2 are possible, because the order of a longer sum depends on the batch"
-    if config.pipeline_parallel_size > 1 and wanted.device:
-        yield (
-            pipeline,
-            "a drafter on the device drafts on one stage, and all need its drafts: use --speculate reference",
-        )
-    if config.pipeline_parallel_size > 1 and config.steps_in_flight is not None:
-        yield pipeline, "leave --steps-in-flight out: each stage has a step of its own"
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -26,8 +26,6 @@ READERS = 4
 """Threads that read files."""
 STAGING_BYTES = 64 << 20
 """Device memory through which evicted pages leave, in two halves."""
-
-
 MEASURED_BYTES = 64 << 20
 """Bytes that `measure` copies at least, if there are so many."""
 
@@ -204,21 +202,26 @@ class TierTransfers(Transfers):
         for ticket in ended:
             del self._stores[ticket]
         for ticket, load in list(self._loads.items()):
-            if load.reads and all(read.done() for read in load.reads):
-                try:
-                    rows = [page for read in load.reads if (page := read.result()) is not None]
-                except Exception:
-                    log.exception("pages of files are not loaded")
-                    rows = []
-                if len(rows) < len(load.reads):
-                    ended[ticket] = False
-                    self._cancel(ticket)
-                    continue
-                load.event, load.reads = self._link.up(rows, load.blocks), []
-            if not load.reads and load.event.query():
+            if load.reads and all(read.done() for read in load.reads) and not self._copy_on(load):
+                ended[ticket] = False
+                self._cancel(ticket)
+            elif not load.reads and load.event.query():
                 ended[ticket] = True
                 del self._loads[ticket]
         return ended
+
+    def _copy_on(self, load: _Load) -> bool:
+        """Copy the pages that were read to their blocks. False: the content does not arrive. An error does not fail the step: what
+        else has ended with it would be lost, and the next step would meet the error again."""
+        try:
+            rows = [page for read in load.reads if (page := read.result()) is not None]
+            if len(rows) < len(load.reads):
+                return False
+            load.event, load.reads = self._link.up(rows, load.blocks), []
+        except Exception:
+            log.exception("pages of files are not loaded")
+            return False
+        return True
 
     def _cancel(self, ticket: int) -> None:
         """Nothing writes to the blocks of the transfer after the copies that have begun, and later steps run after those."""
@@ -229,8 +232,9 @@ class TierTransfers(Transfers):
                 read.cancel()
 
     def forget(self, plan: StepPlan) -> None:
-        for transfer in plan.transfers:
-            self._cancel(transfer.ticket)
+        # The step may have failed before it cancelled anything.
+        for ticket in (*plan.cancels, *(transfer.ticket for transfer in plan.transfers)):
+            self._cancel(ticket)
         for transfer in plan.stores:
             self._stores.pop(transfer.ticket, None)
 

@@ -1,9 +1,9 @@
 """The disk tier: pages of cached prefixes as files. A server that starts again finds them.
 
 A file holds one page, and its header says of what: magic, version, fingerprint of model, KV format and page layout, key of the
-prefix (SHA-256), group, length and checksum. A file that does not have the expected header, length and checksum is removed and
-never served. Files are written under a temporary name and renamed. They are not flushed to the device (fsync): after a power
-failure a file may be incomplete, and then its checksum says so.
+prefix (SHA-256), group, length, time and checksum of header and page. A file that does not have the expected header, length and
+checksum is removed and never served. Files are written under a temporary name and renamed. They are not flushed to the device
+(fsync): after a power failure a file may be incomplete, and then its checksum says so.
 
 Ownership: one thread calls the methods; `read` may be called by any thread. A background thread writes and removes files. Any error
 of writing turns the tier off.
@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple, TextIO
 
 from ridgeline.core.errors import ConfigError
@@ -33,11 +34,14 @@ from ridgeline.kv.offload import Part
 log = logging.getLogger(__name__)
 
 MAGIC = b"RIDGEKV\n"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<8sI32s32sIQdI")
-"""Magic, version, fingerprint, key, group, bytes of the page, time of writing, CRC-32 of the page. The time of the last use is the
-file's time of modification."""
+"""Magic, version, fingerprint, key, group, bytes of the page, time of writing, CRC-32 of these and of the page. The time
+of the last use is the file's time of modification."""
+SUM_BYTES = 4
 NAME = re.compile(r"([0-9a-f]{64})-(\d{1,6})\.kv")
+FOLDER = re.compile(r"[0-9a-f]{16}")
+LOCK = "lock"
 CLOSE_S = 2.0
 """Seconds that closing waits for files to be written."""
 
@@ -57,8 +61,9 @@ class _Job(NamedTuple):
 class Disk:
     """Files of pages in a folder, at most `capacity` bytes of them, the least recently used removed first.
 
-    fingerprint: 32 bytes; files of other fingerprints are in other folders below `root`. ttl_s: seconds after which a file is
-    dropped; 0: never. now: seconds since the epoch. Raises ConfigError if the folder cannot be used.
+    fingerprint: 32 bytes; files of other fingerprints are in other folders below `root`. At the start, folders that no server uses
+    are emptied, the oldest first, until all files fit. ttl_s: seconds after which a file is dropped; 0: never. now: seconds since
+    the epoch. Raises ConfigError if the folder cannot be used.
     """
 
     def __init__(
@@ -92,29 +97,21 @@ class Disk:
         self._bad: queue.SimpleQueue[int] = queue.SimpleQueue()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
+            if (lock := _locked(self.folder)) is None:
+                raise ConfigError(
+                    f"--kv-disk: another server of this model uses {self.folder}. Give each server a folder of its own.",
+                    param="kv_disk",
+                )
+            self._lock = lock
+            os.utime(self.folder / LOCK)
             self._scan()
+            _trim(root, self.folder, capacity - len(self._numbers) * self._file_bytes)
         except OSError as error:
-            raise ConfigError(
-                f"--kv-disk {root} cannot be used: {error}. Give a folder that this user may write.", param="kv_disk"
-            ) from None
+            raise _unusable(root, error) from None
         self._thread = threading.Thread(target=self._work, name="kv-disk", daemon=True)
         self._thread.start()
 
     # --- what is there ----------------------------------------------------------------------------------------------
-
-    def _locked(self) -> TextIO:
-        """The lock file of the folder. The system unlocks it when the process ends."""
-        lock = (self.folder / "lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise ConfigError(
-                f"--kv-disk: another server of this model uses {self.folder}. Give each server a folder of its own.",
-                param="kv_disk",
-            ) from None
-        return lock
 
     def _scan(self) -> None:
         """Find the files of an earlier run, and remove those that cannot be served. Checksums are checked when a file is read."""
@@ -131,7 +128,9 @@ class Disk:
                     usable.append((status.st_mtime, HEADER.unpack(header)[-2], part))
         for _, written_at, part in sorted(usable):
             self._enter(part, written_at)
-        self._evict_beyond(self._capacity)
+        expired = [number for number in self._parts if self._expired(number)]
+        for path in [*map(self._forget, expired), *self._evict_beyond(self._capacity)]:
+            path.unlink(missing_ok=True)
 
     def _refusal(self, header: bytes, size: int, part: Part) -> str:
         """Why a file cannot be of this part; empty: header and length are right."""
@@ -159,11 +158,14 @@ class Disk:
             if (number := self._bad.get()) in self._parts:
                 self._forget(number)
         number = self._numbers.get(part, 0)
-        if number and self._ttl_s and self._now() - self._parts[number][1] >= self._ttl_s:
+        if number and self._expired(number):
             if number not in self._held:
                 self._jobs.put(_Job(self.path(part), part, 0, [self._forget(number)]))
             return 0
         return number
+
+    def _expired(self, number: int) -> bool:
+        return bool(self._ttl_s) and self._now() - self._parts[number][1] >= self._ttl_s
 
     def hold(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -256,10 +258,11 @@ class Disk:
                 reason = self._refusal(header, os.fstat(file.fileno()).st_size, part)
                 if not reason and file.readinto(target) != self.page_bytes:
                     reason = "it ends too early"
-            if not reason and zlib.crc32(target) != HEADER.unpack(header)[-1]:
+            if not reason and _checksum(header, target) != HEADER.unpack(header)[-1]:
                 reason = "its checksum is wrong"
             if not reason:
-                os.utime(path)  # the order of use, for the next start
+                with suppress(OSError):
+                    os.utime(path)  # the order of use, for the next start
                 return True
         except OSError as error:
             reason = str(error)
@@ -282,10 +285,11 @@ class Disk:
     def _write(self, job: _Job) -> None:
         assert self.view is not None
         page, path = self.view(job.slot), job.path.with_suffix(".tmp")
-        fields = MAGIC, VERSION, self._fingerprint, *job.part, self.page_bytes, self._now(), zlib.crc32(page)
+        fields = MAGIC, VERSION, self._fingerprint, *job.part, self.page_bytes, self._now()
+        header = HEADER.pack(*fields, _checksum(HEADER.pack(*fields, 0), page))
         try:
             with path.open("wb", buffering=0) as file:
-                for data in (HEADER.pack(*fields), page):
+                for data in (header, page):
                     if file.write(data) != len(data):
                         raise OSError("the device has no space left")
             path.replace(job.path)
@@ -299,6 +303,50 @@ class Disk:
         self._jobs.put(None)
         self._thread.join(CLOSE_S)
         self._lock.close()
+
+
+def check_folder(root: Path) -> None:
+    """Raise ConfigError if files cannot be written below `root`."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise _unusable(root, error) from None
+
+
+def _unusable(root: Path, error: OSError) -> ConfigError:
+    message = f"--kv-disk {root} cannot be used: {error}. Give a folder that this user may write."
+    return ConfigError(message, param="kv_disk")
+
+
+def _locked(folder: Path) -> TextIO | None:
+    """The locked file of a folder; None: another process has it. The system unlocks it when the process ends."""
+    lock = (folder / LOCK).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def _trim(root: Path, kept: Path, room: int) -> None:
+    """Keep at most `room` bytes in the folders other than `kept`: those whose server started last. Folders that a server uses
+    stay as they are."""
+    others = [folder for folder in root.iterdir() if FOLDER.fullmatch(folder.name) and (folder / LOCK).is_file()]
+    for folder in sorted(others, key=lambda folder: (folder / LOCK).stat().st_mtime, reverse=True):
+        if folder == kept or (lock := _locked(folder)) is None:
+            continue
+        with lock:
+            paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name) or path.suffix == ".tmp"]
+            room -= sum(path.stat().st_size for path in paths)
+            for path in paths if room < 0 else ():
+                path.unlink(missing_ok=True)
+
+
+def _checksum(header: bytes, page: memoryview) -> int:
+    return zlib.crc32(page, zlib.crc32(header[:-SUM_BYTES]))
 
 
 def _head(path: Path) -> bytes:

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import KvLayout
 
 NEVER = 1 << 62
 
@@ -67,15 +65,9 @@ _DEFAULTS = {"window": {"sinks": 4}, "snap": {"window": 32}, "heavy": {"window":
 _EXAMPLES = "window:sinks=4,keep=1024, snap:window=32,keep=1024 or heavy:window=32,keep=1024"
 
 
-def read_retention(config: EngineConfig, layout: KvLayout, drafter: str) -> Retention:
-    """Read `--kv-retention`: all, or a policy with its numbers of tokens.
-
-    Args:
-        drafter: name of the drafter on the device, or "".
-    Raises:
-        ConfigError: names the option and the nearest that works.
-    """
-    text, size = config.kv_retention, layout.page_tokens
+def read_retention(text: str, page_tokens: int) -> Retention:
+    """Read `--kv-retention`: all, or a policy with its numbers of tokens. Raises ConfigError with the nearest that works."""
+    size = page_tokens
     kind, _, options = text.partition(":")
     if kind == "all" and not options:
         return KEEP_ALL
@@ -86,14 +78,6 @@ def read_retention(config: EngineConfig, layout: KvLayout, drafter: str) -> Rete
     least = observed + 2 * size if observed else (sinks + 1) * size
     if keep < least or (kind != "window" and not observed):
         raise _bad(text, f"keep at least {least} tokens: the first or the observed ones, and a block more")
-    if any(group.window is not None for group in layout.groups):
-        raise _bad(text, "layers of this model have windows of their own, which bound their cache already: use all")
-    if config.deterministic:
-        raise _bad(text, "a preempted request is computed again with all its keys, so --deterministic needs all")
-    if drafter == "draft":
-        raise _bad(text, "a draft model may read tokens later, when they are dropped: use --speculate reference")
-    if observed and config.pipeline_parallel_size > 1:
-        raise _bad(text, "a stage of a pipeline cannot run the observed tokens again: use window:sinks=4,keep=1024")
     slack = size if kind == "window" else -(-keep // (4 * size)) * size
     return Retention(text, keep, keep + slack, size, sinks, observed, once=kind == "snap")
 

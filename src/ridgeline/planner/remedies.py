@@ -99,9 +99,9 @@ def objective_of(bottleneck: Bottleneck) -> str:
 
 
 def _remedies(situation: Situation, now: Figures, value: Callable[[Figures], float]) -> Iterator[Remedy]:
-    """Every change that the techniques propose, with its prediction."""
+    """Every change that the techniques propose and that the server would start with, with its prediction."""
     for technique in TECHNIQUES:
-        for change in technique.propose(situation):
+        for change in filter(lambda change: change.after.starts(), technique.propose(situation)):
             figures = None if change.unknown else _predict(change.after)
             gain = math.nan if figures is None else 1 - value(figures) / value(now)
             yield Remedy(technique, change, gain, figures)

@@ -333,6 +333,7 @@ def _request(number: int, spec: RequestSpec, due: float) -> Request:
         root=b"",
         cache=True,
         has_reader=True,
+        client=spec.client,
     )
 
 

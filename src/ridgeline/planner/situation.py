@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from ridgeline.core.calibration import read_cost
+from ridgeline.core.compatibility import Choice, refusals
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
@@ -74,6 +75,13 @@ class Situation:
     def flags(self) -> list[str]:
         """Words of `ridgeline serve` with these options."""
         return [word for flag in flags(self.options()) for word in flag.split(" ", 1)]
+
+    def starts(self) -> bool:
+        """Whether its options hold together."""
+        drafters = [part.partition(":")[0] for part in self.engine.speculate.split("+") if part not in ("", "off")]
+        trees = not {"draft", "recurrent"}.issuperset(drafters)
+        choice = Choice(self.model, self.engine, self.spec.layers, self.kind, drafters, drafts_branch=trees)
+        return not any(refusals(choice))
 
     def changes(self, before: Situation) -> dict[str, object]:
         """Options that differ from those of another situation. None: the default."""
@@ -142,7 +150,7 @@ def read_situation(
             pages=facts["blocks"],
             limits=limits,
             prefix_cache=engine.enable_prefix_caching,
-            retention=read_retention(engine, layout, ""),
+            retention=read_retention(engine.kv_retention, layout.page_tokens),
             batching=engine.batching,
             steps_in_flight=facts["steps_in_flight"],
             host_s=figures.get("host_seconds_per_step", 0.0),

@@ -7,11 +7,9 @@ determine says so. One that is not built yet is listed too, so that a user knows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Risk, cache_risk, format_risk
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KV_FORMATS, kv_layout
@@ -94,9 +92,8 @@ def _retention(now: Situation) -> Iterator[Change]:
         text = f"window:sinks=4,keep={longest // share}"
         if longest // share < SHORTEST_KEPT:
             return
-        with suppress(ConfigError):
-            retention = read_retention(replace(now.engine, kv_retention=text), now.server.layout, "")
-            yield replace(_with(now, text, {"kv_retention": text}, retention=retention), risk=risk)
+        retention = read_retention(text, now.server.layout.page_tokens)
+        yield replace(_with(now, text, {"kv_retention": text}, retention=retention), risk=risk)
 
 
 def _prefix_cache(now: Situation) -> Iterator[Change]:
@@ -168,7 +165,7 @@ def _drafts(now: Situation) -> Iterator[Change]:
         undrafted = slower(now.server.cost, max(0.1, 1 + now.saved))
         changed = _with(now, "off", {"speculate": "", "draft_tokens": None}, cost=undrafted)
         yield replace(changed, after=replace(changed.after, saved=0.0))
-    elif not now.engine.deterministic:
+    else:
         for name in ("reference", "lookahead"):
             after = replace(now, engine=replace(now.engine, speculate=name))
             yield Change(name, after, unknown="how often drafts are accepted on this text is not recorded")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ridgeline.core.compatibility import Choice
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sizing import DrafterMemory
 from ridgeline.core.spec import ModelSpec
@@ -81,6 +82,11 @@ def memory_of_drafters(config: EngineConfig, spec: ModelSpec, folder: Path, plac
         return wanted, DrafterMemory(draft.layers, draft.weight_bytes, logits)
     files = wanted.folder.glob("*") if wanted.folder is not None else ()
     return wanted, DrafterMemory((), 2 * sum(file.stat().st_size for file in files if file.is_file()), logits)
+
+
+def choice_of(model: ModelConfig, config: EngineConfig, spec: ModelSpec, wanted: Wanted, device: str) -> Choice:
+    """What may exclude one another. spec: the model as served. device: "cpu" or "cuda"."""
+    return Choice(model, config, spec.layers, device, wanted.names, bool(wanted.device), wanted.branch)
 
 
 def open_drafters(

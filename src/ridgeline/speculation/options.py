@@ -59,6 +59,15 @@ class Wanted:
     chains: bool = False
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.host, *filter(None, [self.device]))
+
+    @property
+    def branch(self) -> bool:
+        """A drafter proposes trees by default."""
+        return not all(DRAFTERS[name].chains for name in self.names)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Draft sizes that the controller tries: each size up to 4, then two sizes per doubling."""
         candidates = [*range(min(self.max_nodes, 4) + 1), 6, 8, 12, 16, 24, 32, 48]
@@ -94,15 +103,9 @@ def read_wanted(config: EngineConfig, model_draft: Path | None = None) -> Wanted
             raise refusal(f"{part!r} cannot be joined to {wanted.device!r}")
         else:
             wanted = replace(wanted, device=name, folder=path)
-    names = (*wanted.host, *filter(None, [wanted.device]))
-    if config.deterministic and not (len(names) == 1 and DRAFTERS[names[0]].chains):
-        able = " or ".join(f"{name}{kind.argument}" for name, kind in DRAFTERS.items() if kind.chains)
-        raise ConfigError(
-            f"With --deterministic only --speculate {able} is possible, because the other drafters propose trees: use one of the "
-            "two, or leave --speculate out.",
-            param="speculate",
-        )
-    largest = nodes or max(wanted.lookahead.nodes if name == "lookahead" else DRAFTERS[name].nodes for name in names)
+    largest = nodes or max(
+        wanted.lookahead.nodes if name == "lookahead" else DRAFTERS[name].nodes for name in wanted.names
+    )
     return replace(wanted, max_nodes=min(MAX_DRAFT, largest), chains=config.deterministic)
 
 

@@ -47,7 +47,10 @@ MANY = Tile(64, 64, 64, 4, 3)
 def _route(
     logits_ptr, chosen_ptr, shares_ptr, load_ptr, count, per_token, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The `per_token` likeliest experts of one token, likeliest first; of equal ones the first. See ops.experts.route."""
+    """The `per_token` likeliest experts of one token, likeliest first; of equal ones the first. See ops.experts.route.
+
+    Logits that are not numbers choose the last expert: one request's overflow must not read beyond the weights of all.
+    """
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + token * count + at, mask=at < count, other=-float("inf")).to(tl.float32)
@@ -57,14 +60,14 @@ def _route(
     total = 0.0
     for _ in range(per_token):
         best = tl.max(left, 0)
-        expert = tl.min(tl.where(left == best, at, BLOCK), 0)
+        expert = tl.minimum(tl.min(tl.where(left == best, at, BLOCK), 0), count - 1)
         total += best
         left = tl.where(at == expert, -1.0, left)
     scale = 1.0 / total if NORMALIZED else 1.0
     left = tl.where(at < count, probabilities, -1.0)
     for choice in range(per_token):
         best = tl.max(left, 0)
-        expert = tl.min(tl.where(left == best, at, BLOCK), 0)
+        expert = tl.minimum(tl.min(tl.where(left == best, at, BLOCK), 0), count - 1)
         tl.store(chosen_ptr + token * per_token + choice, expert)
         tl.store(shares_ptr + token * per_token + choice, best * scale)
         tl.atomic_add(load_ptr + expert, 1)

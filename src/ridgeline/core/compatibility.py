@@ -1,0 +1,180 @@
+"""Which options and models exclude one another: one table, which the start-up and the planner read.
+
+Only pairs are refused. What an option cannot do by itself (a size, a name, a folder) is refused where it is read.
+docs/compatibility.md shows the table and every pair of features, and a test runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a server is started with.
+
+    layers: of the model as served. device: "cpu" or "cuda". drafters: names in `--speculate`. drafts_on_device: one of them runs on
+    the device. drafts_branch: one of them proposes trees.
+    """
+
+    model: ModelConfig
+    engine: EngineConfig
+    layers: Sequence[LayerSpec]
+    device: str
+    drafters: Sequence[str] = ()
+    drafts_on_device: bool = False
+    drafts_branch: bool = False
+
+
+class Feature(NamedTuple):
+    """A feature that may exclude others. option: the field that selects it; empty: the model or the machine does."""
+
+    option: str
+    is_chosen: Callable[[Choice], bool]
+
+
+FEATURES: Mapping[str, Feature] = {
+    "retention": Feature("kv_retention", lambda choice: choice.engine.kv_retention != "all"),
+    "retention by attention": Feature(
+        "kv_retention", lambda choice: choice.engine.kv_retention.startswith(("snap", "heavy"))
+    ),
+    "selection": Feature("kv_selection", lambda choice: choice.model.kv_selection > 0),
+    "host memory": Feature("kv_offload_gb", lambda choice: choice.engine.kv_offload_gb > 0),
+    "no prefix cache": Feature("enable_prefix_caching", lambda choice: not choice.engine.enable_prefix_caching),
+    "deterministic": Feature("deterministic", lambda choice: choice.engine.deterministic),
+    "drafts": Feature("speculate", lambda choice: bool(choice.drafters)),
+    "drafts as trees": Feature("speculate", lambda choice: choice.drafts_branch),
+    "a drafter on the device": Feature("speculate", lambda choice: choice.drafts_on_device),
+    "a draft model": Feature("speculate", lambda choice: "draft" in choice.drafters),
+    "a recurrent draft": Feature("speculate", lambda choice: "recurrent" in choice.drafters),
+    "tensor parallelism": Feature("tensor_parallel_size", lambda choice: choice.engine.tensor_parallel_size > 1),
+    "more than two tensor ranks": Feature(
+        "tensor_parallel_size", lambda choice: choice.engine.tensor_parallel_size > 2
+    ),
+    "a pipeline": Feature("pipeline_parallel_size", lambda choice: choice.engine.pipeline_parallel_size > 1),
+    "steps in flight": Feature("steps_in_flight", lambda choice: choice.engine.steps_in_flight is not None),
+    "layers with windows": Feature("", lambda choice: any(layer.window is not None for layer in choice.layers)),
+    "layers that share a cache": Feature(
+        "", lambda choice: any(layer.share_from is not None for layer in choice.layers)
+    ),
+    "a GPU": Feature("", lambda choice: choice.device == "cuda"),
+}
+
+
+class Refusal(NamedTuple):
+    """Two features that exclude each other, the reason, and what to do instead. The error blames the option of `feature`."""
+
+    feature: str
+    other: str
+    reason: str
+    remedy: str
+
+
+_TENSOR_PARALLEL, _PIPELINE = "tensor parallelism", "a pipeline"
+REFUSALS: Sequence[Refusal] = (
+    Refusal("retention", "layers with windows", "the windows bound the cache already", "use --kv-retention all"),
+    Refusal(
+        "retention",
+        "deterministic",
+        "a preempted request is computed again with all its keys, so its tokens would depend on others",
+        "use --kv-retention all, or leave --deterministic out",
+    ),
+    Refusal(
+        "retention",
+        "a draft model",
+        "a draft model may read tokens later, when they are dropped",
+        "use --speculate reference",
+    ),
+    Refusal(
+        "retention by attention",
+        _PIPELINE,
+        "a stage of a pipeline cannot run the observed tokens again",
+        "use --kv-retention window:sinks=4,keep=1024",
+    ),
+    Refusal("selection", "retention", "selection needs all blocks of a request", "use --kv-retention all"),
+    Refusal(
+        "selection",
+        "deterministic",
+        "what a token reads depends on the other rows of its step",
+        "leave --deterministic out",
+    ),
+    Refusal("selection", "drafts", "a step with drafts reads every block", "leave --speculate out"),
+    Refusal("selection", _TENSOR_PARALLEL, "pages are selected in one process so far", "leave the parallel sizes out"),
+    Refusal("selection", _PIPELINE, "pages are selected in one process so far", "leave the parallel sizes out"),
+    Refusal("selection", "a GPU", "pages are selected on CPUs only so far", "leave it out, or use --device cpu"),
+    Refusal(
+        "host memory",
+        "no prefix cache",
+        "the tiers keep blocks of the prefix cache",
+        "leave out --no-enable-prefix-caching",
+    ),
+    Refusal("host memory", _TENSOR_PARALLEL, "several ranks have no tiers", "leave it out, or use one process"),
+    Refusal("host memory", _PIPELINE, "several ranks have no tiers", "leave it out, or use one process"),
+    Refusal(
+        "drafts as trees",
+        "deterministic",
+        "--deterministic verifies chains only, and these drafters propose trees",
+        "use --speculate recurrent:FOLDER or draft:FOLDER, or leave it out",
+    ),
+    Refusal(
+        _TENSOR_PARALLEL,
+        "a recurrent draft",
+        "a recurrent draft reads all heads, and each rank has a part of them",
+        "use --speculate reference",
+    ),
+    Refusal(
+        "more than two tensor ranks",
+        "deterministic",
+        "the order of a longer sum depends on the batch",
+        "use --tensor-parallel-size 2",
+    ),
+    Refusal(_TENSOR_PARALLEL, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
+    Refusal(_PIPELINE, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
+    Refusal(
+        _PIPELINE,
+        "a drafter on the device",
+        "it drafts on one stage, and all need its drafts",
+        "use --speculate reference",
+    ),
+    Refusal(_PIPELINE, "steps in flight", "each stage has a step of its own", "leave --steps-in-flight out"),
+    Refusal(
+        _PIPELINE,
+        "layers that share a cache",
+        "one stage would have the keys and values that another needs",
+        "use --tensor-parallel-size",
+    ),
+)
+
+
+def refusals(choice: Choice) -> Iterator[Refusal]:
+    """The pairs in `choice` that exclude each other."""
+    chosen = {name for name, feature in FEATURES.items() if feature.is_chosen(choice)}
+    return (refusal for refusal in REFUSALS if chosen.issuperset(refusal[:2]))
+
+
+def check_together(choice: Choice) -> None:
+    """Raise ConfigError for options that exclude each other: it names both, and the nearest that works."""
+    for refusal in refusals(choice):
+        both = " with ".join(_shown(name, choice) for name in refusal[:2])
+        remedy = refusal.remedy[0].upper() + refusal.remedy[1:]
+        raise ConfigError(
+            f"{both} is not possible: {refusal.reason}. {remedy}.", param=FEATURES[refusal.feature].option
+        )
+
+
+def _shown(name: str, choice: Choice) -> str:
+    """A feature as a user gives it: the option with its value, or what the model or the machine has."""
+    option = FEATURES[name].option
+    if not option:
+        return name
+    value = getattr(choice.model if hasattr(choice.model, option) else choice.engine, option)
+    flag = f"--{option.replace('_', '-')}"
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-")
+    return f"{flag} {value}"
