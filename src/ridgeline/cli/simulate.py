@@ -21,6 +21,7 @@ from ridgeline.bench.traces import read_trace
 from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
 from ridgeline.cli.serve import resolve_arguments
 from ridgeline.core.calibration import load_calibration
+from ridgeline.core.compatibility import Choice, check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
@@ -108,6 +109,7 @@ def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Ser
     """A replica on one device of the table, with the options that `ridgeline serve` would choose there. Raises DoesNotFit."""
     checkpoint, _ = read_model(resolve_model(replace(model, load_format="dummy")))
     spec, kind = served_spec(checkpoint, model), "cpu" if row.kind == "cpu" else "cuda"
+    check_together(Choice(model, engine, spec.layers, kind))
     plan = size(Deployment(spec, replace(engine, device=kind), Memory(kind, row.memory_bytes), model))
     return Server(
         _cost(engine, spec, row),
@@ -115,7 +117,7 @@ def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Ser
         plan.n_pages,
         Limits(plan.max_rows, plan.max_step_tokens, plan.max_len),
         prefix_cache=engine.enable_prefix_caching,
-        retention=read_retention(engine, plan.layout, ""),
+        retention=read_retention(engine.kv_retention, plan.layout.page_tokens),
         batching=engine.batching,
         steps_in_flight=plan.steps_in_flight,
         host_s=HOST_S,
