@@ -37,6 +37,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "planner": (
         "core", "hardware", "metrics", "kv.offload", "kv.prefix",
         "kv.retention", "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.loop", "engine.virtual",
+        "service.routing", "service.prefix_index", "service.autoscale",
     ),
     "compress": ("core", "text", "hardware", "models", "quant", "ops", "parallel", "decoding", "speculation", "quality"),
     "bench": ("core", "wire", "text", "metrics", "hardware", "planner", "engine.local"),

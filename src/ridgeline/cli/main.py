@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "compare": "compare a model with a reference: perplexity, drift, limits for CI",
     "ladder": "measure speed, memory and drift step by step: eager, compiled, int8, int4, speculation",
     "fit": "check whether a model fits into memory, and print the command that serves it",
+    "simulate": "serve a trace by replicas behind the router in virtual time: latencies, hits, cost, losses, autoscaling",
     "plan": "rank parallel layouts of a model on several GPUs: time, memory, price, and why",
     "place": "place several models on GPUs of several kinds: the cheapest GPUs, or the most load",
     "roofline": "roofline of a model on an accelerator: the limit of each operation",

@@ -149,8 +149,8 @@ def serve(server: Server, workload: Workload, concurrency: int | None = None) ->
         run.complete()
     begin = workload.requests[0].at_s if workload.requests and concurrency is None else 0.0
     outcomes = [outcome for run in runs for outcome in run.outcomes.values()]
-    seconds = max((run.device.runner.now for run in runs), default=begin) - begin
-    return Served(outcomes, seconds, sum(run.device.busy_s for run in runs))
+    seconds = max((run.server.now for run in runs), default=begin) - begin
+    return Served(outcomes, seconds, sum(run.server.busy_s for run in runs))
 
 
 class _Device:
@@ -199,6 +199,14 @@ class _Progress:
         return Outcome(self.first - self.due + outside_s, tpot, self.last - self.due + outside_s, stall, self.tokens)
 
 
+class Event(NamedTuple):
+    """What a turn of a virtual server did for a request. first: it got its first token. outcome: it has ended."""
+
+    number: int
+    first: bool
+    outcome: Outcome | None
+
+
 class Begun(NamedTuple):
     """A request that another engine has begun: when it arrived there, and when its first token was drawn."""
 
@@ -206,9 +214,96 @@ class Begun(NamedTuple):
     first: float
 
 
+class VirtualServer:
+    """One server in virtual time: requests go in, and each turn of its loop moves its clock. source: of pages outside the pool;
+    None: the server's."""
+
+    def __init__(self, server: Server, source: Source | None = None) -> None:
+        leases = Leases(
+            server.layout,
+            server.pages,
+            prefix_cache=server.prefix_cache,
+            source=server.source() if source is None else source,
+            retention=server.retention,
+        )
+        self._device, self._server = _Device(server), server
+        self._scheduler = Scheduler(server.layout, leases, server.limits, admission(server.batching))
+        self._loop = Loop(
+            self._scheduler, self._device, steps_in_flight=server.steps_in_flight, clock=lambda: self._device.runner.now
+        )
+        self._progress: dict[str, _Progress] = {}
+
+    @property
+    def now(self) -> float:
+        return self._device.runner.now
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which its device has worked."""
+        return self._device.busy_s
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._progress)
+
+    @property
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Prompt tokens that were found in the prefix cache, and those that were looked up."""
+        counts = self._scheduler.counts
+        return counts.prefix_hits, counts.prefix_queries
+
+    def advance(self, to: float) -> None:
+        """Move the clock of an idle server forward."""
+        self._device.runner.advance(to)
+
+    def add(self, number: int, spec: RequestSpec, due: float, begun: Begun | None = None) -> None:
+        """A request that was sent at `due`. begun: its first token is drawn. Raises ConfigError if it can never run."""
+        request = request_of(number, spec, due)
+        if not self._scheduler.fits(request) or request.limit > self._server.limits.max_len:
+            raise ConfigError(
+                f"A request of {spec.input} prompt and {spec.output} output tokens does not fit into {self._server.pages} "
+                f"blocks of {self._server.layout.page_tokens} tokens: it cannot be simulated on this server."
+            )
+        self._progress[request.id] = progress = _Progress(due)
+        if begun is not None:
+            progress.due = begun.due
+            progress.observe(1, begun.first)
+            request.tokens.append(0)
+        self._scheduler.add(request)
+
+    def turn(self) -> list[Event]:
+        """One turn of the loop, after which `now` is the time of its events."""
+        events = []
+        for update in self._loop.turn().each():
+            progress = self._progress[update.id]
+            first = bool(update.tokens) and not progress.tokens
+            if update.tokens:
+                progress.observe(len(update.tokens), self.now)
+            if update.finish:
+                del self._progress[update.id]
+            if first or update.finish:
+                outcome = progress.outcome(self._server.outside_s) if update.finish else None
+                events.append(Event(int(update.id), first, outcome))
+        return events
+
+    @property
+    def calls(self) -> int:
+        """Steps launched and collected so far: a turn that changes nothing waits."""
+        return self._device.calls
+
+    @property
+    def idle(self) -> bool:
+        return self._scheduler.idle
+
+    def wait_seconds(self) -> float:
+        """Seconds until the batching policy has to look again; infinite without anything to do."""
+        return self._loop.wait_seconds()
+
+
 class Run:
-    """One server that works through its requests, which are numbered. outcomes: of each number. source: of pages outside the pool;
-    None: the server's. begun: numbers of requests whose first token is drawn."""
+    """One server that works through its requests, which are numbered. outcomes: of each number. source: as of VirtualServer.
+    begun: numbers of requests whose first token is drawn."""
 
     def __init__(
         self,
@@ -218,58 +313,30 @@ class Run:
         source: Source | None = None,
         begun: Mapping[int, Begun] | None = None,
     ) -> None:
-        leases = Leases(
-            server.layout,
-            server.pages,
-            prefix_cache=server.prefix_cache,
-            source=server.source() if source is None else source,
-            retention=server.retention,
-        )
-        self.device, self.outcomes, self._begun = _Device(server), dict[int, Outcome](), begun or {}
-        self._scheduler = Scheduler(server.layout, leases, server.limits, admission(server.batching))
-        self._loop = Loop(
-            self._scheduler, self.device, steps_in_flight=server.steps_in_flight, clock=lambda: self.device.runner.now
-        )
-        self._server, self._waiting, self._concurrency = server, deque(requests), concurrency
-        self._progress: dict[str, _Progress] = {}
+        self.server, self.outcomes = VirtualServer(server, source), dict[int, Outcome]()
+        self._waiting, self._concurrency, self._begun = deque(requests), concurrency, begun or {}
 
     def complete(self) -> None:
         """Run until all requests have ended."""
-        runner = self.device.runner
-        while self._waiting or not self._scheduler.idle:
+        server = self.server
+        while self._waiting or not server.idle:
             self._send()
-            before = self.device.calls
-            for update in self._loop.turn().each():
-                progress = self._progress[update.id]
-                if update.tokens:
-                    progress.observe(len(update.tokens), runner.now)
-                if update.finish:
-                    self.outcomes[int(update.id)] = self._progress.pop(update.id).outcome(self._server.outside_s)
-            if self.device.calls == before and (pause := self._loop.wait_seconds()) > 0:
+            before = server.calls
+            self.outcomes |= {event.number: event.outcome for event in server.turn() if event.outcome is not None}
+            if server.calls == before and (pause := server.wait_seconds()) > 0:
                 due = self._waiting[0][1].at_s if self._waiting and self._concurrency is None else math.inf
-                until = min(due, runner.now + pause)
-                runner.advance(until if until < math.inf else runner.now)  # idle: the closed loop sends at once
+                until = min(due, server.now + pause)
+                server.advance(until if until < math.inf else server.now)  # idle: the closed loop sends at once
 
     def _send(self) -> None:
         """Hand over the requests that are due."""
-        now = self.device.runner.now
+        server = self.server
         while self._waiting and (
-            self._waiting[0][1].at_s <= now if self._concurrency is None else len(self._progress) < self._concurrency
+            self._waiting[0][1].at_s <= server.now if self._concurrency is None else server.open < self._concurrency
         ):
             number, spec = self._waiting.popleft()
-            due = spec.at_s if self._concurrency is None else now
-            request = request_of(number, spec, due)
-            if not self._scheduler.fits(request) or request.limit > self._server.limits.max_len:
-                raise ConfigError(
-                    f"A request of {spec.input} prompt and {spec.output} output tokens does not fit into {self._server.pages} "
-                    f"blocks of {self._server.layout.page_tokens} tokens: it cannot be simulated on this server."
-                )
-            self._progress[request.id] = progress = _Progress(due)
-            if number in self._begun:
-                progress.due = self._begun[number].due
-                progress.observe(1, self._begun[number].first)
-                request.tokens.append(0)
-            self._scheduler.add(request)
+            due = spec.at_s if self._concurrency is None else server.now
+            server.add(number, spec, due, self._begun.get(number))
 
 
 def request_of(number: int, spec: RequestSpec, due: float) -> Request:

@@ -101,9 +101,9 @@ def serve_split(server: Server, workload: Workload, ratio: Ratio) -> Served:
         run.complete()
         outcomes |= run.outcomes
     runs = [*firsts, *others]
-    end, start = max(run.device.runner.now for run in runs), workload.requests[0].at_s
+    end, start = max(run.server.now for run in runs), workload.requests[0].at_s
     ordered = [outcomes[number] for number, _ in numbered]
-    return Served(ordered, end - start, sum(run.device.busy_s for run in runs))
+    return Served(ordered, end - start, sum(run.server.busy_s for run in runs))
 
 
 def _decoding(server: Server, later: Sequence[tuple[float, int, RequestSpec]], begun: dict[int, Begun]) -> Run:

@@ -98,6 +98,8 @@ class Autoscaler:
 
     def decide(self, load: Load) -> Decision:
         scaling, now = self.scaling, load.now
+        if self._at is None:
+            self._needs.append((now, load.replicas))  # without a past, the fleet that runs counts as needed
         passed = 0.0 if self._at is None else max(0.0, now - self._at)
         self._at = now
         self._mean.add(load.prompt_tokens_s, passed)

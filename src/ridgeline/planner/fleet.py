@@ -1,0 +1,322 @@
+"""Simulates a fleet: the service's router and autoscaler over replicas, each with the real scheduler, on one virtual clock.
+
+Events are handled in the order of their times: arrivals, turns of replicas, losses, starts, and looks of the autoscaler. So the
+router decides with what it would know at that moment, and no replica runs ahead of it.
+
+Not simulated: the router's own time, its health checks (a lost replica is known at once), and clients that send a refused request
+again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from ridgeline.core.cost import step_work
+from ridgeline.core.errors import ConfigError, Overloaded, Unavailable
+from ridgeline.core.slo import Slo
+from ridgeline.core.workload import RequestSpec, Workload
+from ridgeline.planner.simulate import Event, Figures, Outcome, Server, VirtualServer
+from ridgeline.service.autoscale import Autoscaler, Decision, Load, Scaling
+from ridgeline.service.prefix_index import PrefixIndex
+from ridgeline.service.routing import POLICIES, Capacity, Demand, Router, State, Ticket
+
+LOOK_S = 10.0
+"""Seconds between two decisions of the autoscaler."""
+_TYPICAL_CONTEXT = 1024
+"""Tokens that a request is taken to hold in `Fleet.capacity`."""
+_PAUSE_S = 1e-6
+"""Shortest wait of a replica whose batching policy waits, so that the clock moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A replica is lost `at_s` after the first request, and another one serves `down_s` later. place: among those that serve."""
+
+    at_s: float
+    place: int = 0
+    down_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Equal replicas behind a router.
+
+    server: each of them. replicas: at the start. policy: a name of routing.POLICIES. limit: most requests in flight at a replica;
+    further ones wait in the router, at most max_waiting. scaling: limits of the autoscaler; None: the number stays. seed: of the
+    router's choice between equal replicas.
+    """
+
+    server: Server
+    replicas: int = 1
+    policy: str = "prefix"
+    limit: int = 256
+    max_waiting: int = 1 << 20
+    scaling: Scaling | None = None
+    losses: Sequence[Loss] = ()
+    seed: int = 0
+
+    @property
+    def capacity(self) -> Capacity:
+        """A replica as its router sees it, by the cost model."""
+        cost, limits = self.server.cost, self.server.limits
+        chunk = min(limits.step_tokens, limits.max_len)
+        rows = min(self.limit, limits.rows)
+        step_s = cost.decode_s([min(limits.max_len, _TYPICAL_CONTEXT)] * rows)
+        held = float(self.server.pages * self.server.layout.page_tokens)
+        return Capacity(self.limit, chunk / cost.step_s(step_work(cost.spec, [(0, chunk)])), step_s / rows, held)
+
+
+@dataclass(slots=True)
+class FleetFigures:
+    """What a fleet did with a workload.
+
+    figures: of the answered requests; outcomes: by number of the request. refused: requests without a place. failed: streams that a
+    loss cut. retried: requests sent again. prompt_tokens, cached_tokens: looked up and found in the replicas' prefix caches.
+    replica_s: seconds of all replicas from start to end, loading included. most: replicas at a time. decisions: of the autoscaler
+    that changed the number, by time.
+    """
+
+    requests: int
+    figures: Figures = field(default_factory=lambda: Figures.of([], 0.0))
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    refused: int = 0
+    failed: int = 0
+    retried: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+    busy_s: float = 0.0
+    replica_s: float = 0.0
+    most: int = 0
+    decisions: list[tuple[float, Decision]] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in a prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def attainment(self, slo: Slo) -> float:
+        """Share of all offered requests that were answered within every limit."""
+        limits = slo.limits()
+        good = sum(_meets(outcome, limits) for outcome in self.outcomes.values())
+        return good / self.requests if self.requests else math.nan
+
+
+def _meets(outcome: Outcome, limits: Mapping[str, float | None]) -> bool:
+    values = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s, "e2e": outcome.e2e_s}
+    return all((limit := limits.get(name)) is None or not value > limit for name, value in values.items())
+
+
+def simulate_fleet(fleet: Fleet, workload: Workload) -> FleetFigures:
+    """Serve the workload at its times. Raises ConfigError for an unknown policy, or if a request can never run."""
+    if fleet.policy not in POLICIES:
+        raise ConfigError(f"--route is {fleet.policy!r}: use {', '.join(POLICIES)}.", param="route")
+    return _Simulation(fleet, workload).run()
+
+
+class _Replica:
+    """A virtual server under its name in the router."""
+
+    def __init__(self, name: str, server: Server, began: float, now: float) -> None:
+        self.name, self.server, self.began = name, VirtualServer(server), began
+        self.server.advance(now)
+        self.tickets: dict[int, Ticket] = {}
+        """Requests that it runs, by number."""
+        self.begun: set[int] = set()
+        """Those whose clients have a token."""
+        self.turning = False
+        """A turn is under way, or due."""
+        self.gone = False
+
+
+class _Simulation:
+    """One run. Events are (time, number, act); the number keeps events of one time in the order in which they were made."""
+
+    def __init__(self, fleet: Fleet, workload: Workload) -> None:
+        self._fleet, self._requests = fleet, workload.requests
+        index = PrefixIndex(chunk_tokens=workload.requests[0].block if workload.requests else 512)
+        self._router = Router(POLICIES[fleet.policy], index, seed=fleet.seed, max_waiting=fleet.max_waiting)
+        self._autoscaler = Autoscaler(fleet.scaling) if fleet.scaling is not None else None
+        self._capacity, self._result = fleet.capacity, FleetFigures(len(workload.requests))
+        self._replicas: dict[str, _Replica] = {}
+        self._numbers: dict[Ticket, int] = {}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._made, self._names = count(), count()
+        self._looked = 0, 0
+        """Requests and prompt tokens that had arrived at the last look of the autoscaler."""
+
+    def run(self) -> FleetFigures:
+        begin = self._requests[0].at_s if self._requests else 0.0
+        for _ in range(self._fleet.replicas):
+            self._join(begin, begin)
+        for number, spec in enumerate(self._requests):
+            self._at(spec.at_s, partial(self._arrive, number))
+        for loss in self._fleet.losses:
+            self._at(begin + loss.at_s, partial(self._lose, loss))
+        if self._autoscaler is not None:
+            self._at(begin + LOOK_S, self._look)
+        now, result = begin, self._result
+        while self._events and len(result.outcomes) + result.refused + result.failed < result.requests:
+            now, _, act = heapq.heappop(self._events)
+            act(now)
+        for replica in list(self._replicas.values()):
+            self._leave(replica, now)
+        result.seconds, result.retried = now - begin, self._router.totals.retried
+        result.figures = Figures.of(list(result.outcomes.values()), result.seconds, result.busy_s)
+        return result
+
+    def _at(self, time: float, act: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._made), act))
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _arrive(self, number: int, now: float) -> None:
+        spec = self._requests[number]
+        demand = Demand(spec.input, _chunks(spec), session=str(spec.session) if spec.session >= 0 else "")
+        try:
+            ticket = self._router.arrive(demand, now)
+        except (Overloaded, Unavailable):
+            self._result.refused += 1
+            return
+        self._numbers[ticket] = number
+        if ticket.replica is not None:
+            self._start(ticket, now)
+
+    def _start(self, ticket: Ticket, now: float) -> None:
+        """The router has sent a request to a replica."""
+        assert ticket.replica is not None
+        replica, number = self._replicas[ticket.replica.name], self._numbers[ticket]
+        if not replica.turning:
+            replica.server.advance(now)
+            replica.turning = True
+            self._at(now, partial(self._turn, replica))
+        spec = self._requests[number]
+        replica.server.add(number, spec, spec.at_s)
+        replica.tickets[number] = ticket
+
+    def _turn(self, replica: _Replica, now: float) -> None:
+        """Begin a turn. What it did happens at its end, when the next one begins."""
+        if replica.gone:
+            return
+        server = replica.server
+        server.advance(now)
+        before = server.calls
+        events = server.turn()
+        if events or server.calls != before:
+            self._at(server.now, partial(self._turned, replica, events))
+        elif not server.idle and (pause := server.wait_seconds()) < math.inf:
+            self._at(now + max(pause, _PAUSE_S), partial(self._turn, replica))
+        else:
+            replica.turning = False
+
+    def _turned(self, replica: _Replica, events: Sequence[Event], now: float) -> None:
+        if replica.gone:
+            return
+        for event in events:
+            ticket = replica.tickets[event.number]
+            if event.first:
+                replica.begun.add(event.number)
+                self._router.first_token(ticket, now)
+            if event.outcome is not None:
+                del replica.tickets[event.number], self._numbers[ticket]
+                self._result.outcomes[event.number] = event.outcome
+                self._send(self._router.finish(ticket, now), now)
+        if not replica.tickets and self._router.replicas[replica.name].draining:
+            self._leave(replica, now)
+        else:
+            self._turn(replica, now)
+
+    def _send(self, tickets: Sequence[Ticket], now: float) -> None:
+        for ticket in tickets:
+            self._start(ticket, now)
+
+    # --- replicas ---------------------------------------------------------------------------------------------------
+
+    def _join(self, began: float, now: float) -> None:
+        """A replica that was started at `began` serves."""
+        replica = _Replica(f"replica {next(self._names)}", self._fleet.server, began, now)
+        self._replicas[replica.name] = replica
+        self._result.most = max(self._result.most, len(self._replicas))
+        self._router.add(replica.name, self._capacity)
+        self._send(self._router.set_state(replica.name, State.UP, now), now)
+
+    def _begin(self, cold_start_s: float, now: float) -> None:
+        """Start a replica."""
+        self._router.expected += 1
+
+        def ready(later: float) -> None:
+            self._router.expected -= 1
+            self._join(now, later)
+
+        self._at(now + cold_start_s, ready)
+
+    def _leave(self, replica: _Replica, now: float) -> None:
+        """A replica ends."""
+        replica.gone = True
+        del self._replicas[replica.name]
+        self._router.remove(replica.name)
+        result, (cached, asked) = self._result, replica.server.prefix_tokens
+        result.cached_tokens += cached
+        result.prompt_tokens += asked
+        result.replica_s += now - replica.began
+        result.busy_s += replica.server.busy_s
+
+    def _lose(self, loss: Loss, now: float) -> None:
+        """A replica is gone. Requests without a token go to another one, answers that had begun are cut."""
+        if not self._replicas:
+            return
+        replica = list(self._replicas.values())[loss.place % len(self._replicas)]
+        self._leave(replica, now)
+        self._begin(loss.down_s, now)
+        for number, ticket in replica.tickets.items():
+            self._send(self._router.finish(ticket, now, failed=True), now)
+            if number in replica.begun or not self._router.retry(ticket, now):
+                self._result.failed += 1
+                del self._numbers[ticket]
+            elif ticket.replica is not None:
+                self._start(ticket, now)
+
+    def _look(self, now: float) -> None:
+        """Let the autoscaler decide."""
+        assert self._autoscaler is not None
+        self._at(now + LOOK_S, self._look)
+        router, totals = self._router, self._router.totals
+        requests, tokens = totals.requests - self._looked[0], totals.offered_tokens - self._looked[1]
+        self._looked = totals.requests, totals.offered_tokens
+        serving = [replica for replica in router.replicas.values() if not replica.draining]
+        have = len(serving) + router.expected
+        running = sum(replica.running for replica in router.replicas.values())
+        load = Load(
+            now,
+            requests / LOOK_S,
+            tokens / LOOK_S,
+            running,
+            len(router.queue),
+            router.waiting_tokens,
+            have,
+            speed=router.speed,
+        )
+        decision = self._autoscaler.decide(load)
+        if decision.wanted != have:
+            self._result.decisions.append((now, decision))
+        for _ in range(have, decision.wanted):
+            self._begin(self._autoscaler.cold_start_s, now)
+        for spare in sorted(serving, key=lambda replica: replica.running)[: max(0, len(serving) - decision.wanted)]:
+            spare.draining = True
+            if not (replica := self._replicas[spare.name]).tickets:
+                self._leave(replica, now)
+
+
+def _chunks(spec: RequestSpec) -> tuple[int, ...]:
+    """Hashes of the full blocks of a prompt, each over all blocks before it."""
+    value, chunks = 0, []
+    for block in spec.blocks[: spec.input // spec.block]:
+        value = zlib.crc32(block.to_bytes(16, "little", signed=True), value)
+        chunks.append(value)
+    return tuple(chunks)
