@@ -126,7 +126,7 @@ async def send_events(
             async for data in events:
                 if not response.prepared:
                     await response.prepare(request)
-                await _write(request, response, data)
+                await write(request, response, data)
         except (ConnectionError, TimeoutError) as error:
             log.info("stream %s: the client disconnected (%s)", call.id, type(error).__name__)
             if request.transport is not None:
@@ -139,7 +139,7 @@ async def send_events(
     return response
 
 
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+async def write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
     """Write, within SLOW_WRITE_S. A timer costs time, so it is used only if earlier writes are still buffered."""
     transport = request.transport
     if transport is not None and transport.get_write_buffer_size() + len(data) < _UNCHECKED_BYTES:

@@ -22,6 +22,7 @@ from ridgeline.core.resolve import Resolved
 from ridgeline.core.slo import Slo
 from ridgeline.core.token_prices import TokenPrices
 from ridgeline.metrics import Ceilings, Metrics
+from ridgeline.service.access import Access
 from ridgeline.service.address import Address
 from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.app import make_app
@@ -56,6 +57,29 @@ CEILING_NAMES = frozenset(field.name for field in fields(Ceilings))
 log = logging.getLogger(__name__)
 http_log = logging.getLogger(f"{__name__}.http")
 """Logger for aiohttp."""
+
+
+async def listen(app: web.Application, address: Address, listeners: Sequence[socket.socket]) -> web.AppRunner:
+    """Answer requests on bound sockets. Raises ConfigError if another process listens on the port by now."""
+    runner = Runner(
+        app,
+        prefix=address.prefix,
+        auto_decompress=False,  # `Bodies` decompresses only what it needs
+        handler_cancellation=True,
+        access_log=None,
+        logger=http_log,
+        shutdown_timeout=_CLOSE_S,
+        keepalive_timeout=75,
+    )
+    await runner.setup()
+    try:
+        for listener in listeners:
+            await web.SockSite(runner, listener, ssl_context=address.tls, backlog=_BACKLOG).start()
+    except OSError as error:
+        port = listener.getsockname()[1]
+        await runner.cleanup()
+        raise cannot_listen(address.host, port, error) from error
+    return runner
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
@@ -97,26 +121,8 @@ class Server:
 
         Raises ConfigError if another process listens on the port by now.
         """
-        config = self.front.config
-        runner = Runner(
-            make_app(self.front),
-            prefix=self._address.prefix,
-            auto_decompress=False,  # `Bodies` decompresses only what it needs
-            handler_cancellation=True,
-            access_log=None,
-            logger=http_log,
-            shutdown_timeout=_CLOSE_S,
-            keepalive_timeout=75,
-        )
-        await runner.setup()
-        try:
-            for listener in listeners:
-                await web.SockSite(runner, listener, ssl_context=self._address.tls, backlog=_BACKLOG).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise cannot_listen(config.host, config.port, error) from error
-        self._runner = runner
-        self.port = runner.addresses[0][1]
+        self._runner = await listen(make_app(self.front), self._address, listeners)
+        self.port = self._runner.addresses[0][1]
 
     @property
     def url(self) -> str:
@@ -309,7 +315,7 @@ async def serve(
     first = await connect(begun, metrics.on_step)
     supervisor = Supervisor(first, partial(launch, model, engine, metrics.on_step), config)
     server = Server(config, supervisor, metrics, reference)
-    stopped = _stop_signals(server.front)
+    stopped = stop_signals(server.front)
     try:
         await server.start(listeners)
         announce.listening(server.url)
@@ -322,17 +328,17 @@ async def serve(
         await supervisor.stop()
 
 
-def _stop_signals(front: Front) -> asyncio.Event:
+def stop_signals(access: Access) -> asyncio.Event:
     """An event that SIGTERM and SIGINT set. The first signal drains, the second ends the drain. SIGHUP reads the API keys again."""
     stopped = asyncio.Event()
 
     def stop() -> None:
         if stopped.is_set():
-            front.hurry()
+            access.hurry()
         stopped.set()
 
-    if front.config.api_keys:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(front.keys.reload, changed_only=False))
+    if access.config.api_keys:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(access.keys.reload, changed_only=False))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     return stopped
