@@ -27,6 +27,7 @@ CHOSEN: dict[str, dict[str, object]] = {
     "tensor parallelism": {"tensor_parallel_size": 2},
     "more than two tensor ranks": {"tensor_parallel_size": 4},
     "context parallelism": {"context_parallel_size": 2},
+    "sequence parallelism": {"sequence_parallel": True},
     "a pipeline": {"pipeline_parallel_size": 2},
     "steps in flight": {"steps_in_flight": 1},
 }

@@ -60,6 +60,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "a pipeline": Feature("pipeline_parallel_size", lambda choice: choice.engine.pipeline_parallel_size > 1),
     "context parallelism": Feature("context_parallel_size", lambda choice: choice.engine.context_parallel_size > 1),
+    "sequence parallelism": Feature("sequence_parallel", lambda choice: choice.engine.sequence_parallel),
     "steps in flight": Feature("steps_in_flight", lambda choice: choice.engine.steps_in_flight is not None),
     "layers with windows": Feature("", lambda choice: any(layer.window is not None for layer in choice.layers)),
     "layers that share a cache": Feature(
@@ -145,6 +146,12 @@ REFUSALS: Sequence[Refusal] = (
         "deterministic",
         "the order of a longer sum depends on the batch",
         "use --tensor-parallel-size 2",
+    ),
+    Refusal(
+        "sequence parallelism",
+        "deterministic",
+        "whether a step is divided, and so the order of its sums, depends on the batch",
+        "leave --sequence-parallel out",
     ),
     Refusal(_TENSOR_PARALLEL, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
     *(
