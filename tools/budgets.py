@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 6873
+HEART_STATEMENTS = 6982
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -58,6 +58,7 @@ HEART: Mapping[str, str] = {
 BESIDE_HEART: Mapping[str, str] = {
     "engine/virtual.py": "simulation",
     "engine/tiers.py": "start-up: options of the tiers below the KV cache",
+    "kv/pins.py": "pinned prefixes, for requests with cache_control",
     "kv/copies.py": "tiers below the KV cache: copies, with the option --kv-offload-gb",
     "kv/disk.py": "tiers below the KV cache: files, with the option --kv-disk",
     "kv/offload.py": "tiers below the KV cache: their index, with the option --kv-offload-gb",
@@ -80,7 +81,8 @@ BESIDE_HEART: Mapping[str, str] = {
     "models/expert_keys.py": "start-up: experts in config.json",
     "ops/__init__.py": "empty",
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
-    "ops/merge.py": "attention over parts of the keys; no step calls it yet",
+    "ops/merge.py": "several ranks: attention from its parts",
+    "ops/striped.py": "several ranks: attention to keys that they hold together",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",
     "ops/stored.py": "formulas of the reference for KV formats with scales",
     "ops/cpu": "operations of a CPU",
@@ -101,6 +103,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/sharing.py": "start-up: which layers share a cache",
     "core/sizing.py": "start-up: what fits into memory",
     "core/slo.py": "judges requests in service and bench",
+    "core/token_prices.py": "prices of requests, in the service",
     "core/workload.py": "workloads of benchmarks and planning",
     "core/selection.py": "checks an option at start-up",
     "ops/selective.py": "operations",

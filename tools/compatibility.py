@@ -40,6 +40,7 @@ EXAMPLES: Mapping[str, Example] = {
     "--speculate draft": Example({"speculate": "draft:FOLDER"}),
     "--tensor-parallel-size 2": Example({"tensor_parallel_size": 2}),
     "--pipeline-parallel-size 2": Example({"pipeline_parallel_size": 2}),
+    "--context-parallel-size 2": Example({"context_parallel_size": 2, "block_size": 16}),
     "layers with windows": Example(layers={"window": 64}),
     "layers that share a cache": Example(layers={"share_from": 0}),
     "a GPU": Example(on_gpu=True),

@@ -48,14 +48,16 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 
 _INTERFACE = ("core", "speculation.interface", "speculation.state", "speculation.host")
 _CONTROLLER = ("core", "speculation.state", "speculation.host", "speculation.batch_state")
+_ROUTING = ("core", "service.routing", "service.fair_queue", "service.prefix_index", "service.progress")
 _PLANNING = (
-    "core", "metrics", "kv.blocks", "kv.prefix", "kv.retention",
+    "core", "metrics", "kv.blocks", "kv.prefix", "kv.pins", "kv.retention",
     "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.in_flight",
     "speculation.interface", "speculation.state", "speculation.host",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.blocks": ("core", "kv.blocks"),
     "kv.prefix": ("core", "kv.blocks", "kv.prefix"),
+    "kv.pins": ("core", "kv.blocks", "kv.prefix", "kv.pins"),
     "kv.retention": ("core",),
     "engine.scheduler": _PLANNING,
     "engine.policy": _PLANNING,
@@ -68,11 +70,16 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "speculation.controller": _CONTROLLER,
     "speculation.batch_state": _CONTROLLER,
     "engine.virtual": ("core",),
+    "service.routing": _ROUTING,
+    "service.fair_queue": _ROUTING,
+    "service.prefix_index": _ROUTING,
+    "service.progress": _ROUTING,
+    "service.autoscale": _ROUTING,
 }
 """Module -> all it may import of Ridgeline, where that differs from its package."""
 
 NO_TORCH = (
-    "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.retention",
+    "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.pins", "kv.retention",
     "kv.offload", "kv.disk", "hardware.table", "hardware.probe", "hardware.context",
     "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
     "engine.in_flight", "engine.loop", "engine.virtual", "speculation.interface", "speculation.speculator", "speculation.options",
@@ -81,7 +88,7 @@ NO_TORCH = (
 """Packages and modules that must not reach torch, directly or through others: they decide, serve and start without it."""
 
 OPTIONAL = (
-    "llguidance", "yaml", "triton", "readline", "ridgeline.ops.triton", "huggingface_hub",
+    "llguidance", "highspy", "yaml", "triton", "readline", "ridgeline.ops.triton", "huggingface_hub", "ray", "ray.util",
 )  # fmt: skip
 """What may be imported inside a function: optional distributions, modules of Ridgeline that need one, and distributions that
 few starts need and that are slow to import."""

@@ -152,6 +152,9 @@ def test_a_server_for_this_machine_alone_speaks_plain_http() -> None:
     flags = {"ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem", "ssl_keyfile_password": "a", "root_path": "/llm"}
     address = Address.read(private(resolve({**flags, "host": "0.0.0.0", "api_key": "b"})).service)
     assert (address.url(80), address.tls) == ("http://127.0.0.1:80", None)
+    keys = {"api_key": "a", "admin_api_key": "b", "api_keys": "keys.yaml"}
+    service = private(resolve(keys)).service
+    assert (service.api_key, service.admin_api_key, service.api_keys) == (None, None, "")
 
 
 def test_files_of_tls_are_read_before_anything_loads(capsys: pytest.CaptureFixture[str]) -> None:

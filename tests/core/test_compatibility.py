@@ -26,6 +26,7 @@ CHOSEN: dict[str, dict[str, object]] = {
     "a recurrent draft": {"speculate": "recurrent:FOLDER"},
     "tensor parallelism": {"tensor_parallel_size": 2},
     "more than two tensor ranks": {"tensor_parallel_size": 4},
+    "context parallelism": {"context_parallel_size": 2},
     "a pipeline": {"pipeline_parallel_size": 2},
     "steps in flight": {"steps_in_flight": 1},
 }

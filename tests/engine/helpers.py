@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.core.draft import Draft
+from ridgeline.core.events import PinOutcome
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import KV_FORMATS, KvGroup, KvLayout
 from ridgeline.engine.leases import Leases
@@ -53,6 +54,7 @@ class Shape:
     parents: tuple[int, ...] = ()
     pace_s: float = 0.0
     stages: int = 1
+    pin_share: float = 0.0
 
 
 class Bench:
@@ -61,7 +63,7 @@ class Bench:
     def __init__(self, **options: Any) -> None:
         shape = Shape(**options)
         self.clock = Clock()
-        self.leases = Leases(shape.layout, shape.blocks, prefix_cache=shape.prefix_cache)
+        self.leases = Leases(shape.layout, shape.blocks, prefix_cache=shape.prefix_cache, pin_share=shape.pin_share)
         limits = Limits(shape.rows, shape.step_tokens, 256, shape.pace_s, shape.stages)
         self.scheduler = Scheduler(shape.layout, self.leases, limits, admission(shape.batching), shape.speculation)
         self.runner = FakeRunner(
@@ -76,6 +78,7 @@ class Bench:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finish: dict[tuple[str, int], str] = {}
         self.cached: dict[tuple[str, int], int] = {}
+        self.pins: dict[str, list[PinOutcome]] = {}
         self.scores: dict[str, int] = {}
         self._arrivals = 0
 
@@ -85,6 +88,7 @@ class Bench:
         """Add the choices of a request; returns them."""
         cache, salt = bool(options.pop("cache", True)), str(options.pop("salt", ""))
         has_reader = bool(options.pop("has_reader", False))
+        breakpoints: Any = options.pop("breakpoints", ())
         client = str(options.pop("client", ""))
         sampling = SamplingParams(n=n, **options)  # type: ignore[arg-type]
         assert sampling.max_tokens is not None
@@ -105,6 +109,7 @@ class Bench:
                 root=chain_root(salt, "toy"),
                 cache=cache,
                 has_reader=has_reader,
+                breakpoints=() if choice else breakpoints,
                 client=client,
             )
             self.tokens[name, choice] = []
@@ -119,6 +124,8 @@ class Bench:
             self.tokens[key].extend(update.tokens)
             if update.cached >= 0:
                 self.cached[key] = update.cached
+                if update.pins is not None:
+                    self.pins[update.id] = update.pins
             if update.prompt_logprobs:
                 self.scores[update.id] = len(update.prompt_logprobs)
             if update.finish:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.engine.policy import OUTPUT_WEIGHT
+from tests.engine.constrained import make, submit
 from tests.engine.helpers import Bench, oracle
 
 
@@ -35,6 +36,15 @@ def test_a_hundred_requests_of_one_client_do_not_delay_the_one_of_another(depth:
     assert len(waited) <= 4  # those that left and entered before its first step, of 96 that came before it
     assert bench.tokens["single", 0] == oracle([4, 5, 6], 8)
     assert len(bench.finish) == 101
+
+
+def test_a_message_says_whose_request_it_is() -> None:
+    engine = make(depth=0)
+    for client in ("shop", ""):
+        message = submit(f"r{client}", [1, 2, 3], max_tokens=2)
+        message.client = client
+        engine.handle(message)
+    assert [request.client for request in engine.loop.scheduler.waiting] == ["shop", ""]
 
 
 def test_one_client_or_none_is_served_in_order_of_arrival() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed
 from ridgeline.core.plan import Compaction, Join, StepPlan, Transfer
 from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.engine.group import GroupRunner
@@ -24,7 +24,7 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.rank_link import ARRAYS, decode_step, encode_step
 from ridgeline.models.hub import shipped_model
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.wire.messages import Submit
+from ridgeline.wire.messages import Cancel, Submit
 from tests.models.families import save
 
 CONFIG = EngineConfig(device="cpu", kv_cache_memory=1 << 24, max_num_seqs=4, max_num_batched_tokens=24, threads=1)
@@ -107,18 +107,24 @@ CASES = {
 
 
 SHORT = {("few blocks", "two stages"), ("drafts", "both")}
-TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+TENSOR, PIPELINE, CONTEXT = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "context"))
+DIVIDED = {"sequence_parallel": True}
 WAYS = {
     "two ranks": TENSOR,
     "two stages": PIPELINE,
     "three stages": {"pipeline_parallel_size": 3},
     "both": TENSOR | PIPELINE,
+    "context": CONTEXT,
+    "three contexts": {"context_parallel_size": 3},
+    "context and tensor": CONTEXT | TENSOR,
+    "all": CONTEXT | TENSOR | PIPELINE | DIVIDED,
+    "divided stream": TENSOR | DIVIDED,
 }
 TRIED = [
     pytest.param(case, way, marks=[pytest.mark.long] * ((case, way) not in SHORT))
     for case in CASES
     for way in WAYS
-    if case != "compressed prompts" or way == "two ranks"
+    if (case != "compressed prompts" or way == "two ranks") and (case != "bounded cache" or way != "three contexts")
 ]
 
 
@@ -129,14 +135,37 @@ def test_ranks_say_what_one_says(case: str, way: str, tmp_path: Path) -> None:
     config = replace(CONFIG, **engine)  # type: ignore[arg-type]
     with opened(tmp_path, config, **model) as single:
         expected = answers(single)
-    # Bytes of the cache are per rank: with half of the heads, half of them are as many blocks.
+    # Bytes of the cache are per rank: with half of the heads or of a block, half of them hold as many tokens.
     sizes = WAYS[way]
     memory = (config.kv_cache_memory or 0) // sizes.get("tensor_parallel_size", 1)
+    memory //= sizes.get("context_parallel_size", 1)
     parts = replace(config, **sizes, kv_cache_memory=memory)
     with opened(tmp_path, parts, **model) as several:
         assert answers(several) == expected
         assert several.engine.setup.facts["options"]["tensor_parallel_size"] == parts.tensor_parallel_size
         assert answers(several) == expected, "from cached prefixes"
+
+
+def test_two_ranks_hold_a_prompt_that_one_refuses(tmp_path: Path) -> None:
+    """Each has half of every block; drafts are trees, whose accepted nodes move between the ranks."""
+    save("llama-gqa", tmp_path)
+    prompt = [7 * number % 320 for number in range(200)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    short = replace(CONFIG, kv_cache_memory=12 * 12_288, speculate="reference+lookahead")
+    with (
+        pytest.raises(DoesNotFit, match="one sequence of 256 tokens takes 208896 bytes"),
+        opened(tmp_path, short),
+    ):
+        pass
+    tokens, sizes = [], []
+    for config in (replace(short, context_parallel_size=2), replace(short, kv_cache_memory=20 * 12_288)):
+        with opened(tmp_path, config) as engine:
+            submit = Submit("long", prompt, sampling, arrival=0.0)
+            tokens.append([token for delta in engine.run([submit]) for token in delta.tokens])
+            layout = engine.engine.loop.scheduler.layout
+            sizes.append((layout.page_tokens, layout.page_bytes))
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 40
+    assert sizes == [(32, 12_288), (16, 12_288)], "a rank holds half of the slots of a block"
 
 
 @pytest.mark.long
@@ -160,6 +189,25 @@ def test_grammars_and_a_draft_model_over_two_ranks() -> None:
         with opened(shipped_model(), config) as engine:
             tokens.append([(delta.id, token) for delta in engine.run(submits) for token in delta.tokens])
     assert sorted(tokens[0]) == sorted(tokens[1]) and len(tokens[0]) > 10
+
+
+@pytest.mark.long
+def test_grammars_and_cancelled_requests_with_parts_of_the_keys() -> None:
+    """A cancelled request leaves no block behind, on any rank; what the others say does not change."""
+    encode = Tokenizer.load(shipped_model()).encode
+    grammar = SamplingParams(temperature=0.8, seed=2, max_tokens=40, grammar=Grammar("regex", "[a-z ]{30,40}"))
+    said = []
+    for ranks in (1, 2):
+        config = replace(CONFIG, context_parallel_size=ranks, speculate="lookahead", kv_cache_memory=1 << 26)
+        with opened(shipped_model(), config) as engine:
+            prompt = encode("Once upon a time " * 8, add_special_tokens=False)
+            tokens: dict[str, list[int]] = {}
+            for delta in engine.run([Submit(name, prompt, grammar, arrival=0.0) for name in "abc"]):
+                tokens.setdefault(delta.id, []).extend(delta.tokens)
+                engine.engine.handle(Cancel("b"))
+            assert engine.engine.loop.scheduler.leases.pool.used == 0
+            said.append((tokens["a"], tokens["c"]))
+    assert said[0] == said[1] and len(said[0][0]) > 5
 
 
 def ended_within(seconds: float, pids: list[int]) -> bool:
@@ -189,8 +237,12 @@ def _state(pid: int) -> str:
 )
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.long), TENSOR | PIPELINE],
-    ids=["ranks", "stages"],
+    [
+        pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.long),
+        pytest.param(CONTEXT | TENSOR, marks=pytest.mark.long),
+        TENSOR | PIPELINE,
+    ],
+    ids=["ranks", "parts of the keys", "stages"],
 )
 def test_a_lost_rank_ends_the_engine(
     sizes: dict[str, int], blow: signal.Signals, busy: bool, reason: str, tmp_path: Path
@@ -249,6 +301,7 @@ def test_a_rank_that_draws_other_tokens_ends_the_engine(tmp_path: Path) -> None:
         ("olmoe", {"tensor_parallel_size": 2}, "norm of all heads together"),
         ("llama-gqa", {"pipeline_parallel_size": 4}, "give 1 to 3, the number of layers"),
         ("llama-gqa", {"pipeline_parallel_size": 2, "steps_in_flight": 1}, "Leave --steps-in-flight out"),
+        ("llama-gqa", {"context_parallel_size": 2, "block_size": 5}, "Leave --block-size out, or give a multiple"),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from ridgeline.core.plan import StepPlan, Transfer
+from ridgeline.engine.tiers import keep_pool
 from ridgeline.kv.copies import Event as Copied
 from ridgeline.kv.copies import PlainLink, TierTransfers
 from ridgeline.kv.disk import Disk
-from ridgeline.kv.offload import OFFLOAD, Offload
+from ridgeline.kv.offload import OFFLOAD, Offload, Part
+from ridgeline.kv.prefix import chain_root, extend_chain
 from tests.engine.runners import PAGE, PROMPT, DeviceBench, alone, layout_of, pair
 
 LONG = PROMPT * 3
@@ -144,7 +147,7 @@ def test_a_load_that_fails_is_computed(depth: int) -> None:
     assert _ask(bench, "again", LONG) >= len(LONG) - PAGE
     assert bench.tokens["again", 0] == alone(LONG, max_tokens=6)
     assert bench.finish["again", 0] == "length"
-    assert tiers.settled
+    assert not tiers.held
     tiers.check()
 
 
@@ -197,8 +200,24 @@ def test_pages_that_were_read_but_not_copied_are_computed(tmp_path: Path) -> Non
     again.runner.transfers._link = FailingUp(store.flat.view(store.pages, -1))  # type: ignore[attr-defined]
     assert _ask(again, "again", LONG) == len(LONG)
     assert again.finish["again", 0] == "length" and again.tokens["again", 0] == alone(LONG, max_tokens=6)
-    assert tiers.settled
+    assert not tiers.held
     again.runner.close()
+
+
+def test_an_engine_that_ends_during_a_load_writes_all_that_its_pool_holds(tmp_path: Path) -> None:
+    """More blocks than host memory has room for at once, and slots of a transfer that will never end."""
+    disk = _disk(tmp_path)
+    bench, tiers = _bench(slots=4, disk=disk)
+    for name, prompt in (("first", OTHERS[0]), ("second", OTHERS[1]), ("third", LONG)):
+        _ask(bench, name, prompt)
+    chain: list[bytes] = []
+    extend_chain(chain, array("i", OTHERS[0]), PAGE, chain_root("", "tiny"))
+    tiers.begins(1 << 20, [next(place for (place,) in tiers.find(chain, 0) if place > 0)])
+    blocks = {(key, group) for key, group, _ in bench.leases.prefix.items()}
+    assert len(blocks) > 4
+    keep_pool(bench.leases, bench.runner.transfers)
+    assert all(disk.find(Part(*block)) for block in blocks)
+    bench.runner.close()
 
 
 class Held:

@@ -100,6 +100,12 @@ def test_what_does_not_hold_is_refused(options: dict[str, Any], message: str) ->
     assert caught.value.param in options
 
 
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        check_tiers(EngineConfig(kv_offload_gb=0.01, kv_disk=str(tmp_path / "file")), layout_of(pair("llama-gqa")[1]))
+
+
 def test_a_copy_pays_where_it_is_faster() -> None:
     cost = CostModel(pair("llama-gqa")[1].spec, flops_per_s=1e9, bytes_per_s=1e9, overhead_s=0.0)
     page = 1 << 16

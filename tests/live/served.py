@@ -194,10 +194,12 @@ def refused(reply: Reply, status: int = 400, param: str = "") -> None:
 
 
 @contextmanager
-def served(folder: Path, *flags: str) -> Iterator[Served]:
+def served(
+    folder: Path, *flags: str, command: tuple[str, ...] = ("serve", "--port", "0", "--threads", "1")
+) -> Iterator[Served]:
     """A server on a free port, ready, from its start to its end, after which none of its processes runs. `folder`: for its log."""
     log = folder / "serve.log"
-    command = [sys.executable, "-m", "ridgeline", "serve", "--port", "0", "--threads", "1", *flags]
+    command = (sys.executable, "-m", "ridgeline", *command, *flags)
     environment = {**_environment(), MARK: str(log)}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment)

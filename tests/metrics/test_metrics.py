@@ -68,6 +68,23 @@ def test_tiers_below_the_cache() -> None:
     assert samples["ridgeline:kv_tier_loaded_blocks_total[tier=disk]"] == 1
 
 
+def test_events_of_pinned_prefixes() -> None:
+    """Records have totals since the engine's start. A lost engine takes its pins with it, and a new one starts at zero."""
+    metrics = Metrics("tiny")
+    now = [("blocks", "", 5), ("prefixes", "", 2)]
+    metrics.on_step(replace_step(pins=[*now, ("written", "", 3), ("lost", "pressure", 1)]))
+    metrics.on_step(replace_step(pins=[*now, ("written", "", 4), ("lost", "pressure", 2)]))
+    samples = scrape(metrics)
+    assert samples["ridgeline:prompt_cache_pinned_blocks"] == 5
+    assert samples["ridgeline:prompt_cache_pins_written_total"] == 4
+    assert samples["ridgeline:prompt_cache_pins_lost_total[reason=pressure]"] == 2
+    metrics.engine_restarted()
+    metrics.on_step(replace_step(pins=[*now, ("written", "", 1)]))
+    samples = scrape(metrics)
+    assert samples["ridgeline:prompt_cache_pins_lost_total[reason=restart]"] == 2
+    assert samples["ridgeline:prompt_cache_pins_written_total"] == 5
+
+
 def replace_step(**changes: object) -> StepStats:
     return msgspec.structs.replace(STEP, **changes)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +29,10 @@ CASES = {
     "shared caches": ("windows-shared", "", True),
     "int8": ("llama-gqa", "int8", False),
     "int4 in groups": ("llama-wide", "int4-g32", False),
+    "divided stream": ("llama-mha-bias", "", True),
+    "divided stream, windows and post norms": ("gemma2", "", True),
+    "divided stream, experts": ("mixtral", "", False),
+    "divided stream, int8": ("llama-gqa", "int8", False),
 }
 """Family, quantization, and whether the CPU's kernels run it or the reference."""
 PROMPTS = ([5, 9, 2, 77, 41, 200, 13, 8, 300, 11, 6], list(range(20, 60)))
@@ -37,7 +43,28 @@ def load(folder: Path, case: str, mesh: Mesh = ONE_DEVICE) -> LoadedModel:
     family, quantization, compiled = CASES[case]
     ops = choose(CPU, torch.float32) if compiled else REFERENCE
     model = ModelConfig(quantization=quantization)
+    mesh = replace(mesh, sequence="divided stream" in case)
     return build(folder / family, model=model, ops=ops, device=CPU, mesh=mesh)
+
+
+class CountedGroup:
+    """Bytes that each rank sends, by the volumes of ring algorithms."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.sent = group, 0
+        self.share = (group.size() - 1) / group.size()
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self.sent += int(2 * self.share * tensors[0].nbytes)
+        return self._group.allreduce(tensors)
+
+    def allgather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> Any:
+        self.sent += tensors[0].nbytes * (self._group.size() - 1)
+        return self._group.allgather(parts, tensors)
+
+    def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *splits: list[int]) -> Any:
+        self.sent += int(self.share * sent.nbytes)
+        return self._group.alltoall_base(received, sent, *splits)
 
 
 def logits(model: LoadedModel) -> torch.Tensor:
@@ -57,7 +84,13 @@ def main(rank: int, size: int, folder: Path) -> None:
     """Write what this rank computes, then end as rank 1 while rank 0 waits for it, and write what rank 0 is told."""
     store = torch.distributed.FileStore(str(folder / "store"), size)
     mesh = connect(rank, size, Meeting(store, TIMEOUT_S))
-    by_case: dict[str, object] = {case: logits(load(folder, case, mesh)) for case in CASES}
+    group = CountedGroup(mesh.group)
+    mesh = replace(mesh, group=group)  # type: ignore[arg-type]
+    by_case: dict[str, object] = {}
+    for case in CASES:
+        group.sent = 0
+        by_case[case] = logits(load(folder, case, mesh))
+        by_case[f"{case}: sent"] = group.sent
     assert not torch.distributed.is_initialized()
     if rank == 0:
         begin = time.monotonic()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ridgeline.core.spec import kv_layout
+from ridgeline.core.stages import rank_layout
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.step import KvView, StepInputs
@@ -21,7 +22,7 @@ class PagedRows:
 
     def __init__(self, model: LoadedModel, rows: int = 4, max_tokens: int = 256, page_tokens: int = 16) -> None:
         self.decoder, self.spec = model.decoder, model.spec
-        self.layout = kv_layout(model.rank_spec, page_tokens)
+        self.layout = rank_layout(kv_layout(model.rank_spec, page_tokens), model.mesh.context.size)
         self.width = -(-max_tokens // page_tokens)
         blocks = rows * self.width * len(self.layout.groups)
         self.store = KvStore(self.layout, model.rank_spec.layers, blocks, torch.device("cpu"))

@@ -67,6 +67,17 @@ def test_two_ranks_are_one_device(case: str, folder: Path, ranks: list[dict[str,
     assert torch.equal(first[drawn].argmax(-1), want[drawn].argmax(-1))
 
 
+def test_a_divided_stream_moves_as_many_bytes(ranks: list[dict[str, torch.Tensor]]) -> None:
+    """A reduce-scatter and an all-gather move what an all-reduce moves, but for padding, and for the stream behind the layers."""
+    divided, whole = (ranks[0][f"{case}: sent"] for case in ("divided stream", "biases"))
+    layers, width, steps, one_token = 3, 64 * 4, (18, 33), 2 * DECODED  # tests.models.mesh_rank.logits
+    # Every rank also sends its part of the embedding's sum, and of the logits of a vocabulary of 320.
+    ends = (sum(steps) + one_token) * (width + 320 // RANKS * 4)
+    assert whole == layers * 2 * (sum(steps) + one_token) * width + ends
+    shares = [-(-tokens // RANKS) for tokens in steps]
+    assert divided == (layers * 2 * (2 * sum(shares) + one_token) + sum(shares)) * width + ends
+
+
 def test_a_rank_that_ends_is_noticed(ranks: list[dict[str, object]]) -> None:
     """By the broken connection, long before the timeout."""
     assert "Rank 0 of 2 lost the other ranks" in str(ranks[0]["error"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -15,79 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
+from ridgeline.core.config import EngineConfig, ServiceConfig
 from ridgeline.core.errors import UnsupportedModel
-from ridgeline.metrics import Metrics
 from ridgeline.service.launch import launch
-from ridgeline.service.listen import bind
-from ridgeline.service.server import Server
 from ridgeline.service.supervisor import Supervisor
 from ridgeline.wire.client import EngineTimeouts
 
-from .live import EOS, MODEL, Live, eos_id, tokenizer, write_model
-
-
-def write_checkpoint(folder: Path, **changes: object) -> None:
-    """A config.json beside the test tokenizer; the weights are random (load_format dummy)."""
-    write_model(folder)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 384,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "bos_token_id": tokenizer().token_id("<|endoftext|>"),
-        "eos_token_id": eos_id(),
-    }
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def model_of(folder: Path) -> ModelConfig:
-    return ModelConfig(model=str(folder), load_format="dummy", dtype="float32")
+from .live import EOS, MODEL, Live
+from .real import model_of, real_server, write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("model")
     write_checkpoint(folder)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def start():
-        metrics = Metrics(MODEL)
-        config = ServiceConfig(port=0, served_model_name=MODEL, drain_s=1.0)
-        engine = EngineConfig(device="cpu", max_num_seqs=4, threads=1)
-        begin = partial(launch, model_of(folder), engine, metrics.on_step)
-        supervisor = Supervisor(await begin(), begin, config)
-        server = Server(config, supervisor, metrics)
-        await server.start(bind(config.host, config.port))
-        await server.open(folder, MODEL)
-        return supervisor, server, loop.create_task(server.keep_open())
-
-    supervisor, server, keeping = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
-    running = Live(server.port, loop, server, supervisor.engine, keeping=keeping)
-
-    async def stop() -> None:
-        keeping.cancel()
-        await asyncio.wait({keeping})
-        await server.stop()
-        await supervisor.stop()
-        assert supervisor.engine.process.returncode is not None
-
-    yield running
-    asyncio.run_coroutine_threadsafe(stop(), loop).result(30)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(5)
+    config = ServiceConfig(port=0, served_model_name=MODEL, drain_s=1.0)
+    with real_server(folder, config, EngineConfig(device="cpu", max_num_seqs=4, threads=1)) as running:
+        yield running
 
 
 def test_answers(real: Live):

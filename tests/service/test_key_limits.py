@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sqlite3
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -136,6 +138,9 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ("ann: {key: x, expires: soon}", "a date, as in 2027-01-31"),
         ("ann: {key: x}\nbob: {key: x}", "'bob' is not valid: give another key than ann"),
         ("ann: {key: x}\nann: {key: y}", "appears twice"),
+        ("ann: {key: hush", "is not valid YAML: line 1, column 16: expected"),
+        ("ann: {key: *hush}", "is not valid YAML: line 1, column 12: found undefined alias ..."),
+        ("ann:\n  key: hush\n key: hush", "is not valid YAML: line 3"),
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, text: str, match: str) -> None:
@@ -169,6 +174,23 @@ def test_use_is_kept_over_a_restart(tmp_path: Path) -> None:
         assert [key for _, key, _ in state.hours(None, now - 60, now)] == ["ann"]
         assert state.spent("ann", now) == {"day": 0.75, "month": 0.75, "total": 0.75}
         assert state.spent("bob", now) == {"day": 0, "month": 0.125, "total": 0.125}
+
+
+def test_use_that_cannot_be_written_is_kept(tmp_path: Path) -> None:
+    """Another process holds the file: nothing is lost, and nothing counts twice."""
+    path = tmp_path / "usage.sqlite"
+    ledger = UsageLedger(path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        ledger.add("ann", Used(1, 10, 0, 5, 0.25), 7200.0)
+        with pytest.raises(sqlite3.OperationalError):
+            ledger.flush()
+        ledger.add("ann", Used(1, 1, 0, 0, 0.0), 7200.0)
+    for _ in range(2):
+        ledger.flush()
+        assert [(hour, used.requests, used.prompt_tokens) for hour, _, used in ledger.hours("ann", 0, 9000)] == [
+            (7200, 2, 11)
+        ]
 
 
 def test_a_usage_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

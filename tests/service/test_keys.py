@@ -143,6 +143,7 @@ def test_priorities_are_bounded_by_the_key(tmp_path: Path) -> None:
         running.chat(bearer("BOB"), service_tier="priority")
         running.chat(ADMIN, priority=-9)
         assert [submit.priority for submit in running.engine.submits] == [3, 3, 7, 0, -9]
+        assert [submit.client for submit in running.engine.submits] == ["ann", "ann", "ann", "bob", "admin"]
 
 
 def test_keys_share_no_prefixes_if_isolated(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
@@ -47,6 +46,17 @@ def asleep(text: str) -> bool:
 
 def odd(text: str) -> object:
     return None
+
+
+def broken(text: str) -> bool:
+    raise LookupError("no list of words")
+
+
+RELEASED = threading.Event()
+
+
+def stuck(text: str) -> bool:
+    return not RELEASED.wait(30)
 
 
 def server(script: Any, judge: str, mode: str, **config: Any):
@@ -146,7 +156,7 @@ def test_tool_calls_are_judged_and_withdrawn() -> None:
 # --- judges that fail -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("judge", ["asleep", "odd", "http://127.0.0.1:9/v1/moderations"])
+@pytest.mark.parametrize("judge", ["asleep", "odd", "broken", "http://127.0.0.1:9/v1/moderations"])
 def test_without_a_verdict_nothing_passes(judge: str) -> None:
     with server(says(TEXT), judge, "buffer", moderation_timeout_s=0.1) as running:
         choice = running.chat(max_tokens=99).json["choices"][0]
@@ -154,6 +164,18 @@ def test_without_a_verdict_nothing_passes(judge: str) -> None:
         assert choice["withdrawal"] == {"reason": "unjudged", "replacement": ""}
         assert client_text(running.chat(stream=True, max_tokens=99)) == ("", "content_filter", False)
         assert 'result="failed"} 2.0' in running.get("/metrics").data.decode()
+
+
+def test_functions_that_hang_take_no_more_than_their_threads() -> None:
+    """More answers than threads: those without a thread end at their timeout, and no thread keeps the process alive."""
+    with server(says("Hi"), "stuck", "buffer", moderation_timeout_s=0.1) as running:
+        body = running.complete(n=12, max_tokens=9).json
+        assert [choice["withdrawal"]["reason"] for choice in body["choices"]] == ["unjudged"] * 12
+        threads = [thread for thread in threading.enumerate() if thread.name == "moderation"]
+        assert len(threads) == 8 and all(thread.daemon for thread in threads)
+        RELEASED.set()
+        running.until(lambda: not any(thread.is_alive() for thread in threads))
+        assert running.complete(max_tokens=9).json["choices"][0]["finish_reason"] == "stop"
 
 
 def test_an_operator_may_let_answers_pass_without_a_verdict() -> None:
@@ -266,9 +288,3 @@ def test_the_terminal_client_forgets_a_withdrawn_text() -> None:
         pieces = list(client.stream([{"role": "user", "content": "hi"}], {"max_tokens": 99}))
         assert pieces[-1] == client.last.text == "I cannot say that."
         assert "withdrawn" in times(client.last)
-
-
-def test_closing_a_judge_twice_is_fine() -> None:
-    judge = make_judge(HERE + "secret", None)
-    asyncio.run(judge.close())
-    asyncio.run(judge.close())

@@ -328,6 +328,21 @@ def test_the_gate_computes_when_to_come_back():
     gate.admit(0, 50)
 
 
+def test_a_full_queue_of_one_client_does_not_shut_out_another():
+    gate = Gate(max_queue=10, rows=2)
+    gate.began(12, "crowd")
+    for client, in_flight in (("crowd", 0), ("single", 5)):  # the share of each of two clients is 5
+        for choices in range(in_flight):
+            gate.admit(12 + choices, 10 + choices, client)
+            gate.began(1, client)
+        with pytest.raises(Exception, match="queue is full"):
+            gate.admit(12 + in_flight, 10 + in_flight, client)
+    gate.ended(5, "single")
+    gate.admit(12, 10, "third")
+    gate.ended(12, "crowd")
+    gate.admit(11, 0)
+
+
 def test_a_dead_engine_is_told_to_everyone():
     with live(behaviour(counts, die_after=20, delay=0.002)) as server:
         answer = server.complete(stream=True, max_tokens=1000)

@@ -38,7 +38,7 @@ def test_chat_body(polite: Live):
         "prompt_tokens": prompt,
         "completion_tokens": produced,
         "total_tokens": prompt + produced,
-        "prompt_tokens_details": {"cached_tokens": 16},
+        "prompt_tokens_details": {"cached_tokens": 16, "cache_write_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 

@@ -155,7 +155,7 @@ def test_what_a_prompt_does_not_show_is_named() -> None:
         "audio": None,
         "function_call": None,
     }
-    parts = [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}, "extra": None}]
+    parts = [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}, "lang": "en", "extra": None}]
     messages = [*ASK, said, {"role": "user", "content": parts, "name": "Ann", "tool_call_id": "c"}, *CALLS[1:]]
     messages.append({"role": "assistant", "content": "c", "reasoning": "hm", "parsed": {"a": 1}, "refusal": "no"})
     options = RenderOptions(variables={"enable_thinking": False, "enable_thinkin": True})
@@ -166,7 +166,7 @@ def test_what_a_prompt_does_not_show_is_named() -> None:
         return set(template.ignored(messages, options.variables))
 
     always = {
-        "messages.content.cache_control",
+        "messages.content.lang",
         "messages.parsed",
         "messages.refusal",
         "chat_template_kwargs.enable_thinkin",

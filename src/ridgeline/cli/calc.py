@@ -1,5 +1,5 @@
 """Calculators: KV cache of a model (kv), cost of tokens and requests (cost), energy (energy), renting or buying (breakeven),
-cost of a training and when it pays (training).
+cost of a training and when it pays (training), region and hours for batch work (schedule).
 
 Names of options and the output contain the units. `ridgeline calc kv --help` lists the options of one calculator.
 """
@@ -21,6 +21,8 @@ from ridgeline.bench.record import read_run
 from ridgeline.cli.calc_kv import OPTIONS as KV_OPTIONS
 from ridgeline.cli.calc_kv import kv
 from ridgeline.cli.calc_lines import Line, Option, flag, number, rent, usd
+from ridgeline.cli.calc_schedule import OPTIONS as SCHEDULE_OPTIONS
+from ridgeline.cli.calc_schedule import schedule
 from ridgeline.cli.calc_training import OPTIONS as TRAINING_OPTIONS
 from ridgeline.cli.calc_training import training
 from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
@@ -61,7 +63,8 @@ def run(args: Arguments) -> int:
         return 0
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for line in lines:
-        table.add_row(line.label, line.text)
+        if line.label:
+            table.add_row(line.label, line.text)
     Console().print(table, highlight=False)
     return 0
 
@@ -276,6 +279,7 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str,
         breakeven,
     ),
     "training": ("FLOPs and cost of a training, and when it pays: T <= p x N", {**TRAINING_OPTIONS, **_ON}, training),
+    "schedule": ("region and hours for batch work, by price, carbon and latency", SCHEDULE_OPTIONS, schedule),
 }
 """Calculator -> help, options (name -> type, help), function."""
 _OF_MODELS = {"kv": "--layers, --heads and --head-dim", "training": "--params"}

@@ -26,7 +26,7 @@ class Line:
     name: str
     """Key in the JSON output; contains the unit."""
     label: str
-    """Description in the table."""
+    """Description in the table. Empty: only in JSON."""
     value: float
     text: str
     """The value as the table shows it."""

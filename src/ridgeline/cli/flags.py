@@ -7,7 +7,7 @@ import difflib
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -83,21 +83,23 @@ def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool 
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, configs: Sequence[type]) -> None:
-    """Add one flag per field of `configs`, in one group per configuration."""
+def add_options(parser: argparse.ArgumentParser, configs: Sequence[type], names: Collection[str] | None = None) -> None:
+    """Add one flag per field of `configs`, in one group per configuration. names: of these fields only."""
     types = option_types(configs)
     for config in configs:
         group = parser.add_argument_group(f"{config.__name__.removesuffix('Config').lower()} options", config.__doc__)
         for field in fields(config):
+            if names is not None and field.name not in names:
+                continue
             value_type, _ = types[field.name]
-            names = [f"--{field.name.replace('_', '-')}", *field.metadata["flags"]]
+            flags = [f"--{field.name.replace('_', '-')}", *field.metadata["flags"]]
             help_text = field.metadata["help"].replace("%", "%%") + _default_text(field.default)
             if value_type is bool:
-                group.add_argument(*names, dest=field.name, action=argparse.BooleanOptionalAction, help=help_text)
+                group.add_argument(*flags, dest=field.name, action=argparse.BooleanOptionalAction, help=help_text)
             else:
                 choices = [word for word in CHOICES.get(field.name, ()) if word]
                 metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[value_type]
-                group.add_argument(*names, dest=field.name, metavar=metavar, help=help_text)
+                group.add_argument(*flags, dest=field.name, metavar=metavar, help=help_text)
 
 
 def read_flags(parser: Parser, argv: Sequence[str]) -> Arguments:

@@ -22,14 +22,17 @@ from ridgeline.service.supervisor import Supervisor
 
 
 def private(resolved: Resolved) -> Resolved:
-    """Restrict a configuration to this machine: plain HTTP on a free loopback port, without API key and proxy path."""
+    """Restrict a configuration to this machine: plain HTTP on a free loopback port, without API keys and proxy path."""
     disabled: dict[str, Any] = {
         "ssl_certfile": None,
         "ssl_keyfile": None,
         "ssl_keyfile_password": None,
         "root_path": "",
+        "api_key": None,
+        "admin_api_key": None,
+        "api_keys": "",
     }
-    return replace(resolved, service=replace(resolved.service, host="127.0.0.1", port=0, api_key=None, **disabled))
+    return replace(resolved, service=replace(resolved.service, host="127.0.0.1", port=0, **disabled))
 
 
 class Hosted:

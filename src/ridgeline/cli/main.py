@@ -16,6 +16,8 @@ from ridgeline.core.errors import ConfigError, RequestError, RidgelineError
 
 COMMANDS: Mapping[str, str] = {
     "serve": "start the server: the OpenAI API over one model",
+    "route": "route requests to several servers: by cached prefixes and load",
+    "up": "start a fleet of servers behind a router, from a file",
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts without a server",
     "batch": "run a file of requests on a server in idle time: submit, status, get, cancel",
@@ -26,6 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "ladder": "measure speed, memory and drift step by step: eager, compiled, int8, int4, speculation",
     "fit": "check whether a model fits into memory, and print the command that serves it",
     "plan": "rank parallel layouts of a model on several GPUs: time, memory, price, and why",
+    "place": "place several models on GPUs of several kinds: the cheapest GPUs, or the most load",
     "roofline": "roofline of a model on an accelerator: the limit of each operation",
     "calc": "calculators: KV cache, cost, energy, renting or buying",
     "calibrate": "measure steps on this machine, for accurate predictions of step times",

@@ -42,7 +42,7 @@ from ridgeline.planner.layouts import Layout, with_context
 from ridgeline.planner.ranking import NAMES, Demand, Ranked, Refused, Variant, rank, reasons, seconds_text, why
 from ridgeline.planner.split import ATTAIN, Goodput, plan_split
 
-SERVED, PLANNED = ("tensor", "pipeline"), ("context", "data")
+SERVED, PLANNED = ("tensor", "pipeline", "context"), ("data",)
 """Dimensions of a layout whose size an option may fix: options of the engine, and of this command."""
 
 
@@ -116,7 +116,7 @@ def run(args: Arguments) -> int:
         variants,
         cluster,
         demand,
-        replace(resolved.engine, tensor_parallel_size=1, pipeline_parallel_size=1),
+        replace(resolved.engine, tensor_parallel_size=1, pipeline_parallel_size=1, context_parallel_size=1),
         _sizes(args),
     )
     if not ranked and not refused:
@@ -215,10 +215,11 @@ def _command(entry: Ranked, place: tuple[Cluster, Demand], model: ModelConfig, e
     row, length = place[0].device, place[1].length
     layout = entry.layout
     on_cpu = row.kind == "cpu"
-    if not row.serves or layout.context > 1 or (layout.tensor * layout.pipeline > 1 and not on_cpu):
+    if not row.serves or (layout.replica > 1 and not on_cpu):
         return ""
     kind = "cpu" if on_cpu else "cuda"
-    options = replace(engine, device=kind, tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline)
+    sizes = {f"{name}_parallel_size": getattr(layout, name) for name in SERVED}
+    options = replace(engine, device=kind, **sizes)
     served = replace(model, quantization=entry.variant.spec.quantization or model.quantization)
     deployment = Deployment(entry.variant.spec, options, Memory(kind, row.memory_bytes), served)
     planner = deployment.planner(deployment.spec, {})

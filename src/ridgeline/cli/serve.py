@@ -130,6 +130,8 @@ def check(resolved: Resolved) -> None:
     if resolved.service.allowed_origins:
         # Imported on demand: without these options, the import runs later, while the engine process imports torch.
         import_module("ridgeline.service.origins").Origins.parse(resolved.service.allowed_origins)
+    if resolved.service.warm_prefix:
+        import_module("ridgeline.service.warm_prefixes").read_prefixes(Path(resolved.service.warm_prefix))
     check_keys(resolved.service)
     if resolved.service.moderation:
         judges = import_module("ridgeline.service.moderation.judges")

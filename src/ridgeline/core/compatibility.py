@@ -59,6 +59,7 @@ FEATURES: Mapping[str, Feature] = {
         "tensor_parallel_size", lambda choice: choice.engine.tensor_parallel_size > 2
     ),
     "a pipeline": Feature("pipeline_parallel_size", lambda choice: choice.engine.pipeline_parallel_size > 1),
+    "context parallelism": Feature("context_parallel_size", lambda choice: choice.engine.context_parallel_size > 1),
     "steps in flight": Feature("steps_in_flight", lambda choice: choice.engine.steps_in_flight is not None),
     "layers with windows": Feature("", lambda choice: any(layer.window is not None for layer in choice.layers)),
     "layers that share a cache": Feature(
@@ -78,7 +79,8 @@ class Refusal(NamedTuple):
     remedy: str
 
 
-_TENSOR_PARALLEL, _PIPELINE, _APART = "tensor parallelism", "a pipeline", "prefill apart from decode"
+_TENSOR_PARALLEL, _PIPELINE, _CONTEXT_PARALLEL = "tensor parallelism", "a pipeline", "context parallelism"
+_APART = "prefill apart from decode"
 REFUSALS: Sequence[Refusal] = (
     Refusal("retention", "layers with windows", "the windows bound the cache already", "use --kv-retention all"),
     Refusal(
@@ -99,6 +101,12 @@ REFUSALS: Sequence[Refusal] = (
         "a stage of a pipeline cannot run the observed tokens again",
         "use --kv-retention window:sinks=4,keep=1024",
     ),
+    Refusal(
+        "retention by attention",
+        _CONTEXT_PARALLEL,
+        "each rank has a part of the keys that are compared",
+        "use --kv-retention window:sinks=4,keep=1024",
+    ),
     Refusal("selection", "retention", "selection needs all blocks of a request", "use --kv-retention all"),
     Refusal(
         "selection",
@@ -109,6 +117,7 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("selection", "drafts", "a step with drafts reads every block", "leave --speculate out"),
     Refusal("selection", _TENSOR_PARALLEL, "pages are selected in one process so far", "leave the parallel sizes out"),
     Refusal("selection", _PIPELINE, "pages are selected in one process so far", "leave the parallel sizes out"),
+    Refusal("selection", _CONTEXT_PARALLEL, "pages are selected in one process so far", "leave the parallel sizes out"),
     Refusal("selection", "a GPU", "pages are selected on CPUs only so far", "leave it out, or use --device cpu"),
     Refusal(
         "host memory",
@@ -118,6 +127,7 @@ REFUSALS: Sequence[Refusal] = (
     ),
     Refusal("host memory", _TENSOR_PARALLEL, "several ranks have no tiers", "leave it out, or use one process"),
     Refusal("host memory", _PIPELINE, "several ranks have no tiers", "leave it out, or use one process"),
+    Refusal("host memory", _CONTEXT_PARALLEL, "several ranks have no tiers", "leave it out, or use one process"),
     Refusal(
         "drafts as trees",
         "deterministic",
@@ -137,6 +147,16 @@ REFUSALS: Sequence[Refusal] = (
         "use --tensor-parallel-size 2",
     ),
     Refusal(_TENSOR_PARALLEL, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
+    *(
+        Refusal(
+            _CONTEXT_PARALLEL,
+            drafter,
+            "the drafter attends to keys of which each rank has a part",
+            "use --speculate reference",
+        )
+        for drafter in ("a draft model", "a recurrent draft")
+    ),
+    Refusal(_CONTEXT_PARALLEL, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
     Refusal(_PIPELINE, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
     Refusal(
         _PIPELINE,
@@ -154,6 +174,7 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("retention", _APART, "the engine that goes on would drop tokens one token later", "use --kv-retention all"),
     Refusal("selection", _APART, "what a token reads depends on its step", "leave --kv-selection out"),
     Refusal(_TENSOR_PARALLEL, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
+    Refusal(_CONTEXT_PARALLEL, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
     Refusal(_PIPELINE, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
     Refusal("host memory", _APART, "engines that hand prompts over have no tiers", "leave --prefill-engines out"),
     Refusal(

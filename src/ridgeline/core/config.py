@@ -54,6 +54,9 @@ class EngineConfig:
     kv_cache_memory: int | None = option(None, "bytes for the KV cache (default: within --gpu-memory-utilization)")
     block_size: int | None = option(None, "tokens per block of the KV cache")
     enable_prefix_caching: bool = option(True, "reuse the KV cache of equal prompt prefixes")
+    cache_pin_share: float = option(
+        0.3, "largest share of the KV cache's blocks that requests may pin with cache_control; 0: none"
+    )
     kv_retention: str = option(
         "all",
         "tokens whose keys and values stay once a prompt is computed: all, window:sinks=4,keep=1024, snap:window=32,keep=1024 "
@@ -91,6 +94,12 @@ class EngineConfig:
     pipeline_parallel_size: int = option(
         1, "stages of layers, each of --tensor-parallel-size processes", "-pp", "--pp-size"
     )
+    context_parallel_size: int = option(
+        1, "processes that share the KV cache of each request, each an equal part of every block", "-cp", "--cp-size"
+    )
+    sequence_parallel: bool = option(
+        False, "each of --tensor-parallel-size processes keeps the residual stream of its part of a step's tokens"
+    )
     nnodes: int = option(1, "hosts that run the model together, each an equal part of its processes")
     node_rank: int = option(0, "number of this host, from 0; the service runs on host 0, and the others wait for it")
     master_addr: str = option("", "address of host 0 in the network of the hosts")
@@ -100,7 +109,7 @@ class EngineConfig:
     @property
     def ranks(self) -> int:
         """Processes that run the model together."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
 
     @property
     def host_ranks(self) -> range:
@@ -202,6 +211,18 @@ class ServiceConfig:
     )
     price_per_hour: float | None = option(
         None, "price of the device per hour in USD (default: the price in the hardware table)"
+    )
+    warm_prefix: str = option(
+        "",
+        "file of prefixes (JSON lines with messages or prompt, and ttl) that are computed and pinned before the server is ready",
+    )
+    answer_cache_mb: float = option(
+        0.0, "MiB of whole answers that identical requests with temperature 0 or a seed get again (default: none)"
+    )
+    token_prices: str = option(
+        "",
+        "prices of tokens for usage and /requests: input=0.2,output=0.6 in USD per million; read=0.1,write-5m=1.25,write-1h=2,"
+        "storage=0 (per token-hour),answer=0.1 as factors of them (default: these factors, and no dollars)",
     )
     metrics_alias: str = option(
         "",

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ridgeline.core.plan import TokenLogprobs
+
+
+class PinOutcome(NamedTuple):
+    """What became of a breakpoint of a prompt.
+
+    tokens: of its prefix, in whole blocks. state: "written", "renewed" or "refused", and then `reason` says why. lost: why an
+    earlier pin of this prefix was lost, if no request has been told; else "". token_s: tokens times seconds by which the request
+    prolonged the storage of the prefix.
+    """
+
+    tokens: int
+    state: str
+    reason: str = ""
+    lost: str = ""
+    token_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -22,6 +38,7 @@ class Update:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     times: tuple[float, ...] | None = None
+    pins: list[PinOutcome] | None = None
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.quantization import check_format
 from ridgeline.core.slo import Slo, reader_pace
+from ridgeline.core.token_prices import TokenPrices
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"
@@ -40,8 +41,10 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "gpu_memory_utilization": (0.01, 1.0),
     "kv_cache_memory": (1, 1 << 50),
     "block_size": (1, 1 << 12),
+    "cache_pin_share": (0.0, 0.9),
     "tensor_parallel_size": (1, 1 << 10),
     "pipeline_parallel_size": (1, 1 << 10),
+    "context_parallel_size": (1, 1 << 10),
     "kv_offload_gb": (0.0, 1 << 30),
     "kv_disk_gb": (0.0, 1 << 30),
     "kv_offload_ttl": (0.0, 1 << 40),
@@ -62,12 +65,14 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "engine_restart_minutes": (0.01, 1 << 20),
     "prefill_engines": (0, 64),
     "decode_engines": (0, 64),
+    "answer_cache_mb": (0.0, 1 << 20),
     "price_per_hour": (0.0, 1 << 20),
 }
 CHECKS: Mapping[str, Callable[[str], object]] = {
     "quantization": check_format,
     "slo": Slo.parse,
     "reader_pace": reader_pace,
+    "token_prices": TokenPrices.parse,
 }
 """Checks of options with a syntax of their own. Each raises ConfigError that lists the known values."""
 
@@ -231,7 +236,10 @@ def _yaml(text: str) -> Any:
     try:
         options, nodes = yaml.safe_load(text) or {}, yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+        # Without the lines around it, which may contain a secret.
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(f"{place}{problem or 'it cannot be parsed'}.") from None
     if isinstance(options, dict) and nodes is not None:
         _without_duplicates([(key.value, None) for key, _ in nodes.value])
     return options

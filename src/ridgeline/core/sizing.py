@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import DTYPE_BYTES, KvLayout, LayerSpec, ModelSpec, kv_layout
-from ridgeline.core.stages import stage_layout, stage_spec, stages
+from ridgeline.core.stages import rank_layout, stage_layout, stage_spec, stages
 
 GIB = 1 << 30
 CUDA_CONTEXT = GIB
@@ -138,6 +138,7 @@ class Planner:
         self._spec, self._engine, self._memory, self._drafters = spec, engine, memory, drafters
         self._options = _options(engine, memory)
         layout = kv_layout(spec, self._options["block_size"], drafter_layers=drafters.layers)
+        layout = rank_layout(layout, engine.context_parallel_size)
         parts = stages(spec, engine.pipeline_parallel_size)
         if len(parts) > 1:
             layout = max((stage_layout(layout, part, spec) for part in parts), key=lambda cut: cut.page_bytes)
@@ -153,7 +154,8 @@ class Planner:
         engine, memory, layout = self._engine, self._memory, self._layout
         rows, step_tokens = self._options["max_num_seqs"], self._options["max_num_batched_tokens"]
         usable = memory.usable(engine, self._drafters.bytes)
-        workspace = workspace_bytes(spec, max(rows, self._drafters.logit_rows), step_tokens, memory.kind)
+        logit_rows = max(rows, self._drafters.logit_rows)
+        workspace = workspace_bytes(spec, logit_rows, step_tokens, memory.kind, engine.context_parallel_size)
         graphs = GRAPHS if memory.kind == "cuda" and not engine.enforce_eager else 0
         available = usable - self._weight_bytes - workspace - graphs
         sequence_bytes = (layout.pages_for(spec.max_len, step_tokens) + 1) * layout.page_bytes
@@ -196,8 +198,16 @@ def _options(engine: EngineConfig, memory: Memory) -> dict[str, int]:
     """Values of the options that depend on the hardware: the user's, otherwise the defaults."""
     chosen = hardware_defaults(memory.kind, memory.total)
     chosen["steps_in_flight"] += engine.pipeline_parallel_size - 1
+    for name in ("block_size", "max_num_batched_tokens"):  # each rank holds and multiplies a part
+        chosen[name] *= engine.context_parallel_size
     chosen.update({name: value for name in chosen if (value := getattr(engine, name)) is not None})
     rows, step_tokens = chosen["max_num_seqs"], chosen["max_num_batched_tokens"]
+    if chosen["block_size"] % engine.context_parallel_size:
+        raise ConfigError(
+            f"--block-size {chosen['block_size']} cannot be divided by --context-parallel-size {engine.context_parallel_size}: "
+            "each process holds an equal part of every block. Leave --block-size out, or give a multiple.",
+            param="block_size",
+        )
     if engine.max_num_seqs is None:
         chosen["max_num_seqs"] = min(rows, step_tokens)
     elif engine.max_num_batched_tokens is None:
@@ -223,14 +233,19 @@ def _kv_bytes(
     return max(0, available // layout.page_bytes * layout.page_bytes)
 
 
-def workspace_bytes(spec: ModelSpec, rows: int, step_tokens: int, device_kind: str) -> int:
-    """Bytes besides weights and cache: peak activations of a layer, logits, device rows, packed copies of weights."""
+def workspace_bytes(spec: ModelSpec, rows: int, step_tokens: int, device_kind: str, ranks: int = 1) -> int:
+    """Bytes besides weights and cache: peak activations of a layer, logits, device rows, packed copies of weights. ranks: of
+    context parallelism, each of which multiplies a part of the tokens and attends for all of them (ops/striped)."""
     width = DTYPE_BYTES[spec.dtype]
-    widest = 0
+    widest = gathered = 0
     for layer in spec.layers:
         attention = (2 * layer.n_heads + 2 * layer.n_kv_heads) * layer.head_dim
         widest = max(widest, attention, 3 * layer.d_ff)
-    activations = step_tokens * (4 * spec.d_model + widest) * width
+        results = 3 * layer.n_heads * (layer.head_dim + 1) * 4  # computed, sent and received
+        gathered = max(gathered, attention * width + results)
+    activations = -(-step_tokens // ranks) * (4 * spec.d_model + widest) * width
+    if ranks > 1:
+        activations += step_tokens * gathered
     logits = LOGIT_COPIES * rows * spec.vocab_size * 4
     tokens = (rows + 1) * spec.max_len * 4
     ropes = len({layer.rope for layer in spec.layers}) * spec.max_len * max(layer.rope.dim for layer in spec.layers) * 4

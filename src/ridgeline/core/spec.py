@@ -416,9 +416,6 @@ def causal_pairs(start: int, tokens: int, window: int | None) -> int:
     return growing * start + growing * (growing + 1) // 2 + (tokens - growing) * window
 
 
-# --- groups of layers that share a page table --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class KvGroup:
     """Layers of one kind that share a page table. A page of the group holds `page_tokens` slots for each of its layers."""
@@ -437,17 +434,19 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How the cache is divided. Every page of every group has `page_bytes` bytes, so one pool serves all groups."""
+    """How the cache is divided. Every page of every group has `page_bytes` bytes, so one pool serves all groups. ranks: of context
+    parallelism, each of which holds an equal run of the slots of every page; page_bytes are on one of them."""
 
     groups: tuple[KvGroup, ...]
     page_tokens: int
     page_bytes: int
     format: KvFormat
+    ranks: int = 1
 
     @property
     def padding(self) -> float:
         """Share of the cache's bytes that no layer uses, because groups of unequal size share one page size."""
-        used = sum(group.page_bytes(self.page_tokens) for group in self.groups)
+        used = sum(group.page_bytes(self.page_tokens // self.ranks) for group in self.groups)
         return 1 - used / (self.page_bytes * len(self.groups))
 
     def pages_for(self, length: int, chunk: int) -> int:

@@ -1,4 +1,4 @@
-"""How the layers of a model are divided into the stages of a pipeline, and the cache with them."""
+"""How the layers of a model are divided into the stages of a pipeline, and how its cache is divided."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def stage_spec(spec: ModelSpec, layers: slice) -> ModelSpec:
     return replace(spec, layers=spec.layers[layers])
 
 
+def rank_layout(layout: KvLayout, ranks: int) -> KvLayout:
+    """The layout on one of the ranks that divide the slots of every page."""
+    page_bytes = max(group.page_bytes(layout.page_tokens // ranks) for group in layout.groups)
+    return replace(layout, page_bytes=page_bytes, ranks=ranks)
+
+
 def stage_layout(layout: KvLayout, layers: slice, spec: ModelSpec) -> KvLayout:
     """The layout of one stage's cache: the groups of all layers, each with the layers that the stage has.
 
@@ -25,8 +31,7 @@ def stage_layout(layout: KvLayout, layers: slice, spec: ModelSpec) -> KvLayout:
         token_bytes = sum(spec.layers[layer].kv_bytes(layout.format) for layer in members)
         bounds_bytes = sum(spec.layers[layer].bounds_bytes for layer in members)
         groups.append(KvGroup(tuple(layer - first for layer in members), group.window, token_bytes, bounds_bytes))
-    page_bytes = max(group.page_bytes(layout.page_tokens) for group in groups)
-    return replace(layout, groups=tuple(groups), page_bytes=page_bytes)
+    return rank_layout(replace(layout, groups=tuple(groups)), layout.ranks)
 
 
 def stages(spec: ModelSpec, count: int) -> tuple[slice, ...]:

@@ -52,6 +52,8 @@ class RequestSpec:
     """Number of the request's conversation, -1 for none. A turn is sent after the previous answer has ended."""
     history: tuple[str, ...] = ()
     """Messages before `text`; user and assistant alternate."""
+    client: str = ""
+    """Who sends it, in simulations: clients share the service when requests wait."""
 
 
 @dataclass(frozen=True, slots=True)

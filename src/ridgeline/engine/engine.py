@@ -201,6 +201,7 @@ class Engine:
                     arrival=message.arrival,
                     root=root,
                     cache=message.cache,
+                    breakpoints=() if choice else message.breakpoints,
                     has_reader=message.has_reader,
                     client=message.client,
                     constraint=constraint,
@@ -224,6 +225,7 @@ class Engine:
                 "used": pool.used,
                 "total": pool.total,
                 "cached": pool.cached,
+                "pinned": leases.pins.blocks,
                 "running": len(self._scheduler.running),
                 "waiting": self._scheduler.queued,
                 "step": self._scheduler.last_step,
@@ -298,6 +300,8 @@ class Engine:
             stats.tiers = [
                 (tier.name, tier.stored, tier.loaded, tier.dropped) for tier in scheduler.leases.source.tiers()
             ]
+            pins = scheduler.leases.pins
+            stats.pins = pins.readings()
         return stats
 
 
@@ -313,4 +317,5 @@ def _delta(update: Update) -> Delta:
         update.logprobs,
         update.prompt_logprobs,
         update.times,
+        update.pins,
     )

@@ -37,7 +37,7 @@ from ridgeline.engine.rank_link import (
     encode,
 )
 from ridgeline.engine.runner import Runner
-from ridgeline.parallel.mesh import Meeting, connect_stages, open_store
+from ridgeline.parallel.mesh import Meeting, connect_mesh, open_store
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _serve(link: Link, folder: str | None) -> None:
     rank = plan_rank(order.model, order.engine, times)
     link.send(encode(Hello(rank.identity)))
     meeting = Meeting(open_store(order.store, order.engine.ranks), CONNECT_S, address)
-    mesh = connect_stages(order.rank, rank.stages, order.engine.tensor_parallel_size, meeting)
+    mesh = connect_mesh(order.rank, rank.stages, order.engine, meeting)
     loaded = load_rank(rank, mesh, times)
     gc.freeze()
     link.send(encode(Ready()))

@@ -47,7 +47,7 @@ from ridgeline.engine.rank_link import (
     encode,
     encode_step,
 )
-from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect_stages, open_store, start_store
+from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect_mesh, open_store, start_store
 from ridgeline.wire.frames import FrameBuffer
 
 SILENT_S = 4.0
@@ -151,7 +151,7 @@ class RankGroup(Group):
         try:
             self._wait(lambda follower: follower.identity is not None)
             self._compare(rank.identity)
-            self.mesh = connect_stages(0, rank.stages, rank.config.tensor_parallel_size, meeting)
+            self.mesh = connect_mesh(0, rank.stages, rank.config, meeting)
         except BaseException:
             self.close()
             raise

@@ -49,7 +49,7 @@ def check_hosts(config: EngineConfig) -> None:
     if config.ranks % config.nnodes:
         raise ConfigError(
             f"--nnodes is {config.nnodes}, but the model has {config.ranks} processes (--tensor-parallel-size times "
-            "--pipeline-parallel-size): each host needs the same number.",
+            "--context-parallel-size times --pipeline-parallel-size): each host needs the same number.",
             param="nnodes",
         )
     if config.nnodes > 1 and not config.master_addr:

@@ -17,13 +17,14 @@ from ridgeline.core.plan import Compaction, StepPlan, StepResult, Transfer
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.request import Lease, Request, State
 from ridgeline.kv.blocks import BlockPool
+from ridgeline.kv.pins import Pins
 from ridgeline.kv.prefix import PrefixIndex, Source, extend_chain
 from ridgeline.kv.retention import KEEP_ALL, Retention
 
 
 class Leases:
     """Blocks of all requests. prefix_cache: other requests may reuse committed blocks, from the pool and from `source`. retention:
-    which slots stay when a prompt is computed."""
+    which slots stay when a prompt is computed. pin_share: share of the blocks that requests may pin."""
 
     def __init__(
         self,
@@ -33,10 +34,12 @@ class Leases:
         prefix_cache: bool = True,
         source: Source = Source(),
         retention: Retention = KEEP_ALL,
+        pin_share: float = 0.0,
     ) -> None:
         self.layout = layout
         self.prefix = PrefixIndex(layout.groups, layout.page_tokens)
         self.pool = BlockPool(total, self._evict)
+        self.pins = Pins(self.pool, self.prefix, int(total * pin_share), layout.page_tokens)
         self.filling: dict[int, Request] = {}
         """Ticket -> request that waits for its transfer. Includes requests that are leaving."""
         self.source, self._prefix_cache, self._retention = source, prefix_cache, retention
@@ -60,7 +63,7 @@ class Leases:
         """
         if not running:
             return True
-        missing = self.layout.pages_for(len(request.tokens), chunk) + running - self.pool.free
+        missing = self.layout.pages_for(len(request.tokens), chunk) + running - self.pool.spare
         for other in incomplete:
             if other.state is State.RUNNING:
                 leased = sum(len(table) - freed for table, freed in zip(other.tables, other.freed, strict=True))
@@ -108,13 +111,14 @@ class Leases:
         return self._hit(request)
 
     def _shareable(self, request: Request) -> int:
-        """Number of full blocks that other requests hold and that this request would share. Groups with a window are excluded:
-        there a shared block is soon released, and the request needs a block of its own."""
+        """Number of full blocks that other requests or pins hold and that this request would share. Groups with a window are
+        excluded: there a shared block is soon released, and the request needs a block of its own."""
         covered, tables = self._computed_blocks(request)
         full_blocks = (
             table[: covered // self._size] for table, window in zip(tables, self._windows, strict=True) if not window
         )
-        return sum(self.pool.refs(block) > 0 for table in full_blocks for block in table)
+        pool = self.pool
+        return sum(pool.refs(block) > 0 or pool.is_pinned(block) for table in full_blocks for block in table)
 
     def _forkable(self, leader: Request) -> bool:
         """Whether the leader still holds every block that the last prompt token attends to."""
@@ -158,7 +162,7 @@ class Leases:
         self._free_behind(request)
         lacking = self._share_held(request, first, held)
         pages = [places[index - first][group] for group, index in lacking]
-        if len(pages) > self.pool.free or not source.pays(first * self._size, request.computed, pages):
+        if len(pages) > self.pool.spare or not source.pays(first * self._size, request.computed, pages):
             return self.reopen(request)
         request.lease, request.ticket = Lease.RESERVED, next(self._tickets)
         source.begins(request.ticket, pages)  # before blocks are taken, because the source takes what these evict
@@ -183,6 +187,7 @@ class Leases:
 
     def _evict(self, block: int) -> None:
         self.source.evicted(*self.prefix.evict(block), block)
+        self.pins.evicted(block)
 
     def reopen(self, request: Request) -> int:
         """Release the blocks and open the request again without the source, if its blocks will not be filled."""
@@ -259,10 +264,12 @@ class Leases:
         again = request.limit
         if not request.dropped and (self._windowed or (self._prefix_cache and request.cache)):
             full = request.computed // self._size
-            if full > request.published:
+            grown = full > request.published
+            if grown:
                 self._publish(request, full)
-                if self._windowed:
-                    self._free_behind(request)
+            request.pins += self.pins.reach(request.chain, request.breakpoints[len(request.pins) :], full)
+            if grown and self._windowed:
+                self._free_behind(request)
             again = (full + 1) * self._size
         return min(again, self._retain(request, plan))
 
@@ -330,6 +337,7 @@ class Leases:
 
     def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes; running requests keep their blocks. Returns how many blocks were in the cache."""
+        self.pins.clear("reset")
         blocks = self.prefix.clear()
         for block in blocks:
             self.pool.forget(block)

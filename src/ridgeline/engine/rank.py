@@ -22,7 +22,7 @@ from ridgeline.core.fit import Deployment, size
 from ridgeline.core.selection import check_budget
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
-from ridgeline.core.stages import stage_layout, stages
+from ridgeline.core.stages import rank_layout, stage_layout, stages
 from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.engine.graph_shapes import draft_limits
 from ridgeline.engine.hosts import check_hosts
@@ -158,7 +158,8 @@ def _layout(rank: RankPlan, mesh: Mesh) -> KvLayout:
     if mesh.stage.count == 1:
         return rank.plan.layout
     spec = rank.spec.on_rank(mesh.size)
-    return stage_layout(kv_layout(spec, rank.plan.page_tokens), mesh.stage.layers, spec)
+    layout = rank_layout(kv_layout(spec, rank.plan.page_tokens), mesh.context.size)
+    return stage_layout(layout, mesh.stage.layers, spec)
 
 
 def _device(config: EngineConfig) -> torch.device:

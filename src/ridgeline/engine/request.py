@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from ridgeline.core.draft import Draft
+from ridgeline.core.events import PinOutcome
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.speculation.state import SpeculationState
@@ -81,6 +82,8 @@ class Request:
     cache: bool
     has_reader: bool = False
     """A person reads the answer while it is generated."""
+    breakpoints: Sequence[tuple[int, float]] = ()
+    """Prefixes of the prompt to be pinned: tokens, and seconds of their lifetime. In the order of the prompt."""
     client: str = ""
     """Who sent it: clients share the service when requests wait."""
     charged: int = 0
@@ -114,6 +117,8 @@ class Request:
     chain: list[bytes] = field(default_factory=list)
     published: int = 0
     """Number of leading blocks in the prefix index."""
+    pins: list[PinOutcome] = field(default_factory=list)
+    """What became of the first breakpoints."""
     scores: list[TokenLogprobs] = field(default_factory=list)
     finish: str = ""
     error: str = ""

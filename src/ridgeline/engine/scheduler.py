@@ -66,8 +66,7 @@ class Scheduler:
         self._recent_steps: deque[StepInFlight] = deque(maxlen=8)
         """Recent steps with different requests or shares; cleared when a request enters or leaves."""
         self._updates: list[Update] = []
-        self._leaving = 0
-        self._open = 0
+        self._leaving = self._open = 0
         self._poll_at = -math.inf
         """Time from which a step without rows may check for transfers again."""
 
@@ -129,8 +128,7 @@ class Scheduler:
         """End a request. Every end of a request goes through here. Idempotent."""
         if request.finish:
             return
-        request.finish = reason
-        request.error = error
+        request.finish, request.error = reason, error
         self._release_followers(request)
         self._open -= 1
         choices = self._by_id[request.id]
@@ -203,6 +201,7 @@ class Scheduler:
         next call, because it may already hold joins and pages.
         """
         step = self._next
+        self.leases.pins.advance(now)
         self._speculation.limit(self.running)
         ahead, held = self._ahead(now), self.limits.held(self.running)
         budget = self._continue_running(step, self.limits.step_tokens, ahead | held)
@@ -479,6 +478,7 @@ class Scheduler:
         if not request.cached_sent:
             request.cached_sent = True
             update.cached = request.cached
+            update.pins = request.pins or None
             update.prompt_logprobs = request.scores or None
         flag = result.flags[place]
         if request.constraint is not None:

@@ -16,7 +16,7 @@ from ridgeline.core.spec import KvLayout
 from ridgeline.engine.leases import Leases
 from ridgeline.hardware.probe import host_memory
 from ridgeline.kv.copies import TierTransfers
-from ridgeline.kv.disk import Disk
+from ridgeline.kv.disk import Disk, check_folder
 from ridgeline.kv.offload import CopyCost, Offload
 from ridgeline.kv.prefix import Source
 from ridgeline.kv.store import KvStore, Transfers
@@ -31,8 +31,10 @@ def check_tiers(config: EngineConfig, layout: KvLayout) -> None:
     """Refuse sizes and folders of the tiers that do not hold. Raises ConfigError that names the option and the remedy."""
     if config.kv_disk and not config.kv_offload_gb:
         raise _refused(config, "kv_disk", "blocks reach files through host memory: add --kv-offload-gb")
-    if config.kv_disk and config.kv_disk_gb * GIB < layout.page_bytes:
-        raise _refused(config, "kv_disk_gb", f"a block has {layout.page_bytes:,} bytes: give more")
+    if config.kv_disk:
+        if config.kv_disk_gb * GIB < layout.page_bytes:
+            raise _refused(config, "kv_disk_gb", f"a block has {layout.page_bytes:,} bytes: give more")
+        check_folder(Path(config.kv_disk))
     if config.kv_offload_ttl and not config.kv_offload_gb:
         raise _refused(config, "kv_offload_ttl", "it is the lifetime of blocks below the cache: add --kv-offload-gb")
     if not config.kv_offload_gb:
@@ -71,6 +73,7 @@ def keep_pool(leases: Leases, transfers: Transfers) -> None:
     if not isinstance(offload, Offload) or offload.files is None:
         return
     blocks, tickets, deadline = reversed(list(leases.prefix.items())), count(1 << 30), time.monotonic() + KEEP_S
+    held = offload.held  # by copies of requests that end with the engine: nobody waits for them
     while time.monotonic() < deadline and (part := list(islice(blocks, max(1, offload.room)))):
         for key, group, block in part:
             offload.evicted(key, group, block)
@@ -80,7 +83,7 @@ def keep_pool(leases: Leases, transfers: Transfers) -> None:
             ended |= transfers.step(StepPlan(0))
         for ticket, arrived in ended.items():
             offload.ended(ticket, arrived)
-        while not offload.settled and time.monotonic() < deadline:
+        while offload.held > held and time.monotonic() < deadline:
             time.sleep(0.001)
 
 

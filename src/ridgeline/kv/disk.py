@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple, TextIO
 
 from ridgeline.core.errors import ConfigError
@@ -106,9 +107,7 @@ class Disk:
             self._scan()
             _trim(root, self.folder, capacity - len(self._numbers) * self._file_bytes)
         except OSError as error:
-            raise ConfigError(
-                f"--kv-disk {root} cannot be used: {error}. Give a folder that this user may write.", param="kv_disk"
-            ) from None
+            raise _unusable(root, error) from None
         self._thread = threading.Thread(target=self._work, name="kv-disk", daemon=True)
         self._thread.start()
 
@@ -304,6 +303,21 @@ class Disk:
         self._jobs.put(None)
         self._thread.join(CLOSE_S)
         self._lock.close()
+
+
+def check_folder(root: Path) -> None:
+    """Raise ConfigError if files cannot be written below `root`."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise _unusable(root, error) from None
+
+
+def _unusable(root: Path, error: OSError) -> ConfigError:
+    message = f"--kv-disk {root} cannot be used: {error}. Give a folder that this user may write."
+    return ConfigError(message, param="kv_disk")
 
 
 def _locked(folder: Path) -> TextIO | None:

@@ -225,10 +225,10 @@ class Offload(Source):
         return self._pool.free
 
     @property
-    def settled(self) -> bool:
-        """No page is being copied or written."""
+    def held(self) -> int:
+        """Slots that are being copied or written to files."""
         self._take_written()
-        return self._pool.used == 0
+        return self._pool.used
 
     def tiers(self) -> list[TierCounts]:
         """The counts of each tier since the start."""

@@ -31,7 +31,8 @@ class KvStore:
     Layout: [page][layer][K | V | scales][head][slot][dim], then the bounds of the page's keys for layers that select pages. A page
     is contiguous, so that one copy moves it, and pages of all groups have the same size. flat: uint8 [pages * page_bytes].
     kv[i]: cache of layer i, [pages, 2, kv_heads, page_tokens, head_dim], as in ops.step.KvView; a dtype that packs several
-    elements has a smaller last dimension. scales[i]: [pages, 2, kv_heads, page_tokens, scales]; None for a format without scales.
+    elements has a smaller last dimension; page_tokens: of a page on this rank. scales[i]: [pages, 2,
+    kv_heads, page_tokens, scales]; None for a format without scales.
     selections[i]: the bounds and the budget of a layer that selects pages, else None.
     groups[i]: the KV group of layer i. A layer with `share_from` uses the cache of that layer.
     runs[group]: all memory of the group's layers as few views [pages, heads of keys and values, page_tokens, width].
@@ -64,7 +65,7 @@ class KvStore:
         self, group: KvGroup, layers: Sequence[LayerSpec]
     ) -> tuple[list[torch.Tensor], dict[int, list[torch.Tensor]]]:
         """The runs of a group (adjacent parts of equal dtype and width form one run), and the parts of each layer (see _parts)."""
-        kv_format, tokens = self.layout.format, self.layout.page_tokens
+        kv_format, tokens = self.layout.format, self.layout.page_tokens // self.layout.ranks
         if sum(layers[index].kv_bytes(kv_format) for index in group.layers) != group.token_bytes:
             raise AssertionError("the layout was cut for other layers: are they those of one rank?")
         pages, first, runs = self.flat.view(self.pages, -1), 0, []

@@ -50,6 +50,9 @@ GAUGES: Mapping[str, Entry] = {
     "kv_cache_cached_perc": Entry("Share of KV blocks that are free but still cache a prefix, 0 to 1.", ours=True),
     "kv_waste_inside_perc": Entry("Share of leased token slots that hold no token.", ours=True),
     "kv_waste_between_perc": Entry("Share of the cache's bytes that unequal groups of layers waste.", ours=True),
+    "prompt_cache_pinned_blocks": Entry("KV blocks that breakpoints pin.", ours=True),
+    "prompt_cache_pinned_prefixes": Entry("Prefixes that breakpoints pin.", ours=True),
+    "answer_cache_bytes": Entry("Bytes of the answers in the answer cache, at the last lookup.", ours=True),
     "batch_rows_queued": Entry("Rows of batches that wait for the batch lane.", ours=True),
     "batch_rows_running": Entry("Rows of batches in flight.", ours=True),
     "batches_open": Entry("Batches that have not ended.", ours=True),
@@ -82,6 +85,15 @@ COUNTERS: Mapping[str, Entry] = {
         label="expert",
         ours=True,
     ),
+    "answer_cache_hits": Entry("Requests answered from the answer cache.", ours=True),
+    "answer_cache_misses": Entry("Deterministic requests whose answer the answer cache lacked.", ours=True),
+    "prompt_cache_write_tokens": Entry("Prompt tokens computed and pinned, by lifetime.", label="ttl", ours=True),
+    "prompt_cache_pins_written": Entry("Prefixes that a breakpoint pinned.", ours=True),
+    "prompt_cache_pins_renewed": Entry("Breakpoints that prolonged the lifetime of a pinned prefix.", ours=True),
+    "prompt_cache_pins_refused": Entry(
+        "Breakpoints whose prefix was not pinned, by reason.", label="reason", ours=True
+    ),
+    "prompt_cache_pins_lost": Entry("Pinned prefixes that were lost, by reason.", label="reason", ours=True),
     "kv_tier_stored_blocks": Entry(
         "Evicted blocks of the prefix cache that were copied to a tier.", label="tier", ours=True
     ),

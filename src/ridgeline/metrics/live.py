@@ -14,6 +14,7 @@ from typing import Any
 
 from ridgeline.core.events import LateWork
 from ridgeline.core.slo import Slo
+from ridgeline.core.token_prices import TokenPrices
 from ridgeline.metrics.agent_runs import AgentRuns
 from ridgeline.metrics.history import READING_S, History, Minute, Reading
 from ridgeline.metrics.records import DISCONNECTED, RequestRecord, StepRecord, Totals
@@ -72,6 +73,7 @@ class Live:
         """clock: monotonic seconds. wall: unix seconds."""
         self.slo = slo
         self.ceilings = Ceilings()
+        self.token_prices = TokenPrices()
         self.history = History()
         self._clock, self._wall = clock, wall
         self._windows = {name: Window(SPAN_S) for name in LATENCIES}
@@ -244,6 +246,10 @@ class Live:
         now = self._clock()
         queue, prefill, tpot = (self._windows[name].quantiles(now, (0.5,))[0] for name in ("queue", "prefill", "tpot"))
         return why(record, self.slo_of(record), Typical(queue, prefill, tpot)) | self.shares(record)
+
+    def bill(self, record: RequestRecord, factor: float) -> dict[str, Any]:
+        """What a request is billed by the prices of tokens. factor: of the dollars."""
+        return self.token_prices.bill(record.billable, factor)
 
     def shares(self, record: RequestRecord) -> dict[str, float]:
         """Return a request's energy and cost by its share of device time. Idle time is charged to no request.

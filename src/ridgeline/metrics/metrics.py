@@ -132,6 +132,8 @@ class Metrics:
         self._saved_s = 0.0
         self._tiers: dict[str, list[int]] = {}
         """Last reading of each tier below the KV cache."""
+        self._pins: dict[tuple[str, str], int] = {}
+        """Last reading of the events of pinned prefixes."""
         self._steps: list[StepRecord] = []
         self._gaps: list[float | None] = []
         self._gauges = dict.fromkeys(GAUGES, 0.0)
@@ -188,6 +190,8 @@ class Metrics:
             self._count_experts(tokens)
         for tiers in (step.tiers for step in steps if step.tiers):
             self._count_tiers(tiers)
+        for pins in (step.pins for step in steps if step.pins):
+            self._count_pins(pins)
         for part, seconds in PARTS.items():
             self._count("scheduler_host_part_seconds", sum(map(seconds, run_steps)), part)
         step_tokens, host_s, gap_s = (
@@ -217,6 +221,16 @@ class Metrics:
                 before = [0, 0, 0]
             for kind, now, then in zip(("stored", "loaded", "dropped"), counts, before, strict=True):
                 self._count(f"kv_tier_{kind}_blocks", now - then, name)
+
+    def _count_pins(self, pins: list[tuple[str, str, int]]) -> None:
+        """Set the gauges of pins, and count their events since the last reading. A new engine starts at zero."""
+        before, self._pins = self._pins, {(kind, reason): count for kind, reason, count in pins}
+        for kind in ("blocks", "prefixes"):
+            self._gauges[f"prompt_cache_pinned_{kind}"] = self._pins.pop((kind, ""))
+        if any(self._pins.get(event, 0) < count for event, count in before.items()):
+            before = {}
+        for (kind, reason), count in self._pins.items():
+            self._count(f"prompt_cache_pins_{kind}", count - before.get((kind, reason), 0), reason)
 
     def _count_drafts(self, step: StepRecord) -> None:
         """Count a step's drafts. A counter cannot fall, so lost seconds are subtracted from the next saved seconds."""
@@ -266,12 +280,19 @@ class Metrics:
             if value is not None:
                 self._histograms[name].add(value)
         self._count("prompt_tokens_cached", record.cached_tokens)
+        for ttl, count in record.cache_writes.items():
+            self._count("prompt_cache_write_tokens", count, ttl)
         for reason in record.finish_reasons:
             self._count("request_success", 1, reason)
 
     def aborted(self, reason: str) -> None:
         """Count a request that was refused or ended early. reason: "cancelled", "error", "overloaded", ..."""
         self._count("aborted_requests", 1, reason)
+
+    def answer_looked_up(self, hit: bool, stored_bytes: int) -> None:
+        """Count a lookup in the answer cache. stored_bytes: what it holds."""
+        self._count("answer_cache_hits" if hit else "answer_cache_misses", 1)
+        self._gauges["answer_cache_bytes"] = stored_bytes
 
     def judged(self, result: str) -> None:
         """Count a judgement of the moderation judge. result: "passed", "flagged" or "failed"."""
@@ -301,8 +322,11 @@ class Metrics:
         self._count("hand_over_failures", 1, reason)
 
     def engine_restarted(self) -> None:
-        """Count a restart of the engine."""
+        """Count a restart of the engine, and the pinned prefixes that were lost with it."""
+        self._flush()
         self._count("engine_restarts", 1)
+        self._count("prompt_cache_pins_lost", self._gauges["prompt_cache_pinned_prefixes"], "restart")
+        self._count_pins([("blocks", "", 0), ("prefixes", "", 0)])
 
     def shadowed(self, tokens: int, same: int, nats: float, mean_kl: float) -> None:
         """Add an answer that the reference model has scored.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ridgeline.core.events import LateWork
 from ridgeline.core.slo import NO_SLO, Latencies, Slo
+from ridgeline.core.token_prices import Billable
 
 
 class StepRecord(Protocol):
@@ -70,6 +71,8 @@ class StepRecord(Protocol):
     """Tokens of each expert, by layer with experts, since the last record that has them. Empty in most records."""
     tiers: list[tuple[str, int, int, int]]
     """Each tier below the KV cache: its name, and the blocks stored, loaded and dropped since the start. Empty in most records."""
+    pins: list[tuple[str, str, int]]
+    """Pinned prefixes and the events of pins (kv.pins.Pins.readings). Empty in most records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +194,25 @@ class RequestRecord:
     """Value of the header x-run-id: the agent run that the request belongs to, or ""."""
     batch: bool = False
     """It is a row of a batch. Such rows count in no latency, goodput or arrival of online requests."""
+    answer_cached: bool = False
+    """The whole answer came from the answer cache. cached_tokens are then all prompt tokens."""
+    cache_writes: Mapping[str, int] = field(default_factory=dict)
+    """Prompt tokens that were computed and pinned in the prefix cache, by lifetime: "5m", "1h"."""
+    cache_token_s: float = 0.0
+    """Tokens times seconds by which it prolonged the storage of pinned prefixes."""
     prefix_hashes: tuple[int, ...] = ()
     """Of the prompt (core.workload.prefix_hashes). () for a request with several prompts."""
+
+    @property
+    def billable(self) -> Billable:
+        return Billable(
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens,
+            self.cache_writes,
+            self.cache_token_s,
+            self.answer_cached,
+        )
 
     @property
     def tpot_s(self) -> float | None:

@@ -20,6 +20,7 @@ from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.selective import selecting
+from ridgeline.ops.striped import striped
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from ridgeline.quant.format import WeightFormat
@@ -139,6 +140,8 @@ def build(
         ops = replace(ops, capture=Uncaptured)
     if any(layer.budget is not None for layer in spec.layers):
         ops = selecting(ops)
+    if mesh.context.size > 1:
+        ops = striped(ops, mesh.context)
     dummy = model.load_format == "dummy" or device.type == "meta"
     weight_format = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
     decoder = Decoder(Build(spec, ops, weight_format, mesh, dtype, device), spec.max_len)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ridgeline.core.spec import ModelSpec
-from ridgeline.ops.table import Ops
+from ridgeline.ops.step import StepInputs
+from ridgeline.ops.table import Activation, Normed, Ops, apply_norm
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.format import WeightFormat
 
@@ -26,3 +29,19 @@ class Build:
     def vector(self, size: int) -> torch.Tensor:
         """Uninitialized weight of a norm."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
+
+
+Input = TypeVar("Input", bound=Activation)
+
+
+def gather(build: Build) -> Callable[[Input, StepInputs], Input | torch.Tensor]:
+    """(input of a linear, step) -> the input of all tokens, gathered if this rank has a part of the residual stream. The norm runs
+    on that part."""
+    ranks, rms_norm = build.mesh.stream, build.ops.tokenwise.rms_norm
+
+    def gathered(x: Input, step: StepInputs) -> Input | torch.Tensor:
+        if not isinstance(x, Normed) or len(x.x) == step.inputs:
+            return x
+        return ranks.all_gather(apply_norm(x, rms_norm)).flatten(0, 1)[: step.inputs]
+
+    return gathered

@@ -15,6 +15,7 @@ from ridgeline.models.experts import Experts
 from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.striped import split_tokens
 from ridgeline.ops.table import LayerParts, RunLayers
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.unquantized import UnquantizedFormat
@@ -68,7 +69,7 @@ class Decoder:
         )
         # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
-        self._run: RunLayers = self._run_layers
+        self._run = self._divided(self._run_layers)
 
     def load_embedding(self, tensor: torch.Tensor) -> None:
         """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
@@ -98,7 +99,12 @@ class Decoder:
         for layer in self.layers:
             layer.feed_forward.finish_loading()
         if (parts := self.parts()) is not None:
-            self._run = self._build.ops.programs.layers(parts, self._run_layers)
+            self._run = self._build.ops.programs.layers(parts, self._run)
+
+    def _divided(self, run: RunLayers) -> RunLayers:
+        """`run` as the mesh divides tokens: first those that are multiplied, then the residual stream of these."""
+        mesh = self._build.mesh
+        return split_tokens(split_tokens(run, mesh.stream, lambda step, tokens: step), mesh.context)
 
     def parts(self) -> list[LayerParts] | None:
         """Weights for programs that run whole layers; None if a layer is not supported."""
@@ -161,7 +167,10 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [L, d_model] -> logits [L, vocab] of the head. With a final soft cap (Gemma 2) they are capped, in float32."""
         assert self.head is not None
-        out, cap = self._build.mesh.all_gather(self.head.apply(hidden), self.spec.vocab_size), self.spec.final_softcap
+        out, cap = (
+            self._build.mesh.gather_columns(self.head.apply(hidden), self.spec.vocab_size),
+            self.spec.final_softcap,
+        )
         return out if cap is None else self._build.ops.tokenwise.cap(out, cap)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -194,7 +203,7 @@ class Decoder:
         """A decoder of the layers with these indices, with shared weights, for warm-up. Its results are meaningless."""
         decoder = copy(self)
         decoder.layers = tuple(self.layers[index] for index in layers)
-        decoder._run = decoder._run_layers
+        decoder._run = decoder._divided(decoder._run_layers)
         decoder.finish_loading()
         return decoder
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ridgeline.core.experts import ExpertSpec
-from ridgeline.models.building import Build
+from ridgeline.models.building import Build, gather
 from ridgeline.ops.experts import Grouped, by_expert, route
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import FloatInput, Matrix, apply_norm
@@ -44,6 +44,7 @@ class Experts:
         "shared_gate",
         "load",
         "_spec",
+        "_gathered",
         "_mesh",
         "_rms_norm",
         "_ops",
@@ -61,14 +62,15 @@ class Experts:
         self.load = torch.zeros(spec.count, dtype=torch.int64, device=build.device)
         self._spec, self._mesh, self._rms_norm = spec, build.mesh, build.ops.tokenwise.rms_norm
         self._ops, self._kind = build.ops.experts, build.spec.activation
+        self._gathered = gather(build)
         self._grouped: Grouped | None = None
 
     def __call__(self, x: FloatInput, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        x = apply_norm(x, self._rms_norm)
+        x = apply_norm(self._gathered(x, step), self._rms_norm)
         out = self._sum(x, step)
         if self.shared is not None and self.shared_gate is not None:
             out += torch.sigmoid(self.shared_gate.apply(x).float()) * self.shared(x, step)
-        return stream + self._mesh.all_reduce(out.to(stream.dtype))
+        return stream + self._mesh.sum_rows(out.to(stream.dtype), len(stream))
 
     def _sum(self, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """Sum of the chosen experts' outputs, float32."""

@@ -6,15 +6,17 @@ Layers are callables whose only state is their weights. The data of a step are a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec
-from ridgeline.models.building import Build
+from ridgeline.models.building import Build, gather
 from ridgeline.models.experts import Experts
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Activation, Heads, LayerParts, Matrix, Normed, QkvShape
+from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.format import LinearShape, Part, Share, Weight
 
 
@@ -23,11 +25,13 @@ class Linear:
 
     apply(x, step) -> y. activate(x, kind, step) -> act(gate) * up, where y = (gate, up). add(x, stream, step) -> stream + y, the
     residual sum at the end of a block; the result may overwrite the stream. step: the step of the tokens of x, see
-    StepInputs.row_of_inputs. With split "in" every rank computes a term of y, and the mesh sums the terms.
+    StepInputs.row_of_inputs. With split "in" every rank computes a term of y, and the mesh sums the terms. If the ranks divide the
+    stream by tokens (Mesh.stream; Korthikanti et al. 2022, section 4.2.2), a linear with split "out" takes this rank's tokens and
+    gathers those of all, and the sum of terms is of this rank's tokens. to_stream(x, stream, step) -> y, divided as the stream.
     matrix() -> the weights for programs that run whole layers; None if it is split, quantized or not loaded.
     """
 
-    __slots__ = ("weight", "apply", "activate", "add", "matrix")
+    __slots__ = ("weight", "apply", "activate", "add", "to_stream", "matrix")
 
     def __init__(self, build: Build, shape: LinearShape) -> None:
         mesh = build.mesh
@@ -36,13 +40,21 @@ class Linear:
         self.activate: Callable[[Activation, str, StepInputs], Activation] = weight.activate
         self.add: Callable[[Activation, torch.Tensor, StepInputs], torch.Tensor] = weight.add
         self.matrix: Callable[[], Matrix | None] = weight.matrix if mesh.size == 1 else lambda: None
-        if shape.split == "in" and mesh.size > 1:
-            self.apply = lambda x, step: mesh.all_reduce(weight.apply(x, step))
-            # The stream is equal on all ranks, so only the first rank adds it to the sum.
-            first = mesh.rank == 0
-            self.add = lambda x, stream, step: mesh.all_reduce(
-                weight.add(x, stream, step) if first else weight.apply(x, step)
-            )
+        self.to_stream: Callable[[Activation, torch.Tensor, StepInputs], torch.Tensor]
+        self.to_stream = lambda x, stream, step: weight.apply(x, step)
+        if mesh.size > 1 and shape.split == "in":
+            self.to_stream = lambda x, stream, step: mesh.sum_rows(weight.apply(x, step), len(stream))
+            self.add = partial(self._sum_and_add, mesh)
+        elif mesh.size > 1 and shape.split == "out":
+            gathered = gather(build)
+            self.apply = lambda x, step: weight.apply(gathered(x, step), step)
+            self.activate = lambda x, kind, step: weight.activate(gathered(x, step), kind, step)
+
+    def _sum_and_add(self, mesh: Mesh, x: Activation, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        if len(stream) < step.inputs:
+            return stream + self.to_stream(x, stream, step)
+        # The stream is equal on all ranks, so only the first rank adds it to the sum.
+        return mesh.all_reduce(self.weight.apply(x, step) if mesh.rank else self.weight.add(x, stream, step))
 
 
 def join(
@@ -54,7 +66,7 @@ def join(
     norm_add, norm_arguments = build.ops.tokenwise.norm_add, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
 
     def joined(x: Activation, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        return norm_add(last.apply(x, step), *norm_arguments, stream)
+        return norm_add(last.to_stream(x, stream, step), *norm_arguments, stream)
 
     return joined
 

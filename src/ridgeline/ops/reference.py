@@ -106,7 +106,7 @@ def row_mask(query: slice, start: int, row: int, window: int | None, step: StepI
     return seen
 
 
-def _row_attention(
+def row_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, view: KvView
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [n, Hq, d] over keys, values [Hkv, S, d]: (out [n, Hq, d], lse [n, Hq]). Without visible keys: 0 and -inf."""
@@ -145,7 +145,7 @@ def attention(
         pages = view.table[row, : -(-length // view.page_tokens)].long()
         keys, values = stored.pages_of(view, pages).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
         mask = row_mask(query, start, row, view.window, step)
-        part, part_lse = _row_attention(q[query], keys, values, mask, view)
+        part, part_lse = row_attention(q[query], keys, values, mask, view)
         out[query], lse[query] = part.to(q.dtype), part_lse
     return out, lse
 

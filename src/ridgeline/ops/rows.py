@@ -5,7 +5,7 @@ This module is the PyTorch version. ops.triton.rows has one kernel for each func
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -164,6 +164,18 @@ def keep(state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.
         runs: the complete cache.
         depth: depth of the deepest node in these drafts.
     """
+    size = state.page_tokens
+    for moved, group in zip(moved_slots(state, rows, packed, path, depth), runs, strict=True):
+        (from_page, to_page), (from_place, to_place) = moved // size, moved % size
+        for run in group:
+            run[to_page, :, to_place] = run[from_page, :, from_place]
+
+
+def moved_slots(
+    state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.Tensor, depth: int
+) -> Iterator[torch.Tensor]:
+    """For each group of layers the slots in the cache that `keep` moves from and to, int64 [2, S * depth]. Nodes that need no
+    move copy a slot of the scratch page onto itself."""
     count = packed[:, 0]
     root = state.ints[:, Int.LENGTH].index_select(0, rows) - count
     place = torch.arange(1, depth + 1, device=path.device)
@@ -171,12 +183,8 @@ def keep(state: RowState, rows: torch.Tensor, packed: torch.Tensor, path: torch.
     goes = (place < count.unsqueeze(1)) & (source != place)
     slots = root.long().unsqueeze(1) + torch.stack((source, place.expand_as(source)))
     size, row_index = state.page_tokens, rows.long().unsqueeze(1)
-    for table, group in zip(state.tables.unbind(0), runs, strict=True):
-        # Nodes that need no move copy a slot of the scratch page onto itself.
-        moved = goes * (table.long()[row_index, slots // size] * size + slots % size)
-        (from_page, to_page), (from_place, to_place) = (moved // size).flatten(1), (moved % size).flatten(1)
-        for run in group:
-            run[to_page, :, to_place] = run[from_page, :, from_place]
+    for table in state.tables.unbind(0):
+        yield (goes * (table.long()[row_index, slots // size] * size + slots % size)).flatten(1)
 
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]

@@ -1,8 +1,9 @@
 """Attention that reads only the pages that matter (Quest, Tang et al. 2024), around the attention of any device.
 
 All pages stay in the cache. For each full page and KV head the cache holds the minimum and maximum of each element of the page's
-keys, so that no key of the page scores above sum(max(q * minimum, q * maximum)). A query reads the pages with the largest of these
-bounds, the first page and the two newest ones. The query heads of a KV head read the same pages.
+keys, so that no key of the page scores above sum(max(q * minimum, q * maximum)), up to their rounding to bfloat16. A query reads
+the pages with the largest of these bounds, the first page and the two newest ones. The query heads of a KV head read the same
+pages.
 
 Only steps with one query token per row select. A step that also runs a prompt reads everything.
 """

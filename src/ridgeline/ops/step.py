@@ -96,6 +96,11 @@ class StepInputs:
         """Whether every row has exactly one query token (T == B). The host knows it; it is a shape, not a phase."""
         return self.max_query == 1
 
+    @property
+    def inputs(self) -> int:
+        """Number of query tokens that run through a linear."""
+        return len(self.position if self.selected is None else self.selected)
+
     def select(self, tokens: torch.Tensor) -> StepInputs:
         """The step for linears that run only these query tokens, int32 [W]."""
         return replace(self, selected=tokens)

@@ -1,8 +1,8 @@
-"""Mesh: the rank of this process among those that share each layer, its collectives, and its stage of the pipeline."""
+"""Mesh: the place of this process among all that run a model, and how they find one another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -10,54 +10,28 @@ from typing import Any, cast
 import torch
 import torch.distributed
 
-from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.core.config import EngineConfig
+from ridgeline.core.errors import EngineFailed
+from ridgeline.parallel.axis import ALONE, Axis
 from ridgeline.parallel.pipeline import WHOLE, Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
-    """Rank of this process among the `size` ranks that share each layer. With one rank, collectives return their input.
+class Mesh(Axis):
+    """Rank of this process among the `size` ranks that share each layer (tensor parallelism), and its place on the other axes.
 
-    group: process group of the ranks, see connect. None: the rank can be built and loaded, but not run. stage: the layers that they
-    hold.
+    context: ranks with the same share of each layer, each of which holds a part of every request's keys and values. stage: the
+    layers that this rank holds. sequence: the ranks that share layers divide the residual stream by tokens.
     """
 
-    rank: int = 0
-    size: int = 1
-    group: torch.distributed.ProcessGroup | None = None
+    context: Axis = ALONE
     stage: Stage = WHOLE
+    sequence: bool = False
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(f"Rank {self.rank} does not exist in a mesh of {self.size} ranks.")
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of x over all ranks, bitwise equal on each. The result may overwrite x.
-
-        Raises EngineFailed if another rank has ended or does not answer within the timeout of the group.
-        """
-        if self.size == 1:
-            return x
-        x = x.contiguous()
-        self._run(lambda group: group.allreduce([x]))
-        return x
-
-    def all_gather(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        """The parts x [..., n] of all ranks side by side, cut to [..., length]. With one rank x as it is. Raises as all_reduce."""
-        if self.size == 1:
-            return x
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._run(lambda group: group.allgather([parts], [x]))
-        return torch.cat(parts, dim=-1)[..., :length]
-
-    def _run(self, collective: Callable[[torch.distributed.ProcessGroup], torch.distributed.Work]) -> None:
-        if self.group is None:
-            raise ConfigError(f"Rank {self.rank} of {self.size} is not connected to the other ranks.")
-        try:
-            collective(self.group).wait()
-        except RuntimeError as error:
-            raise EngineFailed(f"Rank {self.rank} of {self.size} lost the other ranks: {error}") from error
+    @property
+    def stream(self) -> Axis:
+        """The ranks that divide the residual stream."""
+        return Axis(self.rank, self.size, self.group) if self.sequence else ALONE
 
 
 ONE_DEVICE = Mesh()
@@ -103,19 +77,25 @@ def connect(rank: int, size: int, meeting: Meeting) -> Mesh:
     return Mesh(rank, size, _group(rank, size, meeting))
 
 
-def connect_stages(rank: int, stages: Sequence[slice], size: int, meeting: Meeting) -> Mesh:
-    """Connect CPU processes that are stages of a pipeline, each of `size` ranks that share its layers.
+def connect_mesh(rank: int, stages: Sequence[slice], config: EngineConfig, meeting: Meeting) -> Mesh:
+    """Connect the CPU processes that run a model together.
 
-    rank: of this process among all, len(stages) * size. The first ranks are the last stage, which draws the tokens. stages: the
-    layers of each. Otherwise as `connect`.
+    rank: of this process among all: those that share layers are neighbours, then those that share keys and values, then stages. The
+    first ranks are the last stage, which draws the tokens. stages: the layers of each. Otherwise as `connect`.
     """
-    count, place = len(stages), rank % size
-    index = count - 1 - rank // size
-    mesh = connect(place, size, meeting.within(f"stage {index}"))
+    tensor, context, count = config.tensor_parallel_size, config.context_parallel_size, len(stages)
+    size = tensor * context
+    index, (row, column) = count - 1 - rank // size, divmod(rank % size, tensor)
+    mesh = connect(column, tensor, meeting.within(f"stage {index} context {row}"))
+    mesh = replace(mesh, sequence=config.sequence_parallel)
+    if context > 1:
+        mesh = replace(
+            mesh, context=Axis(row, context, _group(row, context, meeting.within(f"stage {index} of {column}")))
+        )
     if count == 1:
         return mesh
     everyone = _group(rank, count * size, meeting.within("all"))
-    ranks = [(count - 1 - stage) * size + place for stage in range(count)]
+    ranks = [(count - 1 - stage) * size + rank % size for stage in range(count)]
     return replace(mesh, stage=Stage(index, count, stages[index], ranks, everyone))
 
 

@@ -1,19 +1,20 @@
 """Times of a replica: a prompt, a decode step, and where the time goes.
 
-`CostModel` gives the time of each stage's step on its rank. Collectives come on top and do not overlap with it, except that
-context-parallel ranks pass keys and values on while they compute attention (ring attention, Liu et al. 2023). With S stages, S
-micro-batches are in flight. Prompts and decode steps run one after the other: chunked prefill, which lets them share the reading of
-the weights, is somewhat faster.
+`CostModel` gives the time of each stage's step on its rank. Collectives come on top and do not overlap with it. Context-parallel
+ranks do what ops.striped does. With S stages, S micro-batches are in flight. Prompts and decode steps run one after the other:
+chunked prefill, which lets them share the reading of the weights, is somewhat faster.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import NamedTuple
 
 from ridgeline.core.cost import CostModel, StepWork
-from ridgeline.core.spec import DTYPE_BYTES
+from ridgeline.core.spec import DTYPE_BYTES, LayerSpec
 from ridgeline.planner.layouts import Replica, Stage
 
 
@@ -55,6 +56,31 @@ def stage_parts(cost: CostModel, work: StepWork) -> Parts:
     return Parts(compute, memory, overhead=extra)
 
 
+class ContextBytes(NamedTuple):
+    """Bytes of a token that context-parallel ranks pass on in a layer. inputs: queries, keys and values. results: outputs of
+    attention with their log-sum-exp, in float32."""
+
+    inputs: int
+    results: int
+
+
+def context_bytes(layer: LayerSpec, width: int) -> ContextBytes:
+    """width: bytes of an element of the model's dtype."""
+    inputs = (layer.n_heads + 2 * layer.written_heads) * layer.head_dim * width
+    return ContextBytes(inputs, layer.n_heads * (layer.head_dim + 1) * 4)
+
+
+def _share(work: StepWork, ranks: int) -> StepWork:
+    """The work of a context-parallel rank that runs all tokens: all products, and attention to its part of the keys."""
+    attention, cache = work.attention_flops // ranks, work.kv_bytes // ranks
+    return work._replace(
+        flops=work.flops - work.attention_flops + attention,
+        bytes=work.bytes - work.kv_bytes + cache,
+        attention_flops=attention,
+        kv_bytes=cache,
+    )
+
+
 class Times:
     """Predicted times of a replica. cost: of the model on one device; its spec is not read."""
 
@@ -94,20 +120,16 @@ class Times:
         held = -(-count // ranks)
         logits = (1 if ends else 0) if stage.last else count
         work = stage.meter.work([start + count], [count], logits)
-        if ranks > 1:  # tokens are dealt so that all ranks have as many pairs; each rank reads the keys of all
-            linear = (work.flops - work.attention_flops) // ranks
-            attention = work.attention_flops // ranks
-            work = work._replace(tokens=held, flops=linear + attention, attention_flops=attention)
+        if ranks > 1:  # each rank multiplies its tokens, and attends with those of all to its keys
+            work = _share(work, ranks)._replace(tokens=held, flops=work.flops // ranks)
         parts = stage_parts(self._cost, work._replace(logits=logits if stage.last else 0))
         links = self._reduces(stage, held, 1 if stage.last and ends else 0)
         if ranks > 1:
-            keys = sum(layer.slot_bytes(stage.spec.kv) * layer.slots_seen(start, count) for layer in stage.spec.layers)
-            layers = len(stage.spec.layers)
-            passing = layers * self._context_links.all_gather(ranks, keys / layers)
-            attention_s = stage_parts(
-                self._cost, StepWork(held, work.attention_flops, work.kv_bytes, work.attention_flops, work.kv_bytes)
-            )
-            links += max(0.0, passing - attention_s.compute - attention_s.memory)
+            links += self._context_links.all_gather(ranks, count * stage.spec.d_model * self._width)
+            for layer, layers in Counter(stage.spec.layers).items():
+                sent = context_bytes(layer, self._width)
+                links += layers * self._context_links.all_gather(ranks, count * sent.inputs)
+                links += layers * self._context_links.all_to_all(ranks, count * sent.results)
         return parts.plus(Parts(links=links))
 
     # --- decode steps -----------------------------------------------------------------------------------------------
@@ -139,19 +161,12 @@ class Times:
         """A decode step of a stage. Context-parallel ranks each multiply all rows, and share their keys."""
         ranks = self.replica.layout.context
         work = stage.meter.work([context + 1] * rows, [1] * rows, rows)
-        if ranks > 1:
-            attention, cache = work.attention_flops // ranks, work.kv_bytes // ranks
-            work = work._replace(
-                flops=work.flops - work.attention_flops + attention,
-                bytes=work.bytes - work.kv_bytes + cache,
-                attention_flops=attention,
-                kv_bytes=cache,
-            )
+        work = _share(work, ranks)
         links = self._reduces(stage, rows, rows if stage.last else 0)
-        if ranks > 1:  # outputs and log-sum-exp in float32
-            for layer in stage.spec.layers[:1]:
-                size = rows * layer.n_heads * (layer.head_dim + 1) * 4
-                links += len(stage.spec.layers) * self._context_links.all_reduce(ranks, size)
+        if ranks > 1:
+            for layer, layers in Counter(stage.spec.layers).items():
+                results = ranks * rows * context_bytes(layer, self._width).results
+                links += layers * self._context_links.all_gather(ranks, results)
         return stage_parts(self._cost, work._replace(logits=rows if stage.last else 0)).plus(Parts(links=links))
 
     # --- links ------------------------------------------------------------------------------------------------------

@@ -20,14 +20,12 @@ from ridgeline.planner.cluster import Cluster
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How many ways each dimension is divided. tensor: within layers. pipeline: stages of layers. context: the tokens of a prompt
-    and of its cache. data: replicas. expert: the experts of a layer over the ranks of a replica and of its neighbours; it takes no
-    devices of its own, and no model has experts yet."""
+    and of its cache. data: replicas."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     data: int = 1
-    expert: int = 1
 
     @property
     def replica(self) -> int:
@@ -39,13 +37,7 @@ class Layout:
         return self.replica * self.data
 
     def __str__(self) -> str:
-        sizes = (
-            ("TP", self.tensor),
-            ("PP", self.pipeline),
-            ("CP", self.context),
-            ("EP", self.expert),
-            ("DP", self.data),
-        )
+        sizes = (("TP", self.tensor), ("PP", self.pipeline), ("CP", self.context), ("DP", self.data))
         return " x ".join(f"{name}{size}" for name, size in sizes if size > 1) or "1 device"
 
 
@@ -185,14 +177,13 @@ def replica(spec: ModelSpec, layout: Layout, cluster: Cluster, length: int, engi
 
     Raises ConfigError, whose message is the reason, if the model cannot be divided, links are unknown or memory does not suffice.
     """
-    if layout.expert > 1:
-        raise ConfigError("the model has no experts to divide.")
     if not cluster.fabric.reaches(layout.replica):
         raise ConfigError(f"the links between {layout.replica} devices are unknown.")
     # The engine's ranks on CPUs hold all of the vocabulary each.
     parts = stages(spec, layout)
+    engine = replace(engine, context_parallel_size=layout.context)
     plans = {part: _plan(part, cluster, engine) for part in parts}
-    memories = {part: _memory(part, plan, -(-length // layout.context), layout.context) for part, plan in plans.items()}
+    memories = {part: _memory(part, plan, length) for part, plan in plans.items()}
     fullest = min(parts, key=lambda part: memories[part].requests)
     plan, memory = plans[fullest], memories[fullest]
     if not memory.requests:
@@ -201,7 +192,7 @@ def replica(spec: ModelSpec, layout: Layout, cluster: Cluster, length: int, engi
             f"memory: weights and workspace take {fixed / GIB:.1f} of {plan.usable_bytes / GIB:.1f} GiB of a device, which leaves "
             f"{left / GIB:.1f} GiB for the cache, too little for a request of {length:,} tokens."
         )
-    return Replica(spec, layout, cluster, parts, plan.max_rows, plan.max_step_tokens * layout.context, memory)
+    return Replica(spec, layout, cluster, parts, plan.max_rows, plan.max_step_tokens, memory)
 
 
 def _plan(part: Stage, cluster: Cluster, engine: EngineConfig) -> MemoryPlan:
@@ -209,11 +200,11 @@ def _plan(part: Stage, cluster: Cluster, engine: EngineConfig) -> MemoryPlan:
     return Planner(part.spec, engine, Memory(kind, cluster.device.memory_bytes)).plan()[0]
 
 
-def _memory(part: Stage, plan: MemoryPlan, length: int, ranks: int) -> RankMemory:
-    """length: tokens of a request on this rank. ranks: that share the tokens of a request."""
+def _memory(part: Stage, plan: MemoryPlan, length: int) -> RankMemory:
+    """length: tokens of a request."""
     layout, cache = plan.layout, plan.kv_bytes - part.embedding_bytes
     pages = max(0, cache // layout.page_bytes - 1)  # the engine keeps a page as scratch
-    tokens = pages // len(layout.groups) * layout.page_tokens * ranks
+    tokens = pages // len(layout.groups) * layout.page_tokens
     weights, workspace = plan.weight_bytes + part.embedding_bytes, plan.workspace_bytes + plan.graph_bytes
     return RankMemory(weights, workspace, cache, tokens, pages // layout.pages_for(length, plan.max_step_tokens))
 

@@ -126,7 +126,7 @@ class Fabric:
         return sum(link.all_gather(fan, size * share) for link, fan, share in rounds)
 
     def all_to_all(self, ranks: int, size: float) -> float:
-        """Seconds to exchange `size` bytes of each rank evenly: the seam for experts on several devices."""
+        """Seconds to exchange `size` bytes of each rank evenly with all ranks."""
         total = 0.0
         for link, fan, _ in self._rounds(ranks):
             total += link.all_to_all(fan, size)

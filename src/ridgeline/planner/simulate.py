@@ -288,6 +288,7 @@ def request_of(number: int, spec: RequestSpec, due: float) -> Request:
         root=b"",
         cache=True,
         has_reader=True,
+        client=spec.client,
     )
 
 

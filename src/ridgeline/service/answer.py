@@ -12,8 +12,11 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from ridgeline.core.events import PinOutcome
+from ridgeline.service.breakpoints import Breakpoint
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.errors import as_ridgeline, error_event
+from ridgeline.service.fields import TTLS
 from ridgeline.service.piece import Piece
 from ridgeline.service.state import Service
 from ridgeline.service.stream import pieces
@@ -57,13 +60,37 @@ class Shape(Protocol):
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object. Always includes cached_tokens, in whole blocks of the prefix cache."""
-    return {
+    """OpenAI's usage object. Always includes cached_tokens and cache_write_tokens, in whole blocks of the prefix cache. With
+    breakpoints, prompt_cache says what became of each; with --token-prices, billed is the price. answer_cached: the
+    answer comes from the answer cache, and no token was computed."""
+    details: dict[str, Any] = {
+        "cached_tokens": usage.cached,
+        "cache_write_tokens": sum(usage.written.values()),
+    }
+    content = {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "prompt_tokens_details": details,
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
+    if usage.pins:
+        details["cache_write_details"] = {f"ephemeral_{ttl}_tokens": usage.written.get(ttl, 0) for ttl in TTLS}
+        content["prompt_cache"] = [_pin(point, outcome) for point, outcome in usage.pins]
+    if usage.repeated:
+        content["answer_cached"] = True
+    if usage.prices is not None:
+        content["billed"] = usage.prices.bill(usage.billable, usage.price_factor)
+    return content
+
+
+def _pin(point: Breakpoint, outcome: PinOutcome) -> dict[str, Any]:
+    return {
+        "tokens": outcome.tokens,
+        "ttl": point.ttl,
+        "state": outcome.state,
+        "reason": outcome.reason or None,
+        "lost": outcome.lost or None,
     }
 
 
@@ -99,7 +126,7 @@ async def send_events(
             async for data in events:
                 if not response.prepared:
                     await response.prepare(request)
-                await _write(request, response, data)
+                await write(request, response, data)
         except (ConnectionError, TimeoutError) as error:
             log.info("stream %s: the client disconnected (%s)", call.id, type(error).__name__)
             if request.transport is not None:
@@ -112,7 +139,7 @@ async def send_events(
     return response
 
 
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+async def write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
     """Write, within SLOW_WRITE_S. A timer costs time, so it is used only if earlier writes are still buffered."""
     transport = request.transport
     if transport is not None and transport.get_write_buffer_size() + len(data) < _UNCHECKED_BYTES:

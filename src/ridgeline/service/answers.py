@@ -46,6 +46,10 @@ def _finish(*reasons: str | None) -> dict[str, Any]:
     return {"enum": list(reasons), "description": "Why the choice ended; null while it runs."}
 
 
+_BILLED = {
+    "description": "Tokens at the full price of an input and an output token that cost as much; US dollars, null without prices.",
+    **_object({"input_tokens": _SECONDS, "output_tokens": _SECONDS, "usd": {"type": ["number", "null"], "minimum": 0}}),
+}
 _CALL = _object(
     {"function": _object({}, {"name": _STRING, "arguments": _STRING})},
     {"id": _STRING, "type": {"const": "function"}, "index": _COUNT},
@@ -78,9 +82,27 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "prompt_tokens": _COUNT,
             "completion_tokens": _COUNT,
             "total_tokens": _COUNT,
-            "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+            "prompt_tokens_details": _object(
+                {"cached_tokens": _COUNT, "cache_write_tokens": _COUNT},
+                {"cache_write_details": _object({"ephemeral_5m_tokens": _COUNT, "ephemeral_1h_tokens": _COUNT})},
+            ),
             "completion_tokens_details": _object({"reasoning_tokens": _COUNT}),
-        }
+        },
+        {
+            "answer_cached": {"const": True, "description": "The answer comes from the answer cache."},
+            "billed": _BILLED,
+            "prompt_cache": _list(
+                _object(
+                    {
+                        "tokens": {**_COUNT, "description": "Tokens of the prefix, in whole blocks."},
+                        "ttl": _STRING,
+                        "state": {"enum": ["written", "renewed", "refused"]},
+                        "reason": {**_TEXT, "description": "Why it was refused."},
+                        "lost": {**_TEXT, "description": "Why an earlier pin of this prefix was lost."},
+                    }
+                )
+            ),
+        },
     ),
     "ChatCompletion": _object(
         {
@@ -194,6 +216,10 @@ ANSWERS: dict[str, dict[str, Any]] = {
                 "type": "number",
                 "description": "Price relative to an online request: 0.5 for rows of batches.",
             },
+            "billed": _BILLED,
+            "answer_cached": {"type": "boolean", "description": "Whether its answer came from the answer cache."},
+            "cache_writes": {"type": "object", "description": "Prompt tokens computed and pinned, by lifetime."},
+            "cache_token_s": {"type": "number", "description": "Tokens times seconds of storage that it added."},
             **_SHARES,
         }
     ),

@@ -18,7 +18,17 @@ from ridgeline.service.batches.lane import run_lane
 from ridgeline.service.declared import RUN_ID, read_declared, read_run_id
 from ridgeline.service.fields import Route, read_fields
 from ridgeline.service.front import Front
-from ridgeline.service.guard import FRONT, HOLDER, IGNORED, REQUEST_ID, add_headers, guard, read_json, request_id
+from ridgeline.service.guard import (
+    ACCESS,
+    FRONT,
+    HOLDER,
+    IGNORED,
+    REQUEST_ID,
+    add_headers,
+    guard,
+    read_json,
+    request_id,
+)
 from ridgeline.service.keys import routes as key_routes
 from ridgeline.service.read_call import read_call
 
@@ -28,7 +38,7 @@ _TICK_S = 1.0
 def make_app(front: Front) -> web.Application:
     """The aiohttp application. Run it with `handler_cancellation`, so that a disconnect ends the request."""
     app = web.Application(middlewares=[guard])
-    app[FRONT] = front
+    app[ACCESS] = app[FRONT] = front
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_tick)
     app.cleanup_ctx.append(_watch_keys)
@@ -117,7 +127,7 @@ async def _generate(request: web.Request, route: Route) -> web.StreamResponse:
     stats = service.client.stats
     try:
         holder.check(call)
-        service.gate.admit(service.client.open_choices, stats.waiting if stats is not None else 0)
+        service.gate.admit(service.client.open_choices, stats.waiting if stats is not None else 0, holder.name)
     except Overloaded:
         service.metrics.aborted("overloaded")
         raise

@@ -58,7 +58,15 @@ class Bodies:
         self._decoder = ThreadPoolExecutor(1, "bodies")
 
     async def read(self, request: web.Request, read: Callable[[Any], _T]) -> _T:
-        """The result of `read` for the decoded body.
+        """The result of `read` for the decoded body. Raises as `held` does."""
+        async with self.held(request, read) as (_, value):
+            return value
+
+    @asynccontextmanager
+    async def held(
+        self, request: web.Request, read: Callable[[Any], _T]
+    ) -> AsyncIterator[tuple[bytes | bytearray, _T]]:
+        """The body's bytes, decompressed, whose memory stays reserved, and the result of `read` for the decoded body.
 
         Raises RequestError for a body that is not JSON, BodyTooLarge for one that is too large or would be when decoded,
         BodyTooSlow for one that does not arrive, Overloaded when too many large bodies arrive at once.
@@ -77,14 +85,17 @@ class Bodies:
                 raise RequestError("The body is empty: send a JSON object.")
             try:
                 if len(body) <= LARGE:
-                    return read(decode_json(body))
-                return await asyncio.get_running_loop().run_in_executor(self._decoder, _decode_large, body, read)
+                    value = read(decode_json(body))
+                else:
+                    loop = asyncio.get_running_loop()
+                    value = await loop.run_in_executor(self._decoder, _decode_large, body, read)
             except RecursionError as error:
                 raise RequestError("The body is nested too deeply: send fewer levels.") from error
             except UnicodeDecodeError as error:
                 raise RequestError(f"The body is not valid JSON in UTF-8: {error.reason}.") from error
             except msgspec.MsgspecError as error:
                 raise RequestError(f"The body is not valid JSON: {error}.") from error
+            yield body, value
 
     async def _receive(self, request: web.Request, reservation: AsyncExitStack) -> bytearray:
         """The body's bytes, decompressed. Memory for a large body is reserved in `reservation`."""

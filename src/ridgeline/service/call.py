@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from ridgeline.core.events import PinOutcome
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.slo import NO_SLO, Slo
+from ridgeline.core.token_prices import Billable, TokenPrices
 from ridgeline.metrics import RequestRecord
+from ridgeline.service.breakpoints import Breakpoint
 from ridgeline.wire.messages import Submit
 
 
@@ -34,6 +38,7 @@ class Call:
     has_reader: the answer is streamed as a text that a person reads; programs read answers with a grammar.
     request_id: of the header x-request-id. run_id: of the header x-run-id, "" without one. declared: latency limits that the caller
     set for this request. ignored: parts of its messages that the template does not read. batch: it is a row of a batch.
+    breakpoints: ends of cached prefixes of its only prompt.
     payer: the client who sent it.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
@@ -54,6 +59,7 @@ class Call:
     declared: Slo = NO_SLO
     ignored: tuple[str, ...] = ()
     batch: bool = False
+    breakpoints: tuple[Breakpoint, ...] = ()
     payer: Payer = NO_PAYER
 
     @property
@@ -63,6 +69,7 @@ class Call:
     def submits(self) -> list[Submit]:
         """One message per prompt."""
         reader = self.has_reader and not self.constrained_by
+        breakpoints = [(point.tokens, point.ttl_s) for point in self.breakpoints]
         return [
             Submit(
                 f"{self.id}-{index}",
@@ -72,6 +79,7 @@ class Call:
                 self.priority,
                 self.salt,
                 has_reader=reader,
+                breakpoints=breakpoints,
                 client=self.payer.name,
             )
             for index, prompt in enumerate(self.prompts)
@@ -80,8 +88,10 @@ class Call:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of an answer. prompt includes cached, completion includes reasoning.
+    """Token counts of an answer. prompt includes cached and written, completion includes reasoning.
 
+    pins: each breakpoint with what became of it. written: prompt tokens that were computed and pinned, by lifetime. prices: of its
+    bill, which usage shows; None: it does not. price_factor: of the bill's dollars. repeated: the answer cache had the answer.
     received: unix seconds at which the newest tokens came that may be sent. published: that time for the first content that the
     user sees; None before it.
     """
@@ -90,8 +100,33 @@ class Usage:
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    pins: list[tuple[Breakpoint, PinOutcome]] = field(default_factory=list)
+    written: dict[str, int] = field(default_factory=dict)
+    prices: TokenPrices | None = None
+    price_factor: float = 1.0
+    repeated: bool = False
     received: float = 0.0
     published: float | None = None
+
+    @property
+    def billable(self) -> Billable:
+        return Billable(self.prompt, self.cached, self.completion, self.written, self.token_s, self.repeated)
+
+    @property
+    def token_s(self) -> float:
+        """Tokens times seconds by which the request prolonged the storage of prefixes."""
+        return sum(outcome.token_s for _, outcome in self.pins)
+
+    def pin(self, breakpoints: Sequence[Breakpoint], outcomes: Sequence[PinOutcome]) -> None:
+        """Record what became of the breakpoints, once `cached` is known. A token counts as written for the first pin that covers
+        it."""
+        self.pins = list(zip(breakpoints, outcomes, strict=True))
+        end = self.cached
+        for point, outcome in self.pins:
+            if outcome.state == "written" and outcome.tokens > end:
+                self.written[point.ttl] = self.written.get(point.ttl, 0) + outcome.tokens - end
+            if outcome.state != "refused":
+                end = max(end, outcome.tokens)
 
     def publish(self) -> None:
         """Record that the newest tokens have visible content: text that is not hidden reasoning, or part of a tool call."""

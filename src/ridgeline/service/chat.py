@@ -11,6 +11,7 @@ import msgspec
 from ridgeline.core.errors import BadGrammar, RequestError, UnsupportedField
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.answer import Streaming
+from ridgeline.service.breakpoints import Wanted, check_cached, read_wanted, without_controls
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.fields import Fields
 from ridgeline.service.logprobs import chat_logprobs, prompt_logprobs
@@ -49,7 +50,10 @@ async def read_chat(
     tools = await asyncio.to_thread(_read_tools, fields)  # the time grows with their schemas
     encoder = service.templates.choose(tools=tools is not None)
     template = encoder.template
-    prompt, ignored = await _read_prompt(service, encoder, fields, tools is not None)
+    wanted = read_wanted(fields)
+    if wanted.fields:
+        check_cached(service.client.facts, wanted.fields[0])
+    prompt, ignored = await _read_prompt(service, encoder, fields, wanted, tools is not None)
     size = len(prompt.ids)
     service.limits.check(size, max_tokens, "messages")
     sampling = read_sampling(
@@ -78,6 +82,7 @@ async def read_chat(
         constrained_by=grammar_field(fields) if tools is None else "tools",
         has_reader=streaming is not None and (tags is None or publishes),
         ignored=ignored,
+        breakpoints=wanted.breakpoints(prompt.marks),
     )
     parsing = Parsing(
         tags=tags,
@@ -167,7 +172,7 @@ def _show_tags(
 
 
 async def _read_prompt(
-    service: Service, encoder: ChatEncoder, fields: Fields, tools: bool
+    service: Service, encoder: ChatEncoder, fields: Fields, wanted: Wanted, tools: bool
 ) -> tuple[Prompt, tuple[str, ...]]:
     """The prompt, and the names of fields, variables and members that the template does not read."""
     template = encoder.template
@@ -177,13 +182,14 @@ async def _read_prompt(
         add_generation_prompt=fields.get("add_generation_prompt", True),
         continue_final_message=fields.get("continue_final_message", False),
         variables={**controls, **variables},
+        places=wanted.places,
     )
     messages = fields.get("messages")
     prompt = await encode_chat(
         service,
         encoder,
         messages,
-        tools=fields.get("tools") if tools else None,
+        tools=without_controls(fields.get("tools")) if tools else None,
         options=options,
         add_special_tokens=fields.get("add_special_tokens", False),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 from ridgeline.core.errors import RequestError
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.service.answer import Streaming
+from ridgeline.service.breakpoints import Breakpoint, check_cached, prompt_breakpoint
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.fields import MAX_CHOICES, Fields
 from ridgeline.service.logprobs import CompletionLogprobs, prompt_logprobs
@@ -88,9 +90,28 @@ async def read_completion(
         continues=True,
         constrained_by=grammar_field(fields),
         has_reader=streaming is not None,
+        breakpoints=await _breakpoints(service, fields, prompts),
     )
     shape = CompletionShape(service, call, echo=echo, show_prompt=fields.get("prompt_logprobs"))
     return call, shape, streaming
+
+
+async def _breakpoints(service: Service, fields: Fields, prompts: list[list[int]]) -> tuple[Breakpoint, ...]:
+    """The end of the part of the prompt that stays cached, if the request says so."""
+    control = fields.get("cache_control")
+    if control is None:
+        return ()
+    check_cached(service.client.facts, "cache_control")
+    if len(prompts) > 1:
+        raise RequestError(
+            f"cache_control applies to one prompt, but prompt has {len(prompts)}: send one.", param="cache_control"
+        )
+    offsets: list[tuple[int, int]] = []
+    if control.get("characters") is not None and isinstance(text := fields.get("prompt")[0], str):
+        special = fields.get("add_special_tokens", True)
+        encode = service.tokenizer.encode_with_offsets
+        _, offsets = await asyncio.to_thread(encode, text, add_special_tokens=special)
+    return (prompt_breakpoint(control, len(prompts[0]), offsets),)
 
 
 class _Text:

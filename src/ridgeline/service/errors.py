@@ -9,7 +9,10 @@ import msgspec
 from aiohttp import web
 
 from ridgeline.core.errors import EngineFailed, Overloaded, RidgelineError, Unauthorized, Unavailable
-from ridgeline.service.keys.errors import OverBudget
+from ridgeline.service.keys.errors import LimitReached, OverBudget
+
+BUSY = "x-ridgeline-queue"
+"""Header of a 429 that is the server's, not the key's: another server may have room."""
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ def error_response(error: RidgelineError) -> web.Response:
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+        if not isinstance(error, LimitReached):
+            headers[BUSY] = "full"
     elif isinstance(error, Unavailable):
         headers["retry-after"] = "1"
     elif isinstance(error, OverBudget):

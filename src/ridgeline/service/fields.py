@@ -149,12 +149,34 @@ def _read_tool_choice(name: str, value: Any) -> str | dict[str, Any]:
     raise wrong(name, value, forms)
 
 
+def read_cache_control(name: str, value: Any) -> dict[str, Any]:
+    """The end of a cached prefix, in a chat completion: `{"type": "ephemeral", "ttl": "5m"}`."""
+    return _read_control(name, value, _CONTROL)
+
+
+def _read_prompt_control(name: str, value: Any) -> dict[str, Any]:
+    """Also how much of the prompt it covers."""
+    return _read_control(name, value, _PROMPT_CONTROL)
+
+
+def _read_control(name: str, value: Any, reader: Record) -> dict[str, Any]:
+    control = reader.read(name, value)
+    if "type" not in control:
+        raise wrong(name, value, 'an object with the member type, which is "ephemeral"')
+    return control
+
+
 PROMPT_FORMS = "a string, a list of strings, a list of token ids or a list of such lists"
+
+TTLS = {"5m": 300.0, "1h": 3600.0}
+"""Lifetimes of cached prefixes by name, in seconds."""
+_CONTROL = Record({"type": OneOf(("ephemeral",)), "ttl": OneOf(tuple(TTLS))})
+_PROMPT_CONTROL = Record({**_CONTROL.known, "tokens": Integer(0, LONG), "characters": Integer(0, LONG)})
 
 _OBJECT = Record({}, open=True)
 _BOOL = Boolean()
 _LABEL = "a label: it is accepted and has no effect"
-_NO_LIFETIME = "cached prefixes have no guaranteed lifetime"
+_CONTROLLED = "cache_control sets lifetimes"
 _NO_STORE = "the server does not store answers, so this has no effect"
 _BAD_BOOL: tuple[Any, ...] = ("yes", 1, [])
 _CHAT: tuple[Route, ...] = ("chat",)
@@ -250,10 +272,18 @@ TABLE: tuple[Field, ...] = (
     Field("cache_salt", Text(256), "prefixes are shared only among equal salts", ("a",), (7,)),
     Field("prompt_cache_key", Text(1024), "a routing hint without effect: every prefix is cached", ("a",), (7,)),
     Field("prompt_cache_options",
-          Record({"mode": Refused("breakpoints are not supported", ("implicit",)),
-                  "ttl": Refused(_NO_LIFETIME)}),
-          "caching is always implicit", ({"mode": "implicit"}, {}), ({"mode": "explicit"}, {"ttl": "30m"}, 7)),
-    Field("prompt_cache_retention", Refused(_NO_LIFETIME, ("in_memory",)), "", ("in_memory",), ("24h",)),
+          Record({"mode": Refused(_CONTROLLED, ("implicit",)), "ttl": Refused(_CONTROLLED)}),
+          "every prefix is cached; breakpoints are set with cache_control",
+          ({"mode": "implicit"}, {}), ({"mode": "explicit"}, {"ttl": "30m"}, 7)),
+    Field("prompt_cache_retention", Refused(_CONTROLLED, ("in_memory",)), "", ("in_memory",), ("24h",)),
+    Field("cache_control", Special('an object with type "ephemeral" and ttl', read_cache_control),
+          "the prompt up to the end of messages stays cached for ttl; also on tools, messages and parts of their content",
+          ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}),
+          ({"type": "x"}, {"ttl": "5m"}, {"type": "ephemeral", "ttl": "2h"}, 7), _CHAT),
+    Field("cache_control", Special('an object with type "ephemeral" and ttl', _read_prompt_control),
+          "the first tokens or characters of the prompt, or all of it, stay cached for ttl",
+          ({"type": "ephemeral", "characters": 1}, {"type": "ephemeral", "ttl": "1h", "tokens": 1}),
+          ({"type": "ephemeral", "tokens": -1}, {"ttl": "5m"}, "5m"), _TEXT),
     # labels
     Field("user", Text(1024), _LABEL, ("a",), (7,)),
     Field("safety_identifier", Text(1024), _LABEL, ("a",), (7,)),

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import Unavailable
 from ridgeline.metrics import Metrics
-from ridgeline.service.bodies import Bodies
-from ridgeline.service.hosts import Hosts
-from ridgeline.service.keys.keyring import Keyring
-from ridgeline.service.origins import Origins
+from ridgeline.service.access import Access
 from ridgeline.service.state import Service
 from ridgeline.wire.client import Client
 
 
-class Front:
+class Front(Access):
     """The only mutable value of the service. It opens when an engine serves, closes when that engine is lost, and drains when the
     server stops.
 
@@ -23,19 +18,9 @@ class Front:
     """
 
     def __init__(self, config: ServiceConfig, client: Client, metrics: Metrics) -> None:
-        self.config = config
+        super().__init__(config)
         self.client = client
         self.metrics = metrics
-        self.prefix = config.root_path.rstrip("/")
-        """Path prefix of every address that clients use."""
-        self.draining = False
-        self.active = 0
-        """Requests being answered."""
-        self.origins = Origins.parse(config.allowed_origins)
-        self.bodies = Bodies(int(config.max_body_mb * (1 << 20)))
-        self.hosts = Hosts.parse(config.allowed_hosts, config.host)
-        self.keys = Keyring(config)
-        self._hurry = False
         self._lost = ""
         """Why the last engine was lost, while it is being replaced."""
         self._service: Service | None = None
@@ -69,14 +54,3 @@ class Front:
         if (trouble := self.client.trouble) is not None:
             return trouble.rstrip(".")
         return None if self._service is not None else "the service is starting"
-
-    def hurry(self) -> None:
-        """End a drain at once."""
-        self._hurry = True
-
-    async def drain(self) -> None:
-        """Refuse new requests and wait up to drain_s for running ones."""
-        self.draining = True
-        deadline = asyncio.get_running_loop().time() + self.config.drain_s
-        while self.active and not self._hurry and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)

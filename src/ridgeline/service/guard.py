@@ -17,12 +17,14 @@ from ridgeline.core.errors import (
     RequestError,
     RidgelineError,
 )
+from ridgeline.service.access import Access
 from ridgeline.service.errors import as_ridgeline, error_response
 from ridgeline.service.front import Front
 from ridgeline.service.hosts import Hosts
 from ridgeline.service.keys.errors import AdminOnly
 from ridgeline.service.keys.keyring import Holder
 
+ACCESS = web.AppKey("access", Access)
 FRONT = web.AppKey("front", Front)
 REQUEST_ID = web.RequestKey("request_id", str)
 IGNORED = web.RequestKey("ignored", tuple)
@@ -50,23 +52,23 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
     """The result of `read` for the decoded body of a request."""
-    return await request.app[FRONT].bodies.read(request, read)
+    return await request.app[ACCESS].bodies.read(request, read)
 
 
 @web.middleware
 async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Set the request's id, check access, and answer every error in the API's format."""
-    front = request.app[FRONT]
+    access = request.app[ACCESS]
     request[REQUEST_ID] = request_id(request.headers.get("x-request-id"))
-    front.active += 1
+    access.active += 1
     try:
         _check_framing(request)
-        _check_host(request, front.hosts)
-        if (answer := front.origins.preflight(request)) is not None:
+        _check_host(request, access.hosts)
+        if (answer := access.origins.preflight(request)) is not None:
             return answer
-        front.origins.check(request, _PAGES)
+        access.origins.check(request, _PAGES)
         if request.path not in _OPEN and not _OPEN_FILES.fullmatch(request.path):
-            request[HOLDER] = _check_key(request, front)
+            request[HOLDER] = _check_key(request, access)
         if request.method not in _SAFE_METHODS and request.match_info.http_exception is None:
             _check_content_type(request)
         return await handler(request)
@@ -75,7 +77,7 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     except Exception as error:
         return error_response(as_ridgeline(error))
     finally:
-        front.active -= 1
+        access.active -= 1
 
 
 def _check_framing(request: web.Request) -> None:
@@ -95,13 +97,13 @@ def _check_host(request: web.Request, hosts: Hosts) -> None:
         hosts.check(f"[{host}]" if ":" in (host := request.url.host or "") else host)
 
 
-def _check_key(request: web.Request, front: Front) -> Holder:
+def _check_key(request: web.Request, access: Access) -> Holder:
     """Who sends the request: the holder of `Authorization: Bearer KEY` or `x-api-key: KEY`. A Bearer key takes precedence."""
     scheme, _, sent = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         sent = request.headers.get("x-api-key", "")
     admin = _ADMIN.fullmatch(request.path) is not None
-    holder = front.keys.holder(sent.strip(), anonymous=not admin)
+    holder = access.keys.holder(sent.strip(), anonymous=not admin)
     if admin and not holder.admin:
         raise AdminOnly(
             f"{request.path[:200]} is a route of operators: send the key of the option --admin-api-key, which the server may have."
@@ -147,7 +149,7 @@ def request_id(header: str | None) -> str:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    request.app[FRONT].origins.add_headers(request, response)
+    request.app[ACCESS].origins.add_headers(request, response)
     response.headers["x-request-id"] = request.get(REQUEST_ID) or request_id(None)
     if (holder := request.get(HOLDER)) is not None:
         response.headers.update(holder.headers())

@@ -134,9 +134,10 @@ def _facts(front: Front) -> dict[str, Any]:
 def _row(live: Live, record: RequestRecord) -> dict[str, Any]:
     """A row of the ledger with derived values."""
     verdict_text = verdict(record, live.slo_of(record))
+    factor = PRICE_FACTOR if record.batch else 1.0
     derived = {"tpot_s": record.tpot_s, "elsewhere_s": record.elsewhere_s, "verdict": verdict_text}
-    derived["price_factor"] = PRICE_FACTOR if record.batch else 1.0
-    return asdict(record) | derived | live.shares(record)
+    bill = {"price_factor": factor, "billed": live.bill(record, factor)}
+    return asdict(record) | derived | bill | live.shares(record)
 
 
 def _brief(live: Live, record: RequestRecord) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ridgeline.core.workload import prefix_hashes
@@ -53,6 +54,12 @@ class Ledger:
         self._reasons.append(reason)
         self._ended.append(spent if delta.finish else replace(spent, decode_s=spent.decode_s + now - at))
 
+    def repeat(self, now: float, reasons: Sequence[str]) -> None:
+        """The answer comes from the answer cache: all choices ended at `now`."""
+        self._first = now
+        self._before = self._arrived
+        self._reasons += reasons
+
     def withdrawn(self, reason: str) -> None:
         """A choice that ended for `reason` was withdrawn."""
         self._reasons[self._reasons.index(reason)] = CONTENT_FILTER
@@ -94,6 +101,9 @@ class Ledger:
             run_id=call.run_id,
             prefix_hashes=prefix_hashes(call.prompts[0]) if len(call.prompts) == 1 else (),
             batch=call.batch,
+            answer_cached=usage.repeated,
+            cache_writes=usage.written,
+            cache_token_s=usage.token_s,
             late=tuple(live.late[self._late_before :]),
             declared=call.declared,
             arrival=self._arrival,

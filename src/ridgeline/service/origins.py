@@ -15,7 +15,16 @@ from aiohttp import web
 from ridgeline.core.errors import ConfigError, CrossSiteRequest
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*]+|null|\*")
-_EXPOSED = "x-request-id, x-ridgeline-ignored-fields, retry-after, retry-after-ms"
+_EXPOSED = ", ".join(
+    [
+        "x-request-id, x-ridgeline-ignored-fields, retry-after, retry-after-ms, x-should-retry",
+        *(
+            f"x-ratelimit-{figure}-{kind}"
+            for figure in ("limit", "remaining", "reset")
+            for kind in ("requests", "tokens")
+        ),
+    ]
+)
 _MAX_AGE_S = 600
 """Seconds for which a browser may cache a permission."""
 _FOREIGN = frozenset({"cross-site", "same-site"})

@@ -149,8 +149,10 @@ async def detokenize(request: web.Request) -> web.Response:
 
 @ROUTES.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Remove all cached prefixes that no request uses."""
-    return json_response(await request.app[FRONT].service().client.control("reset_prefix_cache"))
+    """Remove all cached prefixes that no request uses, pinned ones included."""
+    service = request.app[FRONT].service()
+    service.pin_book.reset()
+    return json_response(await service.client.control("reset_prefix_cache"))
 
 
 @ROUTES.get("/admin/stats")

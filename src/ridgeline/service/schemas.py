@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.service.fields import LONG, REQUIRED, TABLE, Field, Route
+from ridgeline.service.fields import LONG, REQUIRED, TABLE, TTLS, Field, Route
 from ridgeline.service.readers import (
     Biases,
     Boolean,
@@ -109,6 +109,17 @@ SHAPES: Mapping[str, Schema] = {
     "guided_regex": _PATTERN,
     "guided_choice": _CHOICES,
     "guided_grammar": _PATTERN,
+    "cache_control": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["type"],
+        "properties": {
+            "type": {"const": "ephemeral"},
+            "ttl": {"enum": [*TTLS, None]},
+            "tokens": {"type": ["integer", "null"], "minimum": 0},
+            "characters": {"type": ["integer", "null"], "minimum": 0},
+        },
+    },
     "tools": {
         "type": "array",
         "items": {

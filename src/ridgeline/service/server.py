@@ -20,8 +20,11 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.resolve import Resolved
 from ridgeline.core.slo import Slo
+from ridgeline.core.token_prices import TokenPrices
 from ridgeline.metrics import Ceilings, Metrics
+from ridgeline.service.access import Access
 from ridgeline.service.address import Address
+from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.app import make_app
 from ridgeline.service.connection import Runner
 from ridgeline.service.engines import connect_engines, launch_engines
@@ -35,6 +38,7 @@ from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
 from ridgeline.service.supervisor import Supervisor
+from ridgeline.service.warm_prefixes import WarmPrefix, read_prefixes, warm
 from ridgeline.text.grammar_worker import GrammarWorker
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
@@ -54,6 +58,29 @@ CEILING_NAMES = frozenset(field.name for field in fields(Ceilings))
 log = logging.getLogger(__name__)
 http_log = logging.getLogger(f"{__name__}.http")
 """Logger for aiohttp."""
+
+
+async def listen(app: web.Application, address: Address, listeners: Sequence[socket.socket]) -> web.AppRunner:
+    """Answer requests on bound sockets. Raises ConfigError if another process listens on the port by now."""
+    runner = Runner(
+        app,
+        prefix=address.prefix,
+        auto_decompress=False,  # `Bodies` decompresses only what it needs
+        handler_cancellation=True,
+        access_log=None,
+        logger=http_log,
+        shutdown_timeout=_CLOSE_S,
+        keepalive_timeout=75,
+    )
+    await runner.setup()
+    try:
+        for listener in listeners:
+            await web.SockSite(runner, listener, ssl_context=address.tls, backlog=_BACKLOG).start()
+    except OSError as error:
+        port = listener.getsockname()[1]
+        await runner.cleanup()
+        raise cannot_listen(address.host, port, error) from error
+    return runner
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
@@ -86,6 +113,7 @@ class Server:
         self._reference = reference
         self._service: Service | None = None
         """Of the current engine, or of the last one until the next is ready."""
+        self._prefixes: Sequence[WarmPrefix] = ()
         self._runner: web.AppRunner | None = None
         self._shadowing: asyncio.Task[None] | None = None
 
@@ -94,26 +122,8 @@ class Server:
 
         Raises ConfigError if another process listens on the port by now.
         """
-        config = self.front.config
-        runner = Runner(
-            make_app(self.front),
-            prefix=self._address.prefix,
-            auto_decompress=False,  # `Bodies` decompresses only what it needs
-            handler_cancellation=True,
-            access_log=None,
-            logger=http_log,
-            shutdown_timeout=_CLOSE_S,
-            keepalive_timeout=75,
-        )
-        await runner.setup()
-        try:
-            for listener in listeners:
-                await web.SockSite(runner, listener, ssl_context=self._address.tls, backlog=_BACKLOG).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise cannot_listen(config.host, config.port, error) from error
-        self._runner = runner
-        self.port = runner.addresses[0][1]
+        self._runner = await listen(make_app(self.front), self._address, listeners)
+        self.port = self._runner.addresses[0][1]
 
     @property
     def url(self) -> str:
@@ -128,7 +138,12 @@ class Server:
         card = ModelCard(
             config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
         )
-        self._answer(_make_service(self.front, card, folder, (tokenizer, templates), self._moderation))
+        service = _make_service(self.front, card, folder, (tokenizer, templates), self._moderation)
+        self._service = service
+        if config.warm_prefix:
+            self._prefixes = await asyncio.to_thread(read_prefixes, Path(config.warm_prefix))
+        await warm(service, self._prefixes)
+        self._answer(service)
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
     async def keep_open(self, announce: Announce | None = None) -> None:
@@ -143,15 +158,18 @@ class Server:
             self.front.close(lost)
             announce.restarting(lost)
             self.front.metrics.engine_restarted()
+            self._service.pin_book.restarted(time.time())
             self.front.metrics.on_step(_NOTHING_RUNS)
             # End the reference engine, too: the next engine is sized by the free memory.
             await self._end_shadowing()
             client = await self._supervisor.restart()
             try:
                 await client.wait_ready()
+                service = _renewed(self._service, client)
+                await warm(service, self._prefixes)
             except RidgelineError:
                 continue  # wait_lost reports an engine that does not start
-            self._answer(_renewed(self._service, client))
+            self._answer(service)
             announce.restarted(self.url)
 
     def _answer(self, service: Service) -> None:
@@ -160,6 +178,7 @@ class Server:
         facts = client.facts
         metrics.on_ready(facts["max_len"], int(facts.get("page_tokens", 0)), int(facts.get("blocks", 0)))
         metrics.live.ceilings = _ceilings(config, facts)
+        metrics.live.token_prices = TokenPrices.parse(config.token_prices)
         self.front.keys.set_price(metrics.live.ceilings.price)
         if self._reference is not None:
             shadow = Shadow(config, client, metrics, self._reference, service.limits.request_tokens)
@@ -213,6 +232,7 @@ def _make_service(
         limits=limits,
         gate=_make_gate(front.config, facts),
         fingerprint=f"ridgeline-{ridgeline.__version__}",
+        answers=AnswerCache(int(front.config.answer_cache_mb * (1 << 20))),
         moderation=moderation,
     )
 
@@ -296,7 +316,7 @@ async def serve(
     first = await connect_engines(begun, resolved, metrics)
     supervisor = Supervisor(first, partial(launch_engines, resolved, metrics), config)
     server = Server(config, supervisor, metrics, reference)
-    stopped = _stop_signals(server.front)
+    stopped = stop_signals(server.front)
     try:
         await server.start(listeners)
         announce.listening(server.url)
@@ -309,17 +329,17 @@ async def serve(
         await supervisor.stop()
 
 
-def _stop_signals(front: Front) -> asyncio.Event:
+def stop_signals(access: Access) -> asyncio.Event:
     """An event that SIGTERM and SIGINT set. The first signal drains, the second ends the drain. SIGHUP reads the API keys again."""
     stopped = asyncio.Event()
 
     def stop() -> None:
         if stopped.is_set():
-            front.hurry()
+            access.hurry()
         stopped.set()
 
-    if front.config.api_keys:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(front.keys.reload, changed_only=False))
+    if access.config.api_keys:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(access.keys.reload, changed_only=False))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     return stopped

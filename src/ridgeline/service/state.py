@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ContextTooLong, ModelNotFound, RequestError
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.metrics import Metrics
+from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.moderation.watch import Moderation
+from ridgeline.service.pin_book import PinBook
 from ridgeline.service.shadow import Shadow
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
@@ -129,3 +131,5 @@ class Service:
     """`system_fingerprint` of every answer: the server version."""
     moderation: Moderation
     shadow: Shadow | None = None
+    pin_book: PinBook = field(default_factory=PinBook)
+    answers: AnswerCache = field(default_factory=AnswerCache)

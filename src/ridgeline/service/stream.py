@@ -12,6 +12,8 @@ from contextlib import aclosing
 
 from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError, Unavailable
 from ridgeline.core.plan import TokenLogprobs
+from ridgeline.service.answer_cache import answer_key
+from ridgeline.service.batches.objects import PRICE_FACTOR
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.ledger import Ledger
 from ridgeline.service.piece import CONTENT_FILTER, Piece, Scored
@@ -91,14 +93,57 @@ class _Choice:
             piece.scored.append(self._scored.popleft())
 
 
-async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
+def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
     """The call's pieces until every choice has ended; an empty list after a silence of keep_alive_s.
 
     Updates `usage`. Raises RequestError if the engine refuses the request (for example, a grammar that exceeds its limits later),
     EngineFailed if the engine fails.
     """
+    usage.prompt = sum(map(len, call.prompts))
+    if service.config.token_prices:
+        usage.prices = service.metrics.live.token_prices
+        usage.price_factor = PRICE_FACTOR if call.batch else 1.0
+    answers = service.answers
+    key = answer_key(call) if answers.max_bytes else None
+    if key is None:
+        return _computed(service, call, usage)
+    stored = answers.get(key)
+    service.metrics.answer_looked_up(stored is not None, answers.bytes)
+    return _recorded(service, call, usage, key) if stored is None else _repeated(service, call, usage, stored)
+
+
+async def _repeated(
+    service: Service, call: Call, usage: Usage, stored: list[Piece]
+) -> AsyncGenerator[list[Piece], None]:
+    """The pieces of a stored answer. The engine does not see the call."""
+    ledger = Ledger(call, service.metrics)
+    try:
+        usage.received, usage.repeated, usage.cached = time.time(), True, usage.prompt
+        ledger.repeat(usage.received, [piece.finish for piece in stored if piece.finish])
+        for piece in stored:
+            usage.completion += piece.count
+            yield [piece]
+    finally:
+        ledger.close(usage)
+
+
+async def _recorded(service: Service, call: Call, usage: Usage, key: bytes) -> AsyncGenerator[list[Piece], None]:
+    """The pieces of an answer that is stored when it is complete and nothing of it was withdrawn."""
+    answer: list[Piece] = []
+    async with aclosing(_computed(service, call, usage)) as batches:
+        async for batch in batches:
+            answer += batch
+            yield batch
+    if not any(piece.withdrawal for piece in answer):
+        service.answers.put(key, answer)
+
+
+async def _computed(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
+    """The pieces of an answer that the engine computes."""
     subscription = service.client.submit(*call.submits())
     ledger = Ledger(call, service.metrics)
+    if not call.batch:
+        service.gate.began(call.choices, call.payer.name)
     try:
         run = _Run(service, call, subscription, ledger, usage)
         async with aclosing(service.moderation.watch(run, call.choices)) as watched:
@@ -106,7 +151,7 @@ async def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[l
                 yield batch
     finally:
         if not call.batch:
-            service.gate.ended(call.choices)
+            service.gate.ended(call.choices, call.payer.name)
         subscription.close()
         ledger.close(usage)
 
@@ -130,6 +175,7 @@ class _Run:
     """One call while it is answered."""
 
     def __init__(self, service: Service, call: Call, subscription: Subscription, ledger: Ledger, usage: Usage) -> None:
+        self._service = service
         self._call = call
         self._subscription = subscription
         self._ledger = ledger
@@ -139,7 +185,6 @@ class _Run:
         self._shadow = shadow if shadow is not None and shadow.draws() else None
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
-        usage.prompt = sum(map(len, call.prompts))
 
     async def batches(self) -> AsyncGenerator[list[Piece], None]:
         """The pieces of the engine's updates, as `pieces` yields them."""
@@ -196,6 +241,8 @@ class _Run:
             return None
         if delta.choice == 0 and delta.cached > 0:
             usage.cached += delta.cached
+        if delta.pins is not None:
+            usage.pin(call.breakpoints, self._service.pin_book.read(call, delta.pins, usage.received))
         self._ledger.observe(delta, usage.received)
         if call.max_tokens == 0:
             piece = Piece(choice.index, "", 0, "length")

@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ridgeline.core.errors import ConfigError, RequestError, UnsupportedField
+from ridgeline.text.breakpoints import Place
 from ridgeline.text.messages import normalize, unread_members
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
@@ -32,12 +33,13 @@ class RenderOptions:
     """How to end the prompt.
 
     add_generation_prompt: open the assistant's turn. continue_final_message: leave the last message open instead.
-    variables: the request's chat_template_kwargs.
+    variables: the request's chat_template_kwargs. places: ends of prefixes, whose tokens are counted.
     """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    places: Sequence[Place] = ()
 
 
 class ChatTemplate:

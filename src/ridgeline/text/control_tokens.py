@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -62,6 +63,22 @@ class ControlTokens:
 
     def encode(self, named: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a text with private names for control tokens. `named` must be valid Unicode."""
+        ids: list[int] = self._encoding(named, add_special_tokens)[1].ids
+        return ids
+
+    def encode_with_offsets(self, named: str, *, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Also where each token begins and ends in the text without private names."""
+        named, encoding = self._encoding(named, add_special_tokens)
+        names = [mark.start() for mark in re.finditer(MARK, named)]
+        # A position of the text with names is shifted by the names that begin before it.
+        offsets = [
+            (start - len(MARK) * bisect_left(names, start), end - len(MARK) * bisect_left(names, end))
+            for start, end in encoding.offsets
+        ]
+        return encoding.ids, offsets
+
+    def _encoding(self, named: str, add_special_tokens: bool) -> tuple[str, tokenizers.Encoding]:
+        """The encoding, and the text without the private names that did not become tokens."""
         added = self._added_count if add_special_tokens else 0
         encoding = encode_text(self._backend, named, add_special_tokens)
         while self._count(encoding.ids) < named.count(MARK) + added:
@@ -70,8 +87,7 @@ class ControlTokens:
             if named == previous:
                 break
             encoding = encode_text(self._backend, named, add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        return named, encoding
 
     def _count(self, ids: list[int]) -> int:
         return sum(map(self._countable.__contains__, ids))

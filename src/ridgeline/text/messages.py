@@ -10,12 +10,13 @@ from ridgeline.core.errors import RequestError, UnsupportedField, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-_ALWAYS_READ = frozenset({"role", "content", "tool_call_id"})
-"""Members that every template uses, and labels."""
+_ALWAYS_READ = frozenset({"role", "content", "tool_call_id", "cache_control"})
+"""Members that every template uses, labels, and the ends of cached prefixes, which no template reads."""
 MAX_ARGUMENTS = 1 << 20
 """Maximum characters of the arguments of all tool calls of a conversation."""
 _REFUSED = {"function_call": "send tool_calls instead", "audio": "this model reads text only, so leave it out"}
 """Members of OpenAI's messages that are refused, and the reason."""
+_BREAKPOINT = "prompt_cache_breakpoint"
 
 
 def normalize(
@@ -51,14 +52,16 @@ def unread_members(messages: Sequence[Mapping[str, Any]], readable: Collection[s
                 yield f"messages.{name}"
         for part in content if isinstance(content, list) else ():
             yield from (
-                f"messages.content.{name}" for name in part if name not in ("type", part["type"]) and part[name]
+                f"messages.content.{name}"
+                for name in part
+                if name not in ("type", part["type"], "cache_control") and part[name]
             )
 
 
 def _message(message: Mapping[str, Any], where: str, parts: bool, text: bool, developer: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with a role and content.", param=where)
-    members = {key: value for key, value in message.items() if value is not None}
+    members = {key: value for key, value in message.items() if value is not None and key != "cache_control"}
     for name in _REFUSED.keys() & members.keys():
         raise UnsupportedField(f"{where}.{name} is not supported: {_REFUSED[name]}.", param=f"{where}.{name}")
     role = members.get("role")
@@ -95,6 +98,11 @@ def _content(content: Any, where: str, parts: bool, text: bool) -> str | list[di
         if kind not in ("text", "refusal"):
             reason = f"{where}[{i}] is of type {shown(kind)}: this model reads text only. Send parts of type text."
             raise UnsupportedField(reason, param=f"{where}[{i}]")
+        if part.get(_BREAKPOINT) is not None:
+            reason = (
+                f'{where}[{i}].{_BREAKPOINT} is not supported: send "cache_control": {{"type": "ephemeral"}} instead.'
+            )
+            raise UnsupportedField(reason, param=f"{where}[{i}].{_BREAKPOINT}")
         if not isinstance(part.get(kind), str):
             raise RequestError(f"{where}[{i}].{kind} must be a string.", param=f"{where}[{i}].{kind}")
         texts.append({"type": "text", "text": part[kind]})

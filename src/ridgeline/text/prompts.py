@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.core.errors import ConfigError, RequestError
+from ridgeline.text.breakpoints import Place, common_length, shortened, tokens_before
 from ridgeline.text.chat import ChatTemplate, RenderOptions
 from ridgeline.text.control_tokens import MARK, ControlTokens, without_private_names
 from ridgeline.text.messages import ROLES
@@ -50,10 +51,11 @@ _TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation as text and as token ids."""
+    """A conversation as text and as token ids. marks: tokens before each of RenderOptions.places."""
 
     text: str
     ids: list[int]
+    marks: tuple[int, ...] = ()
 
 
 class ChatEncoder:
@@ -103,7 +105,31 @@ class ChatEncoder:
         check_unicode(text)
         if check is not None:
             check(text)
-        return Prompt(text, self._control.encode(named, add_special_tokens=add_special_tokens))
+        if not options.places:
+            return Prompt(text, self._control.encode(named, add_special_tokens=add_special_tokens))
+        ids, offsets = self._control.encode_with_offsets(named, add_special_tokens=add_special_tokens)
+        ends = [self._end(text, place, messages, tools, options.variables) for place in options.places]
+        return Prompt(text, ids, tuple(tokens_before(offsets, end) for end in ends))
+
+    def _end(
+        self,
+        text: str,
+        place: Place,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> int:
+        """Characters of the prompt `text` up to a place of its conversation. 0: it has no such place."""
+        options = RenderOptions(add_generation_prompt=False, variables=variables)
+        if place.tools and not tools:  # the request offers none
+            return 0
+        for shorter, fewer in shortened(place, messages, tools):
+            try:
+                rendered = self._named.render(shorter, tools=fewer, options=options)
+            except RequestError:
+                continue
+            return common_length(text, without_private_names(self._name_role_tokens(rendered)))
+        return 0
 
     def _name_role_tokens(self, rendered: str) -> str:
         """Replace control tokens that were built from a role by their private names."""

@@ -70,6 +70,12 @@ class Tokenizer:
         ids: list[int] = encode_text(self.backend, text, add_special_tokens).ids
         return ids
 
+    def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode`, with the first character of each token and the character after it."""
+        check_unicode(text)
+        encoding = encode_text(self.backend, text, add_special_tokens)
+        return encoding.ids, encoding.offsets
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of `ids`. Ids outside the vocabulary have no text."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.core.events import LateWork
+from ridgeline.core.events import LateWork, PinOutcome
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.ticket import Ticket
@@ -35,6 +35,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """False: the request neither reads nor writes the prefix cache."""
     has_reader: bool = False
     """A person reads the answer while it is generated: --reader-pace applies."""
+    breakpoints: list[tuple[int, float]] = []
+    """Prefixes of the prompt to be pinned, in its order: tokens, and seconds of their lifetime."""
     client: str = ""
     """Who sent it, "" without API keys: clients share the service when requests wait."""
     drawn: dict[int, list[int]] = {}
@@ -96,6 +98,8 @@ class Delta(msgspec.Struct, array_like=True):
     """Sent once, if requested, for prompt tokens 1, 2, ...; the first token has none."""
     times: tuple[float, ...] | None = None
     """The fields of metrics.records.Spent in order. Sent with the first tokens and with the finish."""
+    pins: list[PinOutcome] | None = None
+    """What became of each of the request's breakpoints. In the first delta of choice 0."""
     ticket: Ticket | None = None
     """With the finish "length" of a choice of a request with `hand_over`."""
 
@@ -164,6 +168,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Tokens of each expert, by layer with experts, since the last record that has them. Empty in most records."""
     tiers: list[tuple[str, int, int, int]] = []
     """Tiers below the KV cache: name; blocks stored, loaded and dropped since the engine's start. Empty in most records."""
+    pins: list[tuple[str, str, int]] = []
+    """kv.pins.Pins.readings. Empty in most records."""
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):

@@ -25,14 +25,14 @@ class DayWindow:
     end: int = DAY_MINUTES
 
     @classmethod
-    def parse(cls, text: str) -> DayWindow:
-        """Read 22:00-06:00; empty: the whole day. Raises ConfigError."""
+    def parse(cls, text: str, option: str = "--batch-window") -> DayWindow:
+        """Read 22:00-06:00; empty: the whole day. option: as errors name it. Raises ConfigError."""
         if not text:
             return cls()
         match = _SPAN.fullmatch(text.strip())
         if match is None or match[1] + match[2] == match[3] + match[4]:
             raise ConfigError(
-                f"--batch-window is {text!r}: give two different times of the day, as in 22:00-06:00, or leave it out.",
+                f"{option} is {text!r}: give two different times of the day, as in 22:00-06:00, or leave it out.",
                 param="batch_window",
             )
         hours = [int(part) for part in match.groups()]

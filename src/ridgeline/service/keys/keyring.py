@@ -75,6 +75,8 @@ class UsageHolder(Holder):
         return replace(call, payer=self, salt=salt), ()
 
     def charge(self, record: RequestRecord, cost: float) -> float:
+        if record.cut == "refused":
+            return 0.0
         cost *= PRICE_FACTOR if record.batch else 1.0
         used = Used(1, record.prompt_tokens, record.cached_tokens, record.output_tokens, cost)
         self._usage.add(self.name, used, time.time())
@@ -298,10 +300,10 @@ class Keyring:
         try:
             keys = self._read(self._file)
             self._check_price(keys.values())
-        except ConfigError as error:
-            log.error("the API keys stay as they were: %s", error.message)
+            self._take(keys)
+        except (ConfigError, sqlite3.Error) as error:
+            log.error("the API keys stay as they were: %s", error)
             return False
-        self._take(keys)
         log.warning("%d API keys are in force from %s", len(keys), self._file)
         return True
 

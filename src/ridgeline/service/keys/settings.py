@@ -20,6 +20,7 @@ PERIODS = ("day", "month", "total")
 ADMIN, DEFAULT = "admin", "default"
 """Names of the keys of --admin-api-key and --api-key in the usage ledger."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -61,7 +62,7 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
     """The keys of a file, by name. Raises ConfigError that names key, setting and remedy."""
     keys: dict[str, ApiKey] = {}
     names: dict[bytes, str] = {}
-    for name, settings in read_file(path).items():
+    for name, settings in _content(path).items():
         if not _NAME.fullmatch(name) or name in (ADMIN, DEFAULT):
             raise _wrong(name, "", f"letters, digits, '.', '_' and '-' as its name, and neither {ADMIN} nor {DEFAULT}")
         if not isinstance(settings, dict):
@@ -73,6 +74,14 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
     if not keys:
         raise ConfigError(f"The file {path} of --api-keys has no keys: give at least one.", param="api_keys")
     return keys
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The file's mapping. Raises ConfigError without what it quotes, which may be a secret."""
+    try:
+        return read_file(path)
+    except ConfigError as error:
+        raise ConfigError(_QUOTED.sub("...", error.message), param="api_keys") from None
 
 
 def _read_key(name: str, settings: Mapping[str, Any]) -> ApiKey:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -71,26 +72,47 @@ def read_results(body: Any) -> Verdict:
 
 
 class FunctionJudge:
-    """A function that takes a text and returns False (it passes), True (flagged), or a replacement. A coroutine function runs in
-    the event loop, another one in threads."""
+    """A function that takes a text and returns False (it passes), True (flagged), or a replacement.
+
+    A coroutine function runs in the event loop, another one in threads. They are daemons: a function that never returns does not
+    keep the server from ending.
+    """
 
     def __init__(self, function: Callable[[str], Any]) -> None:
         self._function = function
-        self._threads = ThreadPoolExecutor(_THREADS, "moderation")
+        self._free_threads = asyncio.Semaphore(_THREADS)
 
     async def judge(self, text: str) -> Verdict:
-        if inspect.iscoroutinefunction(self._function):
-            answer = await self._function(text)
-        else:
-            answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._function, text)
+        answer = await (self._function(text) if inspect.iscoroutinefunction(self._function) else self._in_thread(text))
         if isinstance(answer, bool):
             return Verdict(answer)
         if isinstance(answer, str):
             return Verdict(True, answer)
         raise ValueError(f"the function returned {shown(answer)}: return True, False or a replacement")
 
-    async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    async def _in_thread(self, text: str) -> Any:
+        await self._free_threads.acquire()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        def end(result: Any, error: Exception | None) -> None:
+            self._free_threads.release()
+            if not answer.done():
+                answer.set_result(result) if error is None else answer.set_exception(error)
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = self._function(text)
+            except Exception as failure:
+                error = failure
+            with suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(end, result, error)
+
+        threading.Thread(target=run, name="moderation", daemon=True).start()
+        return await answer
+
+    async def close(self) -> None: ...
 
 
 def make_judge(moderation: str, api_key: str | None) -> Judge:

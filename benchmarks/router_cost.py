@@ -1,0 +1,139 @@
+"""What the router costs: streams and events through one core, and time to first token.
+
+    python benchmarks/router_cost.py --streams 5000 --out benchmarks/results/service.json
+
+Mock servers and the load generator are processes of their own; the router is `ridgeline route` on the last core. Rows:
+
+    router-streams    streams at once, events per second through the router, its CPU time per event, and how many events per
+                      second one core carries at that cost
+    router-ttft-ms    p99 and median of the time to first token through the router, less those of the same load sent to a mock
+                      server directly, with half of the streams, in turns
+
+Needs four cores that nothing else uses. On fewer only the CPU time per event says something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import uvloop
+from common import cpu_name, provenance, write_rows
+from load import CHUNKS_PER_S, RAMP_S, mock
+
+from ridgeline.bench.figures import at_once, invalid_reason, latency
+from ridgeline.bench.mock import Speed
+from ridgeline.bench.options import LoadConfig, TargetConfig, WorkloadConfig
+from ridgeline.bench.record import Run
+from ridgeline.bench.session import BenchConfig, Session
+
+TTFT_S = 0.5
+LISTENING = re.compile(r"listening on (http://[^;\s]+)")
+
+
+@contextmanager
+def router(replicas: Sequence[str], core: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A router on one core: its address and process."""
+    options = [word for url in replicas for word in ("--replica", url)]
+    command = [sys.executable, "-m", "ridgeline", "route", "--port", "0", "--replica-limit", "100000", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        os.sched_setaffinity(process.pid, {core})
+        assert process.stderr is not None
+        for line in process.stderr:
+            if match := LISTENING.search(line):
+                yield match[1], process
+                return
+        raise RuntimeError("the router did not start")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(url: str, streams: int, seconds: float) -> Run:
+    """So many streams at once, begun over five seconds, with ten events per second each."""
+    config = BenchConfig(
+        TargetConfig(endpoint="completions", prompts="text"),
+        WorkloadConfig(input_len="100", output_len=str(int(CHUNKS_PER_S * seconds)), max_requests=streams),
+        LoadConfig(rate=streams / RAMP_S, burstiness=math.inf),
+    )
+
+    async def run() -> Run:
+        async with Session(config, url) as session:
+            return await session.measure()
+
+    return uvloop.run(run())
+
+
+def streams_row(url: str, process: subprocess.Popen[str], streams: int, seconds: float) -> dict[str, Any]:
+    before = cpu_seconds(process.pid)
+    run = measure(url, streams, seconds)
+    used, events = cpu_seconds(process.pid) - before, sum(row.output_tokens for row in run.rows)
+    return {
+        "row": "router-streams",
+        "value": at_once(run.rows),
+        "failed": sum(bool(row.error) for row in run.rows),
+        "events_per_s": round(events / run.seconds),
+        "cpu_us_per_event": round(1e6 * used / events, 1),
+        "events_per_core_s": round(events / used),
+        "invalid": invalid_reason(run),
+    }
+
+
+def ttft_row(url: str, direct: str, streams: int, seconds: float, turns: int) -> dict[str, Any]:
+    added: dict[int, list[float]] = {50: [], 99: []}
+    invalid = ""
+    for _ in range(turns):
+        runs = [measure(address, streams, seconds) for address in (direct, url)]
+        invalid = invalid or next((why for run in runs if (why := invalid_reason(run))), "")
+        times = [statistics.quantiles(latency(run.rows, "ttft"), n=100) for run in runs]
+        for percentile, values in added.items():
+            values.append(1e3 * (times[1][percentile - 1] - times[0][percentile - 1]))
+    return {
+        "row": "router-ttft-ms",
+        "value": round(statistics.median(added[99]), 3),
+        "p50": round(statistics.median(added[50]), 3),
+        "streams": streams,
+        "invalid": invalid,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="JSON file to merge valid rows into")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--streams", type=int, default=5000)
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of a stream")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3, help="0: no time to first token")
+    arguments = parser.parse_args()
+    with ExitStack() as stack:
+        mocks = [stack.enter_context(mock(Speed(TTFT_S, 1 / CHUNKS_PER_S))) for _ in range(arguments.replicas)]
+        url, process = stack.enter_context(router(mocks, max(os.sched_getaffinity(0))))
+        rows = [streams_row(url, process, arguments.streams, arguments.seconds)]
+        if arguments.turns:
+            rows.append(ttft_row(url, mocks[0], arguments.streams // 2, arguments.seconds, arguments.turns))
+    for row in rows:
+        print(row)
+    if arguments.out:
+        valid = [row for row in rows if not row["invalid"]]
+        write_rows(arguments.out, [{**row, **provenance(cpu_name(), arguments.commit)} for row in valid])
+
+
+if __name__ == "__main__":
+    main()

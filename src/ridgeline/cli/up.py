@@ -1,0 +1,62 @@
+"""Start a fleet of servers behind a router, as a YAML, TOML or JSON file describes it, and keep it running.
+
+SIGHUP, or POST /admin/restart, replaces all servers one after the other. docs/fleet.md describes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from ridgeline.bench.load import raise_file_limit
+from ridgeline.cli.flags import Arguments, Parser, parser_for
+from ridgeline.service.fleet.file import read_fleet
+from ridgeline.service.fleet.kubernetes import manifest
+from ridgeline.service.fleet.launcher import Launcher, LocalLauncher
+from ridgeline.service.fleet.ray_cluster import RayLauncher
+from ridgeline.service.fleet.up import run_fleet
+from ridgeline.service.listen import bind
+
+
+def parser() -> Parser:
+    parser = parser_for("up", __doc__ or "", (), model=False)
+    parser.add_argument("file", metavar="FILE", help="the fleet file")
+    parser.add_argument(
+        "--kubernetes",
+        metavar="IMAGE",
+        help="print the Kubernetes objects of the fleet with this image, and start nothing",
+    )
+    return parser
+
+
+def run(args: Arguments) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("ridgeline.service.fleet.fleet").setLevel(
+        logging.INFO
+    )  # decisions of the autoscaler with their inputs
+    file = read_fleet(Path(args.options.file), os.environ)
+    if image := getattr(args.options, "kubernetes", None):
+        print(json.dumps(manifest(file, image), indent=2))
+        return 0
+    raise_file_limit()
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    with ExitStack() as cleanup:
+        listeners = [cleanup.enter_context(sock) for sock in bind(file.service.host, file.service.port)]
+        key = file.service.api_key
+        launcher: Launcher
+        if file.fleet.launcher == "ray":
+            launcher = RayLauncher(file.fleet, file.serve, key)
+        else:
+            launcher = LocalLauncher(file.serve, file.gpus, key, say)
+        uvloop.run(run_fleet(file, launcher, listeners, say))
+    return 0

@@ -1,0 +1,1 @@
+"""A router in front of several servers, and the fleet of servers that it starts and scales."""

@@ -1,0 +1,160 @@
+"""Connects the pure `Router` with time and replicas: requests wait for their turn here, and health checks report here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from ridgeline.metrics.catalogue import FIRST_TOKEN_SECONDS
+from ridgeline.metrics.metrics import Histogram
+from ridgeline.service.fleet.demand import CHUNK_TOKENS
+from ridgeline.service.fleet.options import RouterConfig
+from ridgeline.service.fleet.upstream import Upstream
+from ridgeline.service.prefix_index import PrefixIndex
+from ridgeline.service.routing import POLICIES, Demand, Router, State, Ticket
+
+_CONNECT_S = 1.0
+"""Seconds in which a replica must accept a connection."""
+_KEEP_ALIVE_S = 30.0
+"""Seconds for which an idle connection is kept, less than a server keeps it (75)."""
+_READ_BUFFER = 1 << 16
+REMOVED = "removed"
+"""Label of all replicas that were removed."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts since the start, by replica and result where a dictionary."""
+
+    answers: Counter[tuple[str, str]] = field(default_factory=Counter)
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_SECONDS))
+
+
+class Balancer:
+    """The replicas of a router, and the requests that wait for them. Use it as an async context manager."""
+
+    def __init__(self, config: RouterConfig, max_queue: int) -> None:
+        self.config = config
+        index = PrefixIndex(int(config.index_mb * (1 << 20)), CHUNK_TOKENS)
+        self.router = Router(POLICIES[config.policy], index, max_waiting=max_queue)
+        self.upstreams: dict[str, Upstream] = {}
+        self.counts = Counts()
+        self.asleep = False
+        """The fleet has no replica because none is needed: the next request starts one."""
+        self._turns: dict[Ticket, asyncio.Future[None]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Balancer:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=_READ_BUFFER
+        )
+        self._clock = asyncio.get_running_loop().time
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for name in tuple(self.upstreams):
+            self.remove(name)
+        await self._session.close()
+
+    def add(self, name: str, url: str) -> Upstream:
+        """Add a replica. It gets requests after its first good health check."""
+        config = self.config
+        upstream = Upstream(url, self._session, stall_s=config.stall_s, idle_s=config.idle_s)
+        self.upstreams[name] = upstream
+        self.router.add(name, config.capacity)
+        watch = upstream.watch(lambda state: self._wake(self.router.set_state(name, state, self._clock())))
+        self._watches[name] = asyncio.get_running_loop().create_task(watch)
+        return upstream
+
+    def remove(self, name: str) -> None:
+        """Remove a replica. Answers that have begun go on."""
+        self._watches.pop(name).cancel()
+        del self.upstreams[name]
+        self.router.remove(name)
+        for replica, result in [key for key in self.counts.answers if key[0] == name]:
+            self.counts.answers[REMOVED, result] += self.counts.answers.pop((replica, result))
+
+    async def drain(self, name: str, patience_s: float) -> None:
+        """Send a replica no more requests, and wait for those it has, at most patience_s."""
+        replica = self.router.replicas[name]
+        replica.draining = True
+        deadline = self._clock() + patience_s
+        while replica.running and self._clock() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def until_up(self, name: str) -> None:
+        """Wait until a replica is up."""
+        while self.upstreams[name].state is not State.UP:
+            await asyncio.sleep(0.02)
+
+    async def place(self, demand: Demand) -> Ticket:
+        """A replica for a request, when one has room. Every ticket must end in `finish`.
+
+        Raises Unavailable or Overloaded.
+        """
+        ticket = self.router.arrive(demand, self._clock())
+        await self._turn(ticket)
+        return ticket
+
+    def count(self, name: str, result: str) -> None:
+        """Count an answer. Replicas that were removed are counted together, so that the number of series stays bounded."""
+        self.counts.answers[name if name in self.upstreams else REMOVED, result] += 1
+
+    def first_byte(self, ticket: Ticket) -> None:
+        self.router.first_token(ticket, self._clock())
+
+    def finish(self, ticket: Ticket, *, failed: bool | None) -> None:
+        """The request has ended at its replica (`Router.finish`)."""
+        self._wake(self.router.finish(ticket, self._clock(), failed=failed))
+
+    async def retry(self, ticket: Ticket, *, failed: bool | None) -> bool:
+        """The replica did not begin an answer: place the request again. False if it cannot be.
+
+        Raises Overloaded.
+        """
+        self.finish(ticket, failed=failed)
+        if not self.router.retry(ticket, self._clock()):
+            return False
+        await self._turn(ticket)
+        return True
+
+    def pause(self, ticket: Ticket, seconds: float) -> None:
+        """The replica refuses requests for now."""
+        if ticket.replica is not None:
+            ticket.replica.closed_until = self._clock() + seconds
+
+    def down(self, ticket: Ticket, trouble: str) -> None:
+        """The replica cannot serve. The next health check may say otherwise."""
+        if ticket.replica is not None and (upstream := self.upstreams.get(ticket.replica.name)) is not None:
+            ticket.replica.state = upstream.state = State.DOWN
+            upstream.trouble = trouble
+
+    async def _turn(self, ticket: Ticket) -> None:
+        """Wait until a replica is chosen. Raises Overloaded, or Unavailable if none is up, after queue_s."""
+        if ticket.replica is not None:
+            self.counts.queue_seconds.add(0.0)
+            return
+        turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
+        began = self._clock()
+        try:
+            async with asyncio.timeout(self.config.queue_s):
+                await turn
+        except BaseException as error:
+            self.finish(ticket, failed=None)
+            if isinstance(error, TimeoutError):
+                raise self.router.refusal(self._clock()) from None
+            raise
+        finally:
+            del self._turns[ticket]
+        self.counts.queue_seconds.add(self._clock() - began)
+
+    def _wake(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            if not (turn := self._turns[ticket]).done():
+                turn.set_result(None)

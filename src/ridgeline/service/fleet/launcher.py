@@ -1,0 +1,156 @@
+"""Where replicas run. A launcher starts a server and says when it has ended; everything else is the fleet's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ridgeline.core.errors import RidgelineError
+from ridgeline.core.resolve import ENVIRONMENT
+from ridgeline.service.fleet.options import SHARED
+
+_LISTENING = re.compile(r"listening on (https?://[^\s;]+)")
+_KEPT_LINES = 20
+_SHOWN = ("WARNING", "ERROR", "CRITICAL", "ridgeline:")
+_LAST_LINE = "curl "
+"""Start of the last line that `ridgeline serve` prints when it is ready."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Running(Protocol):
+    """A replica that was started. url: its address; it may not be ready yet."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def wait_ended(self) -> str:
+        """Wait for its end; returns how it ended."""
+
+    async def stop(self, patience_s: float) -> None:
+        """Let it finish its requests and end; kill it after patience_s. May be called repeatedly."""
+
+
+class Launcher(Protocol):
+    async def start(self, name: str, place: int) -> Running:
+        """Start a replica; returns when its address is known. place: number of its GPUs' entry. Raises RidgelineError."""
+
+    async def close(self) -> None:
+        """Release what the launcher holds. All replicas have ended."""
+
+
+class LocalReplica:
+    """A `ridgeline serve` process of this machine."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, show: Callable[[str], None]) -> None:
+        self.url = ""
+        self.process = process
+        self._name, self._show = name, show
+        self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._listening = asyncio.Event()
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def wait_listening(self) -> None:
+        """Raises RidgelineError with its last lines if it ends before."""
+        listening = asyncio.ensure_future(self._listening.wait())
+        try:
+            await asyncio.wait({listening, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            listening.cancel()
+        if not self._listening.is_set():
+            raise RidgelineError(f"The replica {self._name} did not start: {await self.wait_ended()}.")
+
+    async def wait_ended(self) -> str:
+        await asyncio.shield(self._reading)
+        status = await self.process.wait()
+        how = f"status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        last = self._tail[-1] if self._tail else ""
+        return f"its process has ended with {how}" + (f" ({last})" if last and status > 0 else "")
+
+    async def stop(self, patience_s: float) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), patience_s)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+    async def _read(self) -> None:
+        """Show its output: warnings, and everything once it is ready. It must be read to its end, otherwise the process blocks."""
+        assert self.process.stderr is not None
+        ready = False
+        async for line in self.process.stderr:
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                self._tail.append(text)
+            if ready or text.startswith(_SHOWN):
+                self._show(f"[{self._name}] {text}")
+            ready = ready or text.startswith(_LAST_LINE)
+            if (match := _LISTENING.search(text)) and not self.url:
+                self.url = match[1]
+                self._listening.set()
+
+
+class LocalLauncher:
+    """Starts replicas as processes of this machine. They end when this process does.
+
+    serve: options of each. gpus: as in `FleetFile`. api_key: handed to them in the environment.
+    """
+
+    def __init__(
+        self, serve: Mapping[str, Any], gpus: Sequence[str], api_key: str | None, show: Callable[[str], None]
+    ) -> None:
+        self._gpus, self._api_key, self._show = gpus, api_key, show
+        self._folder = tempfile.TemporaryDirectory(prefix="ridgeline-fleet-")
+        self._config = Path(self._folder.name) / "replica.json"
+        self._config.write_text(json.dumps(dict(serve)))
+
+    async def start(self, name: str, place: int) -> LocalReplica:
+        command = [sys.executable, "-m", "ridgeline", "serve", "--config", str(self._config)]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env=self.environment(place),
+            start_new_session=True,  # Ctrl-C ends the fleet, which drains its replicas
+            preexec_fn=_end_with_parent,
+        )
+        replica = LocalReplica(name, process, self._show)
+        try:
+            await replica.wait_listening()
+        except BaseException:
+            await replica.stop(0.0)
+            raise
+        return replica
+
+    async def close(self) -> None:
+        self._folder.cleanup()
+
+    def environment(self, place: int) -> dict[str, str]:
+        """That of a replica: this process's, without options of the router, which the replica would read as its own."""
+        routers = {ENVIRONMENT + name.upper() for name in SHARED}
+        environment = {name: value for name, value in os.environ.items() if name not in routers}
+        if self._api_key is not None:
+            environment[f"{ENVIRONMENT}API_KEY"] = self._api_key
+        if self._gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[place]
+        return environment
+
+
+def _end_with_parent() -> None:
+    """Runs in the new process: the kernel ends it when the fleet's process is killed (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,222 @@
+"""Passes a request to a replica and its answer back, byte for byte. It is sent again only while no byte of an answer came."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+
+import aiohttp
+from aiohttp import web
+
+from ridgeline.core.errors import EngineFailed, Unavailable
+from ridgeline.service.answer import write
+from ridgeline.service.errors import BUSY, error_event
+from ridgeline.service.fleet.balancer import Balancer
+from ridgeline.service.fleet.demand import read_demand
+from ridgeline.service.fleet.upstream import Exchange, Upstream
+from ridgeline.service.guard import ACCESS, REQUEST_ID, request_id
+from ridgeline.service.routing import Ticket
+
+BALANCER = web.AppKey("balancer", Balancer)
+REPLICA = "x-ridgeline-replica"
+"""Response header with the name of the replica that answered."""
+_HOP = frozenset(
+    {
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+        "transfer-encoding", "upgrade", "content-length", "x-request-id",
+    }
+)  # fmt: skip
+"""Headers of one connection (RFC 9110, section 7.6.1), and those that are set anew."""
+_NOT_SENT = _HOP | {"host", "expect", "content-encoding", "accept-encoding", "origin", "referer", "cookie"}
+"""Headers of a request that are not passed on: the router has decoded the body and checked the origin."""
+_NOT_RETURNED = _HOP | {"date", "server", "vary"}
+_NOT_READY = frozenset({502, 503, 504})
+_DEFAULT_PAUSE_S = 0.5
+_STREAMED_BODY = 1 << 18
+"""Bytes above which a body is written in pieces, so that other streams go on."""
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaLost(Exception):
+    """The replica, or the connection to it, failed."""
+
+
+class ClientLost(Exception):
+    """The client has left, or reads too slowly."""
+
+
+async def forward(request: web.Request) -> web.StreamResponse:
+    """Send a request with a JSON body to the replica that the router chooses, and pass its answer on."""
+    balancer, access = request.app[BALANCER], request.app[ACCESS]
+    if access.draining:
+        raise Unavailable("The router is shutting down: send the request to another one.")
+    async with AsyncExitStack() as held:
+        read = partial(read_demand, request.headers)
+        body, (demand, body_id) = await held.enter_async_context(access.bodies.held(request, read))
+        if isinstance(body_id, str) and "x-request-id" not in request.headers:
+            request[REQUEST_ID] = request_id(body_id)
+        ticket = await balancer.place(demand)
+        passing = Passing(request, balancer, ticket, bytes(body), held)
+        try:
+            return await passing.run()
+        finally:
+            balancer.finish(ticket, failed=passing.failed)
+
+
+class Passing:
+    """One request on its way. failed: what its end says about the replica (`Router.finish`)."""
+
+    def __init__(
+        self, request: web.Request, balancer: Balancer, ticket: Ticket, body: bytes, held: AsyncExitStack
+    ) -> None:
+        self.failed: bool | None = None
+        self._request, self._balancer, self._ticket = request, balancer, ticket
+        self._body = body
+        self._held = held
+        """Memory of the body, which is released with the first byte of the answer."""
+        self._response: web.StreamResponse | None = None
+        self._last = b""
+        """The last chunk that was sent."""
+
+    async def run(self) -> web.StreamResponse:
+        while True:
+            name = self._name
+            try:
+                answer = await self._attempt(name)
+            except ClientLost as error:
+                self._balancer.count(name, "client_left")
+                log.info("%s: the client disconnected (%s)", self._request[REQUEST_ID], error)
+                if self._request.transport is not None:
+                    self._request.transport.abort()
+                assert self._response is not None
+                return self._response
+            except ReplicaLost as error:
+                self._balancer.count(name, "failed")
+                if self._response is not None:
+                    return await self._broken(self._response, name, error)
+                if not await self._balancer.retry(self._ticket, failed=True):
+                    message = f"The replica failed before it answered ({error}): send the request again."
+                    raise EngineFailed(message) from error
+                continue
+            except asyncio.CancelledError:
+                self._balancer.count(name, "client_left")
+                raise
+            if answer is not None:
+                return answer
+
+    async def _attempt(self, name: str) -> web.StreamResponse | None:
+        """Send the request to one replica. None: it is to be sent again. Raises ReplicaLost or ClientLost."""
+        if (upstream := self._balancer.upstreams.get(name)) is None:
+            raise ReplicaLost("it was removed")
+        try:
+            async with asyncio.timeout(None) as scope:
+                exchange = Exchange(scope)
+                upstream.exchanges.add(exchange)
+                try:
+                    body = io.BytesIO(self._body) if len(self._body) > _STREAMED_BODY else self._body
+                    reply = await upstream.send(self._request.method, self._request.raw_path, self._headers(), body)
+                    async with reply:
+                        if (reply.status == 429 and BUSY in reply.headers) or reply.status in _NOT_READY:
+                            return await self._refused(reply)
+                        return await self._pass(upstream, exchange, reply)
+                finally:
+                    upstream.exchanges.discard(exchange)
+        except TimeoutError:
+            raise ReplicaLost("it makes no progress") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ReplicaLost(str(error) or type(error).__name__) from error
+
+    async def _refused(self, reply: aiohttp.ClientResponse) -> web.StreamResponse | None:
+        """The replica is busy or not ready: try another one. Without another one, its answer is passed on."""
+        body = await reply.read()
+        if reply.status == 429:
+            self._balancer.pause(self._ticket, _retry_after(reply.headers))
+        elif reply.status == 503:
+            self._balancer.down(self._ticket, "it answers 503")
+        name = self._name
+        if await self._balancer.retry(self._ticket, failed=None if reply.status in (429, 503) else True):
+            return None
+        self._balancer.count(name, "refused")
+        return web.Response(status=reply.status, headers=_returned(reply.headers, name), body=body)
+
+    async def _pass(self, upstream: Upstream, exchange: Exchange, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Pass an answer on as it comes."""
+        content, request = reply.content, self._request
+        chunk = await content.readany()
+        self._balancer.first_byte(self._ticket)
+        self._body = b""
+        await self._held.aclose()
+        response = web.StreamResponse(status=reply.status, headers=_returned(reply.headers, self._name))
+        if (length := reply.headers.get("content-length")) is not None:
+            response.content_length = int(length)
+        self._response = response
+        try:
+            await response.prepare(request)
+        except OSError as error:
+            raise ClientLost(type(error).__name__) from error
+        while chunk:
+            upstream.received += 1
+            exchange.received += 1
+            self._last = chunk
+            try:
+                await write(request, response, chunk)
+            except (OSError, TimeoutError) as error:
+                raise ClientLost(type(error).__name__) from error
+            chunk = await content.readany()
+        self.failed = None if reply.status >= 500 else False
+        self._balancer.count(self._name, "ok" if reply.status < 400 else "refused")
+        return response
+
+    async def _broken(self, response: web.StreamResponse, name: str, error: ReplicaLost) -> web.StreamResponse:
+        """An answer that has begun cannot go on: a stream ends with an error event, any other answer with its connection."""
+        self.failed = True
+        log.warning("%s: the answer of replica %s ended early: %s", self._request[REQUEST_ID], name, error)
+        if response.content_type == "text/event-stream":
+            event = error_event(
+                EngineFailed(f"The replica was lost during the answer ({error}): send the request again.")
+            )
+            try:
+                await response.write(event if self._last.endswith(b"\n\n") else b"\n\n" + event)
+            except OSError:
+                log.info("%s: the client has left, too", self._request[REQUEST_ID])
+        elif self._request.transport is not None:
+            self._request.transport.abort()
+        return response
+
+    @property
+    def _name(self) -> str:
+        assert self._ticket.replica is not None
+        return self._ticket.replica.name
+
+    def _headers(self) -> list[tuple[str, str]]:
+        headers = [
+            (name, value)
+            for name, value in self._request.headers.items()
+            if (lower := name.lower()) not in _NOT_SENT and not lower.startswith("sec-fetch-")
+        ]
+        return [*headers, ("x-request-id", self._request[REQUEST_ID]), ("accept-encoding", "identity")]
+
+
+def _returned(headers: Mapping[str, str], name: str) -> list[tuple[str, str]]:
+    """The headers of a replica's answer that the client gets."""
+    returned = [
+        (key, value)
+        for key, value in headers.items()
+        if (lower := key.lower()) not in _NOT_RETURNED and not lower.startswith("access-control-")
+    ]
+    return [*returned, (REPLICA, name)]
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that a 429 asks to wait."""
+    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            return min(60.0, max(0.0, float(headers[name]) * scale))
+        except (KeyError, ValueError):
+            continue
+    return _DEFAULT_PAUSE_S

@@ -1,0 +1,141 @@
+"""The connection to one replica: requests, answers as they come, and health checks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from ridgeline.service.progress import Progress
+from ridgeline.service.routing import State
+
+CHECK_S = 0.25
+"""Seconds between health checks."""
+MOVE_S = 2.0
+"""Seconds of silence after which requests without an answer yet are taken from a replica."""
+GIVE_UP_S = 10.0
+"""Seconds of silence after which answers that have begun are given up."""
+_SWEEP_CHECKS = 4
+"""Health checks between two looks at every answer."""
+_ALIVE = frozenset({200, 204, 404, 405})
+"""Statuses of a server that works. One without /health answers 404."""
+
+
+class Exchange:
+    """A request at a replica. scope: ends it when its time is set to now. received: chunks of the answer so far."""
+
+    __slots__ = ("idle_since", "received", "scope", "seen")
+
+    def __init__(self, scope: asyncio.Timeout) -> None:
+        self.scope = scope
+        self.received = self.seen = 0
+        self.idle_since = -1.0
+
+    def abort(self) -> None:
+        self.scope.reschedule(0.0)
+
+
+class Upstream:
+    """One replica over HTTP. `watch` runs its health checks and reports each change of state.
+
+    stall_s, idle_s: as in `RouterConfig`.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, stall_s: float, idle_s: float) -> None:
+        self.url = url
+        self.trouble = "it was not checked yet"
+        """Why it is not up."""
+        self.state = State.DOWN
+        self.received = 0
+        """Chunks of answers so far."""
+        self.exchanges: set[Exchange] = set()
+        self._session = session
+        self._stall_s, self._idle_s = stall_s, idle_s
+        self._progress = Progress(stall_s)
+        self._silent_since: float | None = None
+        """Time of the first of the last health checks without any answer."""
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its first health check without an answer, if it does not answer now."""
+        return 0.0 if self._silent_since is None else asyncio.get_running_loop().time() - self._silent_since
+
+    async def send(
+        self, method: str, path: str, headers: Sequence[tuple[str, str]], body: Any
+    ) -> aiohttp.ClientResponse:
+        """The head of an answer. Raises aiohttp.ClientError or OSError."""
+        return await self._session.request(
+            method,
+            self.url + path,
+            headers=headers,
+            data=body,
+            allow_redirects=False,
+            skip_auto_headers=("user-agent",),
+        )
+
+    async def watch(self, changed: Callable[[State], None]) -> None:
+        """Check its health until cancelled. changed: called after every check."""
+        clock = asyncio.get_running_loop().time
+        checks = 0
+        while True:
+            self.state = await self._check(clock)
+            changed(self.state)
+            checks += 1
+            if checks % _SWEEP_CHECKS == 0 or self._silent_since is not None:
+                self._sweep(clock())
+            await asyncio.sleep(CHECK_S)
+
+    async def get(self, path: str, headers: Sequence[tuple[str, str]], timeout_s: float) -> Any:
+        """The decoded body of a small answer with status 200. Raises aiohttp.ClientError, OSError or msgspec.DecodeError."""
+        async with asyncio.timeout(timeout_s), self._session.get(self.url + path, headers=headers) as reply:
+            reply.raise_for_status()
+            return msgspec.json.decode(await reply.read())
+
+    async def _check(self, clock: Callable[[], float]) -> State:
+        try:
+            async with asyncio.timeout(self._stall_s), self._session.get(self.url + "/health") as reply:
+                body = await reply.read()
+        except (aiohttp.ClientError, OSError) as error:
+            if self._silent_since is None:
+                self._silent_since = clock()
+            name = "no answer" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+            self.trouble = f"its health check failed ({name})"
+            return self._progress.failed()
+        self._silent_since = None
+        if reply.status not in _ALIVE:
+            self.trouble = f"its health check says: {_message(body) or reply.status}"
+            return self._progress.failed()
+        state = self._progress.checked(clock(), _step(body), self.received, len(self.exchanges))
+        self.trouble = f"no step and no byte for {self._stall_s:g} s" if state is State.STALLED else ""
+        return state
+
+    def _sweep(self, now: float) -> None:
+        """Abort exchanges that cannot be expected to go on."""
+        silence = self.silent_s
+        for exchange in tuple(self.exchanges):
+            if exchange.received != exchange.seen or exchange.idle_since < 0:
+                exchange.seen, exchange.idle_since = exchange.received, now
+            begun = exchange.received > 0
+            idle = begun and now - exchange.idle_since > self._idle_s
+            if idle or silence > (GIVE_UP_S if begun else MOVE_S):
+                exchange.abort()
+
+
+def _step(body: bytes) -> int | None:
+    """The number of the last step, from a health check of Ridgeline."""
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return None
+    step = value.get("step") if isinstance(value, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])[:200]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ""
