@@ -181,6 +181,7 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("retention", _APART, "the engine that goes on would drop tokens one token later", "use --kv-retention all"),
     Refusal("selection", _APART, "what a token reads depends on its step", "leave --kv-selection out"),
     Refusal(_TENSOR_PARALLEL, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
+    Refusal(_CONTEXT_PARALLEL, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
     Refusal(_PIPELINE, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
     Refusal(_CONTEXT_PARALLEL, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
     Refusal("host memory", _APART, "engines that hand prompts over have no tiers", "leave --prefill-engines out"),

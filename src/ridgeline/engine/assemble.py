@@ -85,9 +85,8 @@ def assemble(
             fingerprint=fingerprint,
             seed=model.seed,
             facts=_facts(folder, loaded.model, plan, rank.device)
-            | {"speculate": [*wanted.host, *filter(None, [wanted.device])]}
+            | {"speculate": [*wanted.host, *filter(None, [wanted.device])], "fingerprint": fingerprint}
             | {"model_options": asdict(model), "options": asdict(config), "cost": cost_values(cost)}
-            | {"fingerprint": fingerprint, "page_bytes": plan.layout.page_bytes}
             | {"ops": rank.ops.name, "startup_s": times.seconds, "ceilings": ceilings},
             grammars=grammars,
             account=DeviceAccount(cost, power, loaded.drafter.work),
@@ -138,6 +137,7 @@ def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.de
         "max_request_tokens": plan.max_request_tokens,
         "kv_groups": len(plan.layout.groups),
         "page_tokens": plan.page_tokens,
+        "page_bytes": plan.layout.page_bytes,
         "blocks": plan.n_pages,
         "kv_bytes_per_token": spec.kv_bytes_per_token(),
         "weight_bytes": sum(tensor.nbytes for tensor in loaded.decoder.tensors()),

@@ -189,7 +189,7 @@ class Route:
         if self._ticket is not None:
             self._arrived(delta)
         if self._answered:
-            delta.cached = -1
+            delta.cached, delta.pins = -1, None
         self._answered = True
         if delta.times is not None and delta.choice in self._spent:
             delta.times = _joined(self._spent[delta.choice], delta.times)
