@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from .served import Served, served
+from .served import TIMEOUT_S, Served, served
 
 FILE = {"serve": {"threads": 1, "max_num_seqs": 8, "dtype": "float32"}, "router": {"port": 0, "drain_s": 20.0}}
 
@@ -28,6 +29,13 @@ def fleet(folder: Path, **content: Any) -> Iterator[Served]:
 
 def replicas(server: Served) -> list[dict[str, Any]]:
     return server.send("GET", "/admin/replicas").json["data"]
+
+
+def until_all_are_up(server: Served) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(replica["state"] != "up" for replica in replicas(server)):
+        assert time.monotonic() < deadline, server.log.read_text()
+        time.sleep(0.02)
 
 
 class Load:
@@ -56,7 +64,8 @@ class Load:
 
 
 def test_two_servers_answer_alike_and_one_may_die(tmp_path: Path) -> None:
-    with fleet(tmp_path, replicas=2) as server:
+    with fleet(tmp_path, replicas=2, router={**FILE["router"], "policy": "round-robin"}) as server:
+        until_all_are_up(server)
         answers = [server.complete(max_tokens=8, temperature=0) for _ in range(8)]
         assert len({answer.headers["x-ridgeline-replica"] for answer in answers}) == 2
         assert len({answer.json["choices"][0]["text"] for answer in answers}) == 1
