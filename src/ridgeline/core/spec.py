@@ -271,9 +271,14 @@ class ModelSpec:
 
     def on_rank(self, ranks: int) -> ModelSpec:
         """The part of the model on one of `ranks` ranks: its share of every layer, of the embedding and of the head. Norms are
-        replicated."""
-        layers = tuple(layer.on_rank(ranks) for layer in self.layers)
-        return self if ranks == 1 else replace(self, layers=layers, vocabulary_ranks=ranks)
+        replicated. Raises ConfigError where it cannot be divided."""
+        if ranks == 1:
+            return self
+        if self.qk_norm == "all":
+            raise ConfigError(
+                "A norm of all heads together (OLMoE) needs all heads on one device: do not divide its layers."
+            )
+        return replace(self, layers=tuple(layer.on_rank(ranks) for layer in self.layers), vocabulary_ranks=ranks)
 
     @property
     def vocabulary_rows(self) -> int:

@@ -152,6 +152,10 @@ class RankGroup(Group):
             self._wait(lambda follower: follower.identity is not None)
             self._compare(rank.identity)
             self.mesh = connect_mesh(0, rank.stages, rank.config, meeting)
+        except EngineFailed as error:
+            reason = self.reason(error.message)  # a rank that fails while others connect says why
+            self.close()
+            raise EngineFailed(reason) from None
         except BaseException:
             self.close()
             raise

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import LayerSpec
 from ridgeline.models.building import Build, gather
 from ridgeline.models.experts import Experts
@@ -105,8 +104,6 @@ class Attention:
 
     def _norm_whole(self, build: Build) -> Callable[[torch.Tensor, QkvShape, KvView, StepInputs], Heads]:
         """AttentionOps.qkv_write behind norms of all heads together (OLMoE)."""
-        if build.mesh.size > 1:
-            raise ConfigError("A norm of all heads together (OLMoE) is not supported over several devices: use one.")
         write, rms_norm, eps = build.ops.attention.qkv_write, build.ops.tokenwise.rms_norm, build.spec.norm_eps
         q_norm, k_norm, offset = self.q_norm, self.k_norm, build.spec.norm_offset
         assert q_norm is not None and k_norm is not None
