@@ -220,8 +220,9 @@ async def test_a_backlog_brings_more_replicas(tmp_path: Path) -> None:
     router = {"port": 0, "replica_limit": 2}
     async with fleet_of(tmp_path, FakeLauncher(thinks), replicas=1, autoscale=autoscale, router=router) as fleet:
         await fleet.ready(1)
-        scaling = asyncio.create_task(fleet.fleet.autoscale())
         requests = [asyncio.create_task(fleet.chat()) for _ in range(20)]
+        await fleet.until(lambda: len(fleet.balancer.router.queue) == 18)
+        scaling = asyncio.create_task(fleet.fleet.autoscale())
         await fleet.ready(3)
         for running in fleet.launcher.started:
             running.replica.gate.set()
