@@ -24,7 +24,6 @@ from ridgeline.bench.traces import read_trace
 from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
 from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import bytes_text
-from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Deployment, command
@@ -32,8 +31,7 @@ from ridgeline.core.plural import counted
 from ridgeline.core.sizing import Memory
 from ridgeline.core.slo import Slo
 from ridgeline.core.spec import ModelSpec
-from ridgeline.hardware.serving import cost_model, weight_formats
-from ridgeline.hardware.table import find
+from ridgeline.hardware.serving import calibrated_cost, cost_model, weight_formats
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -188,15 +186,9 @@ def _variants(
     specs = [served_spec(checkpoint, replace(model, quantization=name)) for name in names]
     if not engine.calibration:
         return [Variant(spec, cost_model(cluster.device, spec)) for spec in specs]
-    calibrated = load_calibration(Path(engine.calibration), specs[0])
-    if find(calibrated.device) != cluster.device:
-        raise ConfigError(
-            f"--calibration {engine.calibration} was measured on {calibrated.device}, and --gpus names {cluster.device.name}: use "
-            "a file of that device, or leave it out.",
-            param="calibration",
-        )
+    measured = calibrated_cost(Path(engine.calibration), specs[0], cluster.device)
     return [
-        Variant(specs[0], calibrated.cost),
+        Variant(specs[0], measured),
         *(Variant(spec, cost_model(cluster.device, spec)) for spec in specs[1:]),
     ]
 

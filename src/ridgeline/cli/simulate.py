@@ -20,7 +20,6 @@ from rich.table import Table
 from ridgeline.bench.traces import read_trace
 from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
 from ridgeline.cli.serve import resolve_arguments
-from ridgeline.core.calibration import load_calibration
 from ridgeline.core.compatibility import Choice, check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
@@ -28,11 +27,10 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Deployment, size
 from ridgeline.core.sizing import Memory
 from ridgeline.core.slo import Slo
-from ridgeline.core.spec import ModelSpec
 from ridgeline.core.workload import Workload, arrivals, synthetic
 from ridgeline.engine.policy import Limits
-from ridgeline.hardware.serving import cost_model
-from ridgeline.hardware.table import Accelerator, find, lookup
+from ridgeline.hardware.serving import calibrated_cost, cost_model
+from ridgeline.hardware.table import Accelerator, lookup
 from ridgeline.kv.retention import read_retention
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
@@ -110,9 +108,11 @@ def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Ser
     checkpoint, _ = read_model(resolve_model(replace(model, load_format="dummy")))
     spec, kind = served_spec(checkpoint, model), "cpu" if row.kind == "cpu" else "cuda"
     check_together(Choice(model, engine, spec.layers, kind))
+    calibration = engine.calibration
+    cost = calibrated_cost(Path(calibration), spec, row) if calibration else cost_model(row, spec)
     plan = size(Deployment(spec, replace(engine, device=kind), Memory(kind, row.memory_bytes), model))
     return Server(
-        _cost(engine, spec, row),
+        cost,
         plan.layout,
         plan.n_pages,
         Limits(plan.max_rows, plan.max_step_tokens, plan.max_len),
@@ -122,19 +122,6 @@ def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Ser
         steps_in_flight=plan.steps_in_flight,
         host_s=HOST_S,
     )
-
-
-def _cost(engine: EngineConfig, spec: ModelSpec, row: Accelerator) -> CostModel:
-    if not engine.calibration:
-        return cost_model(row, spec)
-    calibrated = load_calibration(Path(engine.calibration), spec)
-    if find(calibrated.device) != row:
-        raise ConfigError(
-            f"--calibration {engine.calibration} was measured on {calibrated.device}, and --gpu names {row.name}: use a file of "
-            "that device, or leave it out.",
-            param="calibration",
-        )
-    return calibrated.cost
 
 
 def _workload(options: Mapping[str, Any]) -> Workload:

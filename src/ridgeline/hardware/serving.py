@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+from ridgeline.core.calibration import load_calibration
 from ridgeline.core.cost import CostModel
+from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Space
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.hardware.probe import Device, probe
-from ridgeline.hardware.table import ACCELERATORS, Accelerator
+from ridgeline.hardware.table import ACCELERATORS, Accelerator, find
 
 WITHOUT_KERNEL: Mapping[str, frozenset[str]] = {"cuda": frozenset({"fp8-weight"}), "cpu": frozenset()}
 """Number formats of weights by device type that only the slow PyTorch reference multiplies (MatmulOps.without_kernel)."""
@@ -61,6 +64,18 @@ def cost_model(row: Accelerator, spec: ModelSpec) -> CostModel:
     products of the weights do."""
     cost = CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth)
     return replace(cost, attention_share=cost.compute_share * row.peak(spec.dtype) / cost.flops_per_s)
+
+
+def calibrated_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel:
+    """Cost model of a file that `ridgeline calibrate` wrote. Raises ConfigError if it was measured on another device."""
+    calibrated = load_calibration(path, spec)
+    if find(calibrated.device) != row:
+        raise ConfigError(
+            f"--calibration {path} was measured on {calibrated.device}, and this is for {row.name}: use a file of that device, or "
+            "leave it out.",
+            param="calibration",
+        )
+    return calibrated.cost
 
 
 def search_space(device: Device, stored: str) -> Space:

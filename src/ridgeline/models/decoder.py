@@ -84,10 +84,10 @@ class Decoder:
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of this rank of embedding or head."""
-        mesh = self._build.mesh
-        rows = self.spec.on_rank(mesh.size).vocabulary_rows
-        part = tensor[mesh.rank * rows :][:rows]
-        return torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)))
+        rank, rows = self._build.mesh.rank, self.spec.on_rank(self._build.mesh.size).vocabulary_rows
+        part = tensor[rank * rows :][:rows]
+        # A pad of nothing would copy.
+        return part if len(part) == rows else torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)))
 
     def restrict_vocabulary(self, ids: torch.Tensor) -> None:
         """Restrict logits to the tokens ids int32 [N], in this order. The head must be tied."""
@@ -167,10 +167,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [L, d_model] -> logits [L, vocab] of the head. With a final soft cap (Gemma 2) they are capped, in float32."""
         assert self.head is not None
-        out, cap = (
-            self._build.mesh.gather_columns(self.head.apply(hidden), self.spec.vocab_size),
-            self.spec.final_softcap,
-        )
+        out = self._build.mesh.gather_columns(self.head.apply(hidden), self.spec.vocab_size)
+        cap = self.spec.final_softcap
         return out if cap is None else self._build.ops.tokenwise.cap(out, cap)
 
     def tensors(self) -> Iterator[torch.Tensor]:
