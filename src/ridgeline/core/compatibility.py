@@ -60,6 +60,10 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "a pipeline": Feature("pipeline_parallel_size", lambda choice: choice.engine.pipeline_parallel_size > 1),
     "context parallelism": Feature("context_parallel_size", lambda choice: choice.engine.context_parallel_size > 1),
+    "context parallelism on GPUs": Feature(
+        "context_parallel_size", lambda choice: choice.engine.context_parallel_size > 1 and choice.device == "cuda"
+    ),
+    "several hosts": Feature("nnodes", lambda choice: choice.engine.nnodes > 1),
     "sequence parallelism": Feature("sequence_parallel", lambda choice: choice.engine.sequence_parallel),
     "steps in flight": Feature("steps_in_flight", lambda choice: choice.engine.steps_in_flight is not None),
     "layers with windows": Feature("", lambda choice: any(layer.window is not None for layer in choice.layers)),
@@ -153,7 +157,6 @@ REFUSALS: Sequence[Refusal] = (
         "whether a step is divided, and so the order of its sums, depends on the batch",
         "leave --sequence-parallel out",
     ),
-    Refusal(_TENSOR_PARALLEL, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
     *(
         Refusal(
             _CONTEXT_PARALLEL,
@@ -163,8 +166,13 @@ REFUSALS: Sequence[Refusal] = (
         )
         for drafter in ("a draft model", "a recurrent draft")
     ),
-    Refusal(_CONTEXT_PARALLEL, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
-    Refusal(_PIPELINE, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
+    Refusal(
+        "context parallelism on GPUs",
+        "drafts",
+        "the host moves accepted tokens of drafts between ranks so far",
+        "leave --speculate out, or use --tensor-parallel-size",
+    ),
+    Refusal("several hosts", "a GPU", "GPUs of several hosts are not connected so far", "use GPUs of one host"),
     Refusal(
         _PIPELINE,
         "a drafter on the device",
