@@ -59,6 +59,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: object) -> None:
+    """Call a function of the driver. Raises RuntimeError with its name and status."""
     if status := getattr(_driver(), name)(*arguments):
         raise RuntimeError(f"{name}: {status}")
 
@@ -142,7 +143,11 @@ class Kernel:
         call("cuFuncSetAttribute", self._function, c_int(MAX_SHARED), c_int(shared))
 
     def __call__(
-        self, programs: int, threads: int, *arguments: ctypes.Structure | c_uint32 | c_void_p, early: bool = False
+        self,
+        programs: int,
+        threads: int,
+        *arguments: ctypes.Structure | c_uint32 | c_uint64 | c_void_p,
+        early: bool = False,
     ) -> None:
         """Launch on torch's current stream. early: with programmatic dependent launch, see EARLY."""
         where = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
