@@ -78,11 +78,12 @@ class GpuGroup(Group):
 
     def _sum(self, x: torch.Tensor) -> bool:
         """Sum by a kernel of our own. Returns whether there is one for x."""
-        if self.sums is None:
+        sums = self.sums
+        if sums is None:
             return False
-        if x.nbytes <= self.limits.one_shot and self.sums.one_shot(x):
+        if x.nbytes <= self.limits.one_shot and sums.one_shot(x):
             return True
-        return x.nbytes <= self.limits.two_shot and self.sums.two_shot(x)
+        return x.nbytes <= self.limits.two_shot and sums.two_shot(x)
 
     def all_gather(self, parts: torch.Tensor, x: torch.Tensor) -> None:
         if self._muted:
@@ -110,8 +111,9 @@ class GpuGroup(Group):
         self._muted = muted
 
     def abort(self) -> None:
-        if self.sums is not None:
-            self.sums.stop()
+        sums, self.sums = self.sums, None  # NCCL refuses later sums
+        if sums is not None:
+            sums.stop()
         self.nccl.abort()
 
 

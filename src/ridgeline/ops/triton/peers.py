@@ -71,7 +71,8 @@ class PeerSums:
     """Sums over `size` ranks of one host. All ranks call the same sums in the same order, on one stream each."""
 
     def __init__(self, rank: int, size: int, device: torch.device, memory: Sequence[int]) -> None:
-        """memory: addresses of all ranks' memory as this GPU sees it, from `shared_memory`."""
+        """memory: addresses of all ranks' memory as this GPU sees it, from `shared_memory`. It is kept until the process ends,
+        because another rank may still write to it."""
         self._rank, self._size, self._layout = rank, size, Layout(size)
         self._memory = _Addresses((c_uint64 * MOST_RANKS)(*memory))
         self._counts = torch.zeros(2, PROGRAMS, dtype=torch.int32, device=device)
