@@ -94,6 +94,7 @@ SAID = {
     "slo": "ttft=200ms",
     "price_per_hour": "2.5",
     "warm_prefix": "prefixes.jsonl",
+    "response_store_mb": "16",
     "answer_cache_mb": "16",
     "token_prices": "input=0.2,output=0.6",
     "metrics_alias": "vllm",

@@ -216,6 +216,10 @@ class ServiceConfig:
         "",
         "file of prefixes (JSON lines with messages or prompt, and ttl) that are computed and pinned before the server is ready",
     )
+    response_store_mb: float = option(
+        64.0,
+        "memory in MiB of responses that /v1/responses can go on from; the oldest go first, and a restart drops them",
+    )
     answer_cache_mb: float = option(
         0.0, "MiB of whole answers that identical requests with temperature 0 or a seed get again (default: none)"
     )

@@ -63,6 +63,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "drain_s": (0.0, 1 << 20),
     "engine_restarts": (0, 1 << 20),
     "engine_restart_minutes": (0.01, 1 << 20),
+    "response_store_mb": (0.0, 1 << 20),
     "answer_cache_mb": (0.0, 1 << 20),
     "prefill_engines": (0, 64),
     "decode_engines": (0, 64),
