@@ -36,7 +36,8 @@ def numbers(rank: int, turn: int, count: int, dtype: torch.dtype) -> torch.Tenso
 def error(x: torch.Tensor, size: int, turn: int) -> float:
     """The largest difference to the sum in float64, in units of the last place of numbers of size 4."""
     parts = [numbers(rank, turn, len(x), x.dtype).double() for rank in range(size)]
-    return float((x.cpu().double() - sum(parts)).abs().max()) / (4 * torch.finfo(x.dtype).eps)
+    differences = (x.cpu().double() - sum(parts)).abs()
+    return float(differences.max()) / (4 * torch.finfo(x.dtype).eps) if len(x) else 0.0
 
 
 def ways(group: GpuGroup) -> dict[str, Callable[[torch.Tensor], object]]:

@@ -46,6 +46,7 @@ FEATURES: Mapping[str, Feature] = {
         "kv_retention", lambda choice: choice.engine.kv_retention.startswith(("snap", "heavy"))
     ),
     "selection": Feature("kv_selection", lambda choice: choice.model.kv_selection > 0),
+    "weights in host memory": Feature("cpu_offload_gb", lambda choice: choice.model.cpu_offload_gb > 0),
     "host memory": Feature("kv_offload_gb", lambda choice: choice.engine.kv_offload_gb > 0),
     "no prefix cache": Feature("enable_prefix_caching", lambda choice: not choice.engine.enable_prefix_caching),
     "deterministic": Feature("deterministic", lambda choice: choice.engine.deterministic),
@@ -70,6 +71,7 @@ FEATURES: Mapping[str, Feature] = {
     "layers that share a cache": Feature(
         "", lambda choice: any(layer.share_from is not None for layer in choice.layers)
     ),
+    "experts": Feature("", lambda choice: any(layer.experts for layer in choice.layers)),
     "prefill apart from decode": Feature("", lambda choice: choice.hands_over),
     "a GPU": Feature("", lambda choice: choice.device == "cuda"),
 }
@@ -133,6 +135,12 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("host memory", _TENSOR_PARALLEL, "several ranks have no tiers", "leave it out, or use one process"),
     Refusal("host memory", _PIPELINE, "several ranks have no tiers", "leave it out, or use one process"),
     Refusal("host memory", _CONTEXT_PARALLEL, "several ranks have no tiers", "leave it out, or use one process"),
+    Refusal(
+        "weights in host memory",
+        "experts",
+        "a copy of all experts would be made for the few that a token uses",
+        "leave --cpu-offload-gb out, or use --quantization",
+    ),
     Refusal(
         "drafts as trees",
         "deterministic",

@@ -37,6 +37,11 @@ class ModelConfig:
     kv_selection: int = option(
         0, "tokens of the KV cache that a generated token reads per layer and head, in whole blocks; 0: all"
     )
+    cpu_offload_gb: float = option(
+        0.0,
+        "GiB of the layers' weights that stay in host memory and are copied to the GPU in every step, for models larger than its "
+        "memory (default: none)",
+    )
     max_model_len: int | None = option(
         None, "maximum tokens of prompt plus answer (default: the model's)", "--context-length", "-c"
     )

@@ -45,6 +45,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "tensor_parallel_size": (1, 1 << 10),
     "pipeline_parallel_size": (1, 1 << 10),
     "context_parallel_size": (1, 1 << 10),
+    "cpu_offload_gb": (0.0, 1 << 20),
     "kv_offload_gb": (0.0, 1 << 30),
     "kv_disk_gb": (0.0, 1 << 30),
     "kv_offload_ttl": (0.0, 1 << 40),

@@ -10,11 +10,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+import ridgeline
 from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
@@ -90,7 +90,7 @@ class RankPlan:
         """What must be equal on all ranks, by name."""
         weights = self.model.load_format != "dummy"
         return {
-            "ridgeline": version("ridgeline"),
+            "ridgeline": ridgeline.__version__,
             "torch": str(torch.__version__),
             "the model": content_hash(self.folder, weights=weights).hex()[:16],
             "blocks": str(self.plan.n_pages),
