@@ -18,8 +18,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -288,14 +288,21 @@ class GroupRunner:
         self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> None:
-        self._runner.launch(plan)
+        with self._with_reason():
+            self._runner.launch(plan)
+
+    @contextmanager
+    def _with_reason(self) -> Iterator[None]:
+        """If a rank is lost, replace an error by the reason: to this rank, an abort may look as if the device were lost."""
+        try:
+            yield
+        except EngineFailed as error:
+            raise EngineFailed(self._group.reason(error.message)) from error
 
     def collect(self) -> StepResult:
         """Raises EngineFailed for a failed step: another rank may have gone on from it."""
-        try:
+        with self._with_reason():
             result = self._runner.collect()
-        except EngineFailed as error:  # an abort may look as if the device were lost
-            raise EngineFailed(self._group.reason(error.message)) from error
         if result.error is not None:
             raise EngineFailed(self._group.reason(f"A step failed on rank 0: {result.error}"))
         self._group.record(self._collected, result)
@@ -319,7 +326,7 @@ class PipelineRunner(GroupRunner):
         self._sent.append(plan)
 
     def collect(self) -> StepResult:
-        self._runner.launch(self._sent.popleft())
+        super()._launch(self._sent.popleft())
         return super().collect()
 
 
