@@ -111,6 +111,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/token_prices.py": "prices of requests, in the service",
     "core/workload.py": "workloads of benchmarks and planning",
     "core/selection.py": "checks an option at start-up",
+    "core/version.py": "a constant",
     "ops/selective.py": "operations",
 }
 """Start of a path that the heart leaves out, with the reason. Each file of ops and core is in one of the two tables."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-import ridgeline
 from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
@@ -24,6 +23,7 @@ from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
 from ridgeline.core.stages import rank_layout, stage_layout, stages
 from ridgeline.core.ticket import NO_POOLS, Pools
+from ridgeline.core.version import VERSION
 from ridgeline.engine.graph_shapes import draft_limits
 from ridgeline.engine.hosts import check_hosts, gpu_of
 from ridgeline.engine.runner import Runner, build_runner
@@ -90,7 +90,7 @@ class RankPlan:
         """What must be equal on all ranks, by name."""
         weights = self.model.load_format != "dummy"
         return {
-            "ridgeline": ridgeline.__version__,
+            "ridgeline": VERSION,
             "torch": str(torch.__version__),
             "the model": content_hash(self.folder, weights=weights).hex()[:16],
             "blocks": str(self.plan.n_pages),
