@@ -32,7 +32,7 @@ pytestmark = [
 CONFIG = EngineConfig(
     device="cuda", kv_cache_memory=1 << 24, max_num_seqs=4, max_num_batched_tokens=32, block_size=16, threads=1
 )
-RETENTION = {"kv_retention": "heavy:keep=32,window=8", "block_size": 16}
+RETENTION = {"kv_retention": "heavy:keep=40,window=8", "block_size": 16}
 CASES = CPU_CASES | {"compressed prompts": ("llama-gqa", {}, RETENTION)}
 WAYS = {"tensor": TENSOR, "stages": PIPELINE, "context": CONTEXT, "divided stream": TENSOR | DIVIDED}
 TRIED = [
