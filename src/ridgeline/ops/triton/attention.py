@@ -72,6 +72,19 @@ def _split(
     )
 
 
+def _words_serves(shape: AttentionShape) -> Split | None:
+    bits = {torch.uint8: 4}.get(shape.cache, 8 * shape.cache.itemsize)
+    if bits > 8 or shape.small > tuning.SPLIT_QUERIES or shape.head_dim % (32 // bits):
+        return None
+    tiles = tuning.WORD_TILES[bits]
+    tile = tiles.get(shape.width, tuning.FLOAT32_SPLIT)
+    if shape.dtype == torch.float32:
+        tile = tuning.FLOAT32_SPLIT
+    wave = tuning.WORD_PROGRAMS_PER_PROCESSOR
+    made = _split(shape, dict.fromkeys((16, 32, 64, 128, 256, 512), tile), wave, combined=_sparse(shape))
+    return made._replace(tile=tile, ahead=0, registers=None, words=True)
+
+
 def _wide_serves(shape: AttentionShape) -> Split | None:
     fills = shape.width in tuning.WIDE_SPLIT_TILES and shape.rows >= tuning.FEWEST_WIDE_ROWS
     serves = fills and _own_processor(shape)
@@ -99,6 +112,7 @@ def _combined_serves(shape: AttentionShape) -> Split | None:
 Attention = Registry[AttentionShape, AttentionLaunch]
 
 SPLIT: Attention = Registry(
+    Entry("words", _words_serves, split, "caches in 8 and 4 bits, up to 16 packed queries"),
     Entry(
         "wide",
         _wide_serves,

@@ -22,6 +22,7 @@ from ridgeline.ops.triton.plan import UNIT_FIELDS, plan_kernel
 from ridgeline.ops.triton.tuning import Tile, class_of
 from ridgeline.ops.triton.walk import combine_kernel, split_kernel
 from ridgeline.ops.triton.walk_arguments import padded_width, walk_arguments
+from ridgeline.ops.triton.words import word_arguments, words_kernel
 
 
 class AttentionShape(NamedTuple):
@@ -90,7 +91,8 @@ class Split(NamedTuple):
     queries: packed queries of a row that have results in parts. spare: parts that there may be beyond one of each row. smallest:
     slots below which a part is not cut further. ahead: slots that a program asks for before it waits for the kernel before it; 0:
     none. registers: see Tile. combined: a row has many parts, as many as run at a time, and a kernel of its own, ready when the
-    last part is, puts them together in half the time; else the last program of a row does.
+    last part is, puts them together in half the time; else the last program of a row does. words: a cache in 8 or 4 bits is read
+    as words, see words.
     """
 
     tile: Tile
@@ -100,6 +102,7 @@ class Split(NamedTuple):
     ahead: int
     registers: int | None
     combined: bool
+    words: bool = False
 
 
 class _Work(NamedTuple):
@@ -161,7 +164,11 @@ def split(
     packed = triton.next_power_of_2(queries)
     part = torch.empty((count, kv_heads, queries, dim), dtype=torch.float32, device=out.device)
     part_lse = torch.empty((count, kv_heads, queries), dtype=torch.float32, device=out.device)
-    split_kernel[(count * kv_heads,)](
+    arguments = {"QUERIES": max(16, packed), **walk_arguments(config.tile, q, view, step)}
+    if config.words:
+        arguments |= word_arguments(view, packed)
+    kernel = words_kernel if config.words else split_kernel
+    kernel[(count * kv_heads,)](
         units_ptr=work.units,
         arrivals_ptr=work.arrivals,
         out_ptr=out,
@@ -171,13 +178,12 @@ def split(
         units=count,
         planned=int(known is not None),
         part_queries=queries,
-        QUERIES=max(16, packed),
         AHEAD=config.ahead,
         FUSED=not config.combined,
         maxnreg=config.registers,
         PACKED=packed,
         PARTS=max(1, tuning.COMBINED_ELEMENTS // (packed * width)),
-        **walk_arguments(config.tile, q, view, step),
+        **arguments,
     )
     if config.combined:
         # A row of more query tokens is not split.

@@ -1,0 +1,355 @@
+"""Decode attention over keys and values in 8 or 4 bits, read as words of 16 bits.
+
+A word holds 2 or 4 neighbouring elements of one key or value. The matrix load that transposes works on 16 bits, so words are
+transposed, and each place of a word is converted in registers and multiplied by the queries' elements of this place: one product for
+each place. Scales multiply scores and weights instead of elements. Where a vector has several scales, each packed query has a row for
+each of them in the tile (the matrix unit takes 16 rows, and decoding fills few): the row of group g has the query's elements of this
+group and zeros, its scores are multiplied by the group's scales, and the sum over the groups is the score.
+
+Source: scales that multiply scores and weights as in KVQuant (Hooper et al. 2024) and Atom (Zhao et al. 2024).
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from ridgeline.ops.step import KvView
+from ridgeline.ops.triton.walk import LN2, LOG2E, STEP_SIZES, _await_unit, _combine, _pages, _seen
+
+SMALLEST = tl.constexpr(6.103515625e-05)
+
+
+@triton.jit
+def _by_asm(words, code: tl.constexpr):
+    """Two words of 16 bits to two float16 by instructions on registers of 32 bits."""
+    return tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _place(words, number: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr, element: tl.constexpr, FAST: tl.constexpr):
+    """The elements at a place of the words, without their scales, in the type `element`. FAST: two words per instruction."""
+    if FAST and element == tl.float16:
+        if BITS == 8 and FLOAT:
+            if number == 0:
+                return _by_asm(
+                    words, "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x4420; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}"
+                )
+            else:
+                return _by_asm(
+                    words, "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x4431; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}"
+                )
+        elif BITS == 8:
+            # (code ^ 128) | 0x6400 is 1024 + 128 + code.
+            if number == 0:
+                return _by_asm(
+                    words,
+                    "{.reg .b32 t, c; mov.b32 c, 0x64806480; lop3.b32 t, $1, 0x00ff00ff, 0x64806480, 0x6a; sub.f16x2 $0, t, c;}",
+                )
+            else:
+                return _by_asm(
+                    words,
+                    "{.reg .b32 t, c; mov.b32 c, 0x64806480; shr.u32 t, $1, 8; lop3.b32 t, t, 0x00ff00ff, 0x64806480, 0x6a; "
+                    "sub.f16x2 $0, t, c;}",
+                )
+        elif number == 0:
+            return _by_asm(
+                words, "{.reg .b32 t, c; mov.b32 c, 0x64086408; lop3.b32 t, $1, 0x000f000f, 0x64006400, 0xea; sub.f16x2 $0, t, c;}"
+            )
+        elif number == 1:
+            # 1024 + 16 code, times 1 / 16, minus 72.
+            return _by_asm(
+                words,
+                "{.reg .b32 t, c, d; mov.b32 c, 0x2c002c00; mov.b32 d, 0xd480d480; "
+                "lop3.b32 t, $1, 0x00f000f0, 0x64006400, 0xea; fma.rn.f16x2 $0, t, c, d;}",
+            )
+        elif number == 2:
+            return _by_asm(
+                words,
+                "{.reg .b32 t, c; mov.b32 c, 0x64086408; shr.u32 t, $1, 8; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; "
+                "sub.f16x2 $0, t, c;}",
+            )
+        else:
+            return _by_asm(
+                words,
+                "{.reg .b32 t, c, d; mov.b32 c, 0x2c002c00; mov.b32 d, 0xd480d480; shr.u32 t, $1, 8; "
+                "lop3.b32 t, t, 0x00f000f0, 0x64006400, 0xea; fma.rn.f16x2 $0, t, c, d;}",
+            )
+    else:
+        codes = (words.to(tl.int32) >> (number * BITS)) & ((1 << BITS) - 1)
+        if BITS == 4:
+            return (codes - 8).to(element)
+        elif FLOAT:
+            return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(element)
+        else:
+            return ((codes ^ 128) - 128).to(element)
+
+
+@triton.jit
+def _over_groups(partial, GROUPS: tl.constexpr):
+    """Sum [GROUPS * queries, KEYS] over the groups; each group's rows get the sum."""
+    if GROUPS == 1:
+        return partial
+    else:
+        queries: tl.constexpr = partial.shape[0] // GROUPS
+        keys: tl.constexpr = partial.shape[1]
+        total = tl.sum(tl.reshape(partial, (GROUPS, queries, keys)), 0)
+        return tl.reshape(tl.broadcast_to(total[None, :, :], (GROUPS, queries, keys)), partial.shape)
+
+
+@triton.jit
+def _load_scales(line, slot, inside, ROWS: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr):
+    """Scales float32 of the slots: [KEYS] with one group, else [GROUPS, KEYS]."""
+    if GROUPS == 1:
+        return tl.load(line, mask=inside, other=1.0)
+    else:
+        number = tl.arange(0, GROUPS)
+        real = inside[None, :] & (number < SCALES)[:, None]
+        return tl.load(line[None, :] + number[:, None], mask=real, other=1.0)
+
+
+@triton.jit
+def _in_rows(scales, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Scales as float32 of a tile of scores: [1, KEYS] or [ROWS, KEYS]. Scales of slots that no query sees may be anything."""
+    scales = tl.maximum(scales.to(tl.float32), SMALLEST)
+    if GROUPS == 1:
+        return scales[None, :]
+    else:
+        keys: tl.constexpr = scales.shape[1]
+        return tl.reshape(tl.broadcast_to(scales[:, None, :], (GROUPS, ROWS // GROUPS, keys)), (ROWS, keys))
+
+
+@triton.jit
+def _words_step(
+    q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, out0, out1, out2, out3, scale, cap,
+    BITS: tl.constexpr, FLOAT: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """One iteration of online softmax over words of keys [WORDS, KEYS] and of values [KEYS, WORDS]. The running maximum is that of
+    score + log2(scale of the value), so that the weights of codes are at most 1."""
+    ROWS: tl.constexpr = q0.shape[0]
+    element: tl.constexpr = q0.dtype
+    scores = tl.dot(q0, _place(keys, 0, BITS, FLOAT, element, FAST), input_precision=PRECISION)
+    scores = tl.dot(q1, _place(keys, 1, BITS, FLOAT, element, FAST), scores, input_precision=PRECISION)
+    if BITS == 4:
+        scores = tl.dot(q2, _place(keys, 2, BITS, FLOAT, element, FAST), scores, input_precision=PRECISION)
+        scores = tl.dot(q3, _place(keys, 3, BITS, FLOAT, element, FAST), scores, input_precision=PRECISION)
+    scores = _over_groups(scores * _in_rows(key_scales, ROWS, GROUPS), GROUPS)
+    if CAPPED:
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores * (scale / cap)) - 1.0) * LOG2E
+    else:
+        scores = scores * (scale * LOG2E)
+    steps = _in_rows(value_scales, ROWS, GROUPS)
+    scores = tl.where(seen, scores + tl.log2(steps), float("-inf"))
+    top = tl.maximum(best, tl.max(scores, 1))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(best - safe)
+    weight = weight * shrink + tl.sum(p * (1.0 / steps), 1)
+    p = p.to(element)
+    out0 = tl.dot(p, _place(values, 0, BITS, FLOAT, element, FAST), out0 * shrink[:, None], input_precision=PRECISION)
+    out1 = tl.dot(p, _place(values, 1, BITS, FLOAT, element, FAST), out1 * shrink[:, None], input_precision=PRECISION)
+    if BITS == 4:
+        out2 = tl.dot(p, _place(values, 2, BITS, FLOAT, element, FAST), out2 * shrink[:, None], input_precision=PRECISION)
+        out3 = tl.dot(p, _place(values, 3, BITS, FLOAT, element, FAST), out3 * shrink[:, None], input_precision=PRECISION)
+    return top, weight, out0, out1, out2, out3
+
+
+@triton.jit
+def _moved(x, FAST: tl.constexpr):
+    """x. A loop that carries a value over two iterations is not pipelined; it does not see that a result of assembly is its input."""
+    if FAST:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def _queries(q_ptr, tile, element: tl.constexpr):
+    return tl.load(q_ptr, mask=tile, other=0.0).to(element)
+
+
+@triton.jit(do_not_specialize=[*STEP_SIZES, "planned"])
+def words_kernel(
+    q_ptr,
+    kv_ptr,
+    scales_ptr,
+    table_ptr,
+    position_ptr,
+    ancestors_ptr,
+    key_positions_ptr,
+    units_ptr,
+    arrivals_ptr,
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    q_token_stride,
+    q_head_stride,
+    page_stride,
+    kind_stride,
+    head_stride,
+    scale_page_stride,
+    table_stride,
+    key_positions_stride,
+    scale,
+    cap,
+    units,
+    planned,
+    part_queries: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_tokens: tl.constexpr,
+    window: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOAT: tl.constexpr,
+    SCALES: tl.constexpr,
+    TREE: tl.constexpr,
+    COMPACTED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FUSED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """As walk.split_kernel, for a cache in 8 or 4 bits. kv_ptr, page_stride, kind_stride, head_stride: in words of 16 bits. QUERIES:
+    packed queries; a tile has GROUPS rows of each. WORDS: words of a vector, padded. FLOAT: codes are e4m3. AHEAD is not used."""
+    head = tl.program_id(0) % kv_heads
+    unit = _await_unit(units_ptr, units, tl.program_id(0) // kv_heads, planned, AHEAD, PDL)
+    row, begin, end, first_query, n, length, first_unit, count, index = unit
+    start = length - n
+    if row < 0:
+        if PDL:
+            gdc_wait()
+        return
+    places: tl.constexpr = 16 // BITS
+    words: tl.constexpr = head_dim // places
+    line = tl.arange(0, GROUPS * QUERIES)
+    packed = line % QUERIES
+    place = packed // group
+    real = place < n
+    at = tl.arange(0, WORDS)
+    # A row has the elements of its group.
+    tile = real[:, None] & (at < words)[None, :] & ((at * SCALES // words)[None, :] == (line // QUERIES)[:, None])
+    token = (first_query + place).to(tl.int64)
+    query_head = head * group + packed % group
+    pages_ptr = table_ptr + row.to(tl.int64) * table_stride
+    head_ptr = kv_ptr + head.to(tl.int64) * head_stride
+    scale_head_stride: tl.constexpr = page_tokens * SCALES
+    scale_kind_stride: tl.constexpr = kv_heads * scale_head_stride
+    head_scales_ptr = scales_ptr + head.to(tl.int64) * scale_head_stride
+    page = _pages(pages_ptr, begin, end, page_tokens, KEYS)
+    page_after = _pages(pages_ptr, begin + KEYS, end, page_tokens, KEYS)
+    query_position = tl.load(position_ptr + token, mask=real, other=0, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+    query_ancestors = token
+    if TREE:
+        query_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
+    element: tl.constexpr = tl.float16 if q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
+    q_tile = q_ptr + token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + places * at[None, :]
+    q0 = _queries(q_tile, tile, element)
+    q1 = _queries(q_tile + 1, tile, element)
+    q2, q3 = q1, q1
+    if BITS == 4:
+        q2 = _queries(q_tile + 2, tile, element)
+        q3 = _queries(q_tile + 3, tile, element)
+    best = tl.full((GROUPS * QUERIES,), float("-inf"), tl.float32)
+    weight = tl.zeros((GROUPS * QUERIES,), tl.float32)
+    out0 = tl.zeros((GROUPS * QUERIES, WORDS), tl.float32)
+    out1, out2, out3 = out0, out0, out0
+    slot = begin + tl.arange(0, KEYS)
+    scale_line = head_scales_ptr + page.to(tl.int64) * scale_page_stride + slot % page_tokens * SCALES
+    key_scales = _load_scales(scale_line, slot, slot < end, GROUPS * QUERIES, GROUPS, SCALES)
+    value_scales = _load_scales(scale_line + scale_kind_stride, slot, slot < end, GROUPS * QUERIES, GROUPS, SCALES)
+    for first in range(begin, end, KEYS):
+        slot = first + tl.arange(0, KEYS)
+        vector = head_ptr + page.to(tl.int64) * page_stride + (slot % page_tokens).to(tl.int64) * words
+        # Loaded one iteration ahead, as in walk.split_kernel; scales too, which are too narrow for asynchronous copies.
+        page = _moved(page_after, PDL)
+        page_after = _pages(pages_ptr, first + 2 * KEYS, end, page_tokens, KEYS)
+        later = slot + KEYS
+        scale_line = head_scales_ptr + page.to(tl.int64) * scale_page_stride + later % page_tokens * SCALES
+        next_key_scales = _load_scales(scale_line, later, later < end, GROUPS * QUERIES, GROUPS, SCALES)
+        scale_line += scale_kind_stride
+        next_value_scales = _load_scales(scale_line, later, later < end, GROUPS * QUERIES, GROUPS, SCALES)
+        inside = slot < end
+        if words != WORDS:
+            keys_mask = inside[None, :] & (at < words)[:, None]
+            values_mask = inside[:, None] & (at < words)[None, :]
+            keys = tl.load(vector[None, :] + at[:, None], mask=keys_mask, other=0)
+            values = tl.load(vector[:, None] + kind_stride + at[None, :], mask=values_mask, other=0)
+        else:
+            keys = tl.load(vector[None, :] + at[:, None], mask=inside[None, :], other=0)
+            values = tl.load(vector[:, None] + kind_stride + at[None, :], mask=inside[:, None], other=0)
+        seen = _seen(
+            slot, place, start, end, query_position, query_ancestors, key_positions_ptr + row.to(tl.int64) * key_positions_stride,
+            position_ptr + first_query, n, window, TREE, COMPACTED,
+        )  # fmt: skip
+        best, weight, out0, out1, out2, out3 = _words_step(
+            q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, out0, out1, out2, out3, scale, cap,
+            BITS, FLOAT, GROUPS, CAPPED, PRECISION, PDL,
+        )  # fmt: skip
+        key_scales, value_scales = next_key_scales, next_value_scales
+    some = weight > 0.0
+    lse = tl.where(some, (best + tl.log2(tl.where(some, weight, 1.0))) * LN2, float("-inf"))
+    factor = (1.0 / tl.where(some, weight, 1.0))[:, None]
+    heads: tl.constexpr = kv_heads * group
+    first_group = real & (line < QUERIES)
+    if count == 1:
+        target = out_ptr + (token[:, None] * heads + query_head[:, None]) * head_dim + places * at[None, :]
+        kind: tl.constexpr = out_ptr.dtype.element_ty
+        tl.store(target, (out0 * factor).to(kind), mask=tile)
+        tl.store(target + 1, (out1 * factor).to(kind), mask=tile)
+        if BITS == 4:
+            tl.store(target + 2, (out2 * factor).to(kind), mask=tile)
+            tl.store(target + 3, (out3 * factor).to(kind), mask=tile)
+        tl.store(lse_ptr + token * heads + query_head, lse, mask=first_group)
+    else:
+        part_line = tl.program_id(0).to(tl.int64) * part_queries + packed
+        part = part_ptr + part_line[:, None] * head_dim + places * at[None, :]
+        tl.store(part, out0 * factor, mask=tile)
+        tl.store(part + 1, out1 * factor, mask=tile)
+        if BITS == 4:
+            tl.store(part + 2, out2 * factor, mask=tile)
+            tl.store(part + 3, out3 * factor, mask=tile)
+        tl.store(part_lse_ptr + part_line, lse, mask=first_group)
+        if FUSED:
+            # All threads must have stored their parts before one thread increments the counter.
+            tl.debug_barrier()
+            counter = arrivals_ptr + index * kv_heads + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+                _combine(
+                    part_ptr, part_lse_ptr, out_ptr, lse_ptr, first_unit, count, first_query, n, head, tl.arange(0, PACKED),
+                    part_queries, kv_heads, group, head_dim, PARTS, WIDTH,
+                )  # fmt: skip
+                tl.store(counter, 0)
+
+
+def word_arguments(view: KvView, packed: int) -> dict[str, object]:
+    """What words_kernel takes otherwise than split_kernel. packed: queries of a row, padded to a power of 2."""
+    words = view.kv.view(torch.int16)
+    scales = 1 if view.scales is None else view.scales.shape[4]
+    groups = triton.next_power_of_2(scales)
+    return {
+        "kv_ptr": words,
+        "page_stride": words.stride(0),
+        "kind_stride": words.stride(1),
+        "head_stride": words.stride(2),
+        "FLOAT": view.kv.dtype.is_floating_point,
+        "QUERIES": max(packed, 16 // groups),
+        "WORDS": max(16, triton.next_power_of_2(words.shape[4])),
+        "GROUPS": groups,
+    }
