@@ -100,8 +100,7 @@ def _load_scales(line, slot, inside, ROWS: tl.constexpr, GROUPS: tl.constexpr, S
 
 @triton.jit
 def _in_rows(scales, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales as float32 of a tile of scores: [1, KEYS] or [ROWS, KEYS]. Scales of slots that no query sees may be anything."""
-    scales = tl.maximum(scales.to(tl.float32), SMALLEST)
+    """Scales as float32 of a tile of scores: [1, KEYS] or [ROWS, KEYS]."""
     if GROUPS == 1:
         return scales[None, :]
     else:
@@ -116,29 +115,27 @@ def _words_step(
     FAST: tl.constexpr,
 ):  # fmt: skip
     """One iteration of online softmax over words of keys [WORDS, KEYS] and of values [KEYS, WORDS]. The running maximum is that of
-    score + log2(scale of the value), so that the weights of codes are at most 1. weight, zeros [ROWS, KEYS]: weights of the softmax
-    and of the codes, summed over iterations only. q_zero [ROWS]: what the zero of the codes adds to the scores."""
+    score + log2(scale of the value), so that the weights of codes are at most 1. weight [ROWS, KEYS]: weights of the softmax, summed
+    over iterations only. zeros [ROWS, 8]: sum of the weights of codes, in each column. q_zero [ROWS]: what the zero of the codes adds to the scores."""
     ROWS: tl.constexpr = q0.shape[0]
     element: tl.constexpr = q0.dtype
     k0, k1 = _places(keys, 0, BITS, FLOAT, element, FAST)
-    scores = tl.dot(q0, k0, input_precision=PRECISION)
+    scores = tl.zeros((ROWS, keys.shape[1]), tl.float32) - q_zero[:, None]
+    scores = tl.dot(q0, k0, scores, input_precision=PRECISION)
+    scores = tl.dot(q1, k1, scores, input_precision=PRECISION)
     if BITS == 4:
         k2, k3 = _places(keys, 2, BITS, FLOAT, element, FAST)
         scores = tl.dot(q2, k2, scores, input_precision=PRECISION)
-        odd = tl.dot(q1, k1, input_precision=PRECISION)
-        odd = tl.dot(q3, k3, odd, input_precision=PRECISION)
-        scores += odd * 0.0625
-    else:
-        scores = tl.dot(q1, k1, scores, input_precision=PRECISION)
-    if FLOAT == 0:
-        scores = scores - q_zero[:, None]
-    scores = _over_groups(scores * _in_rows(key_scales, ROWS, GROUPS), GROUPS)
+        scores = tl.dot(q3, k3, scores, input_precision=PRECISION)
+    scores = _over_groups(scores * _in_rows(key_scales.to(tl.float32), ROWS, GROUPS), GROUPS)
     if CAPPED:
         # tanh(x) = 2 sigmoid(2 x) - 1
         scores = cap * (2.0 * tl.sigmoid(2.0 * scores * (scale * _factor(0, BITS, FLOAT) / cap)) - 1.0) * LOG2E
     else:
         scores = scores * (scale * LOG2E * _factor(0, BITS, FLOAT))
-    log2, inverse = _log2_and_inverse(_in_rows(value_scales, ROWS, GROUPS), FAST)
+    # Scales of slots that no query sees may be anything.
+    value_scales = _in_rows(tl.maximum(value_scales.to(tl.float32), SMALLEST), ROWS, GROUPS)
+    log2, inverse = _log2_and_inverse(value_scales, FAST)
     scores = tl.where(seen, scores + log2, float("-inf"))
     top = tl.maximum(best, tl.max(scores, 1))
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -147,7 +144,8 @@ def _words_step(
     weight = weight * shrink[:, None] + p * inverse
     p = p.to(element)
     if FLOAT == 0:
-        zeros = zeros * shrink[:, None] + p.to(tl.float32)
+        ones = tl.full((values.shape[0], zeros.shape[1]), 1.0, element)
+        zeros = tl.dot(p, ones, zeros * shrink[:, None], input_precision=PRECISION)
     v0, v1 = _places(values, 0, BITS, FLOAT, element, FAST)
     out0 = tl.dot(p, v0, out0 * shrink[:, None], input_precision=PRECISION)
     out1 = tl.dot(p, v1, out1 * shrink[:, None], input_precision=PRECISION)
@@ -282,15 +280,16 @@ def words_kernel(
     q1 = _queries(q_tile + 1, tile, element)
     q2, q3 = q1, q1
     if BITS == 4:
+        q1 *= 0.0625
         q2 = _queries(q_tile + 2, tile, element)
-        q3 = _queries(q_tile + 3, tile, element)
+        q3 = _queries(q_tile + 3, tile, element) * 0.0625
     best = tl.full((GROUPS * QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((GROUPS * QUERIES, KEYS), tl.float32)
-    zeros = weight
+    zeros = tl.zeros((GROUPS * QUERIES, 8), tl.float32)
     zero: tl.constexpr = 0.0 if FLOAT else (8.0 if BITS == 4 else 128.0)
-    q_zero = tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1)
+    q_zero = (tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1) * (16.0 if BITS == 4 else 1.0))
     if BITS == 4:
-        q_zero += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
+        q_zero += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1) * 16.0
     q_zero *= zero / _factor(0, BITS, FLOAT)
     out0 = tl.zeros((GROUPS * QUERIES, WORDS), tl.float32)
     out1, out2, out3 = out0, out0, out0
@@ -328,7 +327,7 @@ def words_kernel(
         )  # fmt: skip
         key_scales, value_scales = next_key_scales, next_value_scales
     weight = tl.sum(weight, 1)
-    zeros = tl.sum(zeros, 1)[:, None] * zero
+    zeros = tl.max(zeros, 1)[:, None] * zero
     out0 = out0 * _factor(0, BITS, FLOAT) - zeros
     out1 = out1 * _factor(1, BITS, FLOAT) - zeros
     out2 = out2 * _factor(2, BITS, FLOAT) - zeros
