@@ -25,19 +25,33 @@ from ridgeline.core.spec import KV_FORMATS, QUANTIZED_KV, LayerSpec, ModelSpec, 
 from ridgeline.engine.local import LocalEngine
 from ridgeline.kv.store import KvStore
 from ridgeline.ops.reference import REFERENCE
-from ridgeline.ops.triton import attention as registry
 from ridgeline.ops.triton import tuning
 from ridgeline.ops.triton.tuning import Tile
 
 ROWS, CONTEXT = 64, 4096
-SWEEP = [
-    (Tile(16, keys, warps, stages), each)
-    for keys, warps, stages, each in (
-        (64, 4, 3, 3), (64, 4, 3, 4), (64, 4, 4, 4), (64, 4, 2, 4), (64, 4, 2, 6), (64, 8, 3, 3), (128, 4, 2, 3), (128, 4, 3, 3),
-        (128, 8, 2, 3), (128, 8, 3, 3), (128, 8, 3, 2), (32, 4, 4, 6), (32, 2, 4, 8), (64, 2, 3, 6),
-    )
-]  # fmt: skip
-"""Tiles of the split kernel, and programs per processor for which keys are split."""
+SWEEP = {
+    8: (
+        (64, 4, 3, 4),
+        (64, 4, 3, 8),
+        (64, 2, 3, 4),
+        (64, 2, 3, 5),
+        (64, 2, 4, 4),
+        (64, 2, 3, 10),
+        (32, 1, 4, 7),
+        (128, 4, 2, 3),
+    ),
+    4: (
+        (64, 4, 3, 4),
+        (64, 4, 3, 8),
+        (64, 2, 3, 4),
+        (64, 2, 4, 4),
+        (64, 2, 3, 8),
+        (32, 1, 4, 8),
+        (32, 2, 4, 8),
+        (128, 4, 3, 2),
+    ),
+}
+"""By bits: slots, warps and stages of a tile, and programs per processor for which keys are split."""
 
 
 def batch_in(name: str, rows: int = ROWS, context: int = CONTEXT, layers: int = LAYERS) -> Batch:
@@ -101,18 +115,19 @@ def attention(sweep: bool) -> Iterator[dict[str, Any]]:
             "row": f"kv-{name}-attention-b64-4k", "value": round(read / shipped * 1e6 / rate, 4), "unit": "share of the read rate",
             "microseconds": round(shipped, 2), "read_tb_s": round(rate / 1e12, 3), "target": 0.85,
         }  # fmt: skip
-        if sweep and name != "bfloat16":
-            kept = tuning.SPLIT_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR, registry.SPLIT
-            for tile, each in SWEEP:
-                tuning.SPLIT_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR = tile, each
-                registry.SPLIT = kept[2].without("snug")
+        if sweep and name in ("fp8", "int4"):
+            bits = KV_FORMATS[name].bits
+            kept = tuning.WORD_TILES[bits][DIM], tuning.WORD_PROGRAMS_PER_PROCESSOR
+            for keys, warps, stages, each in SWEEP[bits]:
+                tile = Tile(16, keys, warps, stages)
+                tuning.WORD_TILES[bits][DIM], tuning.WORD_PROGRAMS_PER_PROCESSOR = tile, each
                 try:
                     time_us = graphed(batch)
                 except Exception as error:  # a tile that does not fit the shared memory
                     print(f"  {name} {tile} {each}: {type(error).__name__}", flush=True)
                     continue
                 print(f"  {name} {tile} {each}: {time_us:.1f} us, {read / time_us * 1e6 / rate:.3f}", flush=True)
-            tuning.SPLIT_TILES[DIM], tuning.SPLIT_PROGRAMS_PER_PROCESSOR, registry.SPLIT = kept
+            tuning.WORD_TILES[bits][DIM], tuning.WORD_PROGRAMS_PER_PROCESSOR = kept
         del batch
         torch.cuda.empty_cache()
 

@@ -31,7 +31,13 @@ SPLIT_TILES = {
 }
 # Caches of so many bits, read as words.
 WORD_TILES = {
-    8: {16: Tile(16, 64, 4, 3), 32: Tile(16, 64, 4, 3), 64: Tile(16, 64, 4, 3), 128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 3)},
+    8: {
+        16: Tile(16, 64, 4, 3),
+        32: Tile(16, 64, 4, 3),
+        64: Tile(16, 64, 4, 3),
+        128: Tile(16, 64, 4, 3),
+        256: Tile(16, 32, 4, 3),
+    },
     4: {32: Tile(16, 64, 4, 3), 64: Tile(16, 64, 4, 3), 128: Tile(16, 64, 4, 3), 256: Tile(16, 64, 4, 3)},
 }
 WORD_PROGRAMS_PER_PROCESSOR = 4

@@ -26,13 +26,13 @@ SMALLEST = tl.constexpr(6.103515625e-05)
 @triton.jit
 def _pair(words, code: tl.constexpr):
     """The elements at two places of the words by instructions on registers of 32 bits, which hold two words or two float16."""
-    return tl.inline_asm_elementwise(
-        code, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-    )
+    return tl.inline_asm_elementwise(code, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit
-def _places(words, number: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr, element: tl.constexpr, FAST: tl.constexpr):
+def _places(
+    words, number: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr, element: tl.constexpr, FAST: tl.constexpr
+):
     """The elements at the places `number` and `number` + 1 of words, without scales, in the type `element`: stored values of e4m3,
     else (code + 128) or (code + 8) times the factors 2^-24 and, at odd places of 4 bits, 2^-20 (see _factor). These are the last bits
     of a float16 below the normal numbers, so that a mask converts them."""
@@ -160,8 +160,12 @@ def _words_step(
 def _log2_and_inverse(x, FAST: tl.constexpr):
     """(log2(x), 1 / x) of normal numbers, approximate to 2^-22 if FAST."""
     if FAST:
-        log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
         return log2, inverse
     else:
         return tl.log2(x), 1.0 / x
@@ -170,7 +174,9 @@ def _log2_and_inverse(x, FAST: tl.constexpr):
 @triton.jit
 def _exp2(x, FAST: tl.constexpr):
     if FAST:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         return tl.exp2(x)
 
@@ -287,7 +293,7 @@ def words_kernel(
     weight = tl.zeros((GROUPS * QUERIES, KEYS), tl.float32)
     zeros = tl.zeros((GROUPS * QUERIES, 8), tl.float32)
     zero: tl.constexpr = 0.0 if FLOAT else (8.0 if BITS == 4 else 128.0)
-    q_zero = (tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1) * (16.0 if BITS == 4 else 1.0))
+    q_zero = tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1) * (16.0 if BITS == 4 else 1.0)
     if BITS == 4:
         q_zero += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1) * 16.0
     q_zero *= zero / _factor(0, BITS, FLOAT)
