@@ -82,7 +82,7 @@ def _words_serves(shape: AttentionShape) -> Split | None:
         tile = tuning.FLOAT32_SPLIT
     wave = tuning.WORD_PROGRAMS_PER_PROCESSOR
     made = _split(shape, dict.fromkeys((16, 32, 64, 128, 256, 512), tile), wave, combined=_sparse(shape))
-    return made._replace(tile=tile, ahead=0, registers=None, words=True)
+    return made._replace(tile=tile, ahead=0, registers=tile.registers, words=True)
 
 
 def _wide_serves(shape: AttentionShape) -> Split | None:
