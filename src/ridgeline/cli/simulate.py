@@ -28,21 +28,17 @@ from ridgeline.core.fit import Deployment, size
 from ridgeline.core.sizing import Memory
 from ridgeline.core.slo import Slo
 from ridgeline.core.workload import Workload, arrivals, synthetic
-from ridgeline.engine.policy import Limits
 from ridgeline.hardware.serving import calibrated_cost, cost_model
 from ridgeline.hardware.table import Accelerator, lookup
-from ridgeline.kv.retention import read_retention
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
 from ridgeline.planner.fleet import Fleet, FleetFigures, Loss, simulate_fleet
 from ridgeline.planner.ranking import seconds_text
+from ridgeline.planner.servers import planned_server
 from ridgeline.planner.simulate import Server, quantile
 from ridgeline.service.autoscale import Scaling
 from ridgeline.service.routing import POLICIES
-
-HOST_S = 0.002
-"""Seconds of the host per step, which a step in flight hides."""
 
 
 def parser() -> Parser:
@@ -111,17 +107,7 @@ def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Ser
     calibration = engine.calibration
     cost = calibrated_cost(Path(calibration), spec, row) if calibration else cost_model(row, spec)
     plan = size(Deployment(spec, replace(engine, device=kind), Memory(kind, row.memory_bytes), model))
-    return Server(
-        cost,
-        plan.layout,
-        plan.n_pages,
-        Limits(plan.max_rows, plan.max_step_tokens, plan.max_len),
-        prefix_cache=engine.enable_prefix_caching,
-        retention=read_retention(engine.kv_retention, plan.layout.page_tokens),
-        batching=engine.batching,
-        steps_in_flight=plan.steps_in_flight,
-        host_s=HOST_S,
-    )
+    return planned_server(cost, plan, engine)
 
 
 def _workload(options: Mapping[str, Any]) -> Workload:
