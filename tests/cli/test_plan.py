@@ -145,13 +145,14 @@ def test_a_plan_says_what_a_load_costs_and_what_starts_it(capsys: pytest.Capture
     assert fleet.fleet.replicas == best["replicas"] == len(fleet.gpus) and fleet.serve["model"] == LLAMA
 
 
-def test_a_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(
-        capsys, "plan", LLAMA, *SMALL, "--gpus", "h100", "--rate", "20", "--usd-hour", "2", "--carbon-g-kwh", "100"
-    )
+def test_a_plan_as_text_and_as_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--rate", "20", "--usd-hour", "2", "--carbon-g-kwh", "100", "--html", str(tmp_path / "plan.html"))
+    out = run(capsys, "plan", LLAMA, *SMALL, "--gpus", "h100", *words)
     assert "20 requests/s of 200 + 8 tokens on average" in out and "uncalibrated: `ridgeline calibrate`" in out
     assert "NVIDIA H100 SXM $2 an hour (given)" in out and "100 g/kWh" in out
     assert re.search(rf"^1: ridgeline serve {LLAMA} .*--device cuda", out, re.MULTILINE)
+    page = (tmp_path / "plan.html").read_text()
+    assert "<svg" in page and "$2 per hour" in page and "ridgeline serve" in page
 
 
 def test_given_chips_and_given_replicas(capsys: pytest.CaptureFixture[str]) -> None:

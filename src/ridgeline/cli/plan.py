@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ridgeline.cli.flags import Arguments, Parser, parser_for, whole_number
+from ridgeline.cli.flags import Arguments, Parser, check_output_paths, parser_for, whole_number
 from ridgeline.cli.plan_layouts import layout_facts, say_rest, show_layouts
 from ridgeline.cli.plan_options import (
     add_options,
@@ -30,7 +31,7 @@ from ridgeline.cli.plan_options import (
     read_variants,
 )
 from ridgeline.cli.plan_proposals import proposal_facts, show_proposals
-from ridgeline.cli.plan_start import layout_command
+from ridgeline.cli.plan_start import layout_command, start
 from ridgeline.cli.serve import resolve_arguments
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
@@ -39,6 +40,7 @@ from ridgeline.core.slo import Slo
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
 from ridgeline.planner.layouts import with_context
+from ridgeline.planner.plan_page import plan_page
 from ridgeline.planner.proposals import MOST, Offer, Task
 from ridgeline.planner.ranking import Variant, rank
 from ridgeline.planner.search import FINALISTS, Scope, SearchResult, search
@@ -62,6 +64,11 @@ def parser() -> Parser:
     )
     group = parser.add_argument_group("output")
     group.add_argument("--top", type=whole_number, metavar="N", default=10, help="layouts to print (default: 10)")
+    group.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a self-contained page: Pareto charts, what binds, sensitivity to each assumption",
+    )
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -70,6 +77,7 @@ def run(args: Arguments) -> int:
     """Returns 1 if no layout fits, or none meets the objectives and limits."""
     options, resolved = vars(args.options), resolve_arguments(args)
     check_numbers(options)
+    check_output_paths(options, "html")
     return _arithmetic(args, resolved) if "arithmetic" in options else _plan(args, resolved)
 
 
@@ -106,6 +114,10 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
 
 
 def _print(result: SearchResult, task: Task, notes: list[str], resolved: Resolved, options: Mapping[str, Any]) -> None:
+    if "html" in options and result.proposals:
+        shown = result.proposals[: options["top"]]
+        starts = [start(proposal, resolved.model).text for proposal in shown]
+        Path(options["html"]).write_text(plan_page(task, shown, starts, notes), encoding="utf-8")
     if "json" in options:
         print(json.dumps(proposal_facts(result, task, notes, resolved.model), indent=2))
         return
@@ -127,7 +139,7 @@ def _one_rank(engine: EngineConfig) -> EngineConfig:
 
 def _arithmetic(args: Arguments, resolved: Resolved) -> int:
     options, cluster = vars(args.options), owned_cluster(vars(args.options))
-    for name in ("split", "candidates"):
+    for name in ("split", "candidates", "html"):
         if name in options:
             raise ConfigError(f"--{name} needs simulations: leave out --arithmetic.", param=name)
     demand, _ = read_demand(options, Slo.parse(resolved.service.slo))

@@ -1,6 +1,7 @@
 """Simulate a fleet in virtual time: replicas with the real scheduler behind the real router, and the autoscaler if asked for.
 
-Reads config.json and a trace; nothing runs. Step times come from the cost model: without a --calibration they are uncalibrated.
+With --recorded it replays the requests of a server with other options instead: what would the percentiles have been? Reads
+config.json and a trace; nothing runs. Step times come from the cost model: without a --calibration they are uncalibrated.
 docs/planning.md says what is not simulated.
 """
 
@@ -20,6 +21,7 @@ from rich.table import Table
 from ridgeline.bench.traces import read_trace
 from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
 from ridgeline.cli.serve import resolve_arguments
+from ridgeline.cli.simulate_recorded import add_replay, replay_recorded
 from ridgeline.core.compatibility import Choice, check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
@@ -70,12 +72,15 @@ def parser() -> Parser:
         "--prefix-len", type=whole_number, metavar="N", help="without a trace: prompt tokens that all share"
     )
     group.add_argument("--slo", metavar="TEXT", help="objectives: ttft=500ms,tpot=50ms,e2e=10s")
+    add_replay(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def run(args: Arguments) -> int:
     options, resolved = vars(args.options), resolve_arguments(args)
+    if "recorded" in options:
+        return replay_recorded(args, resolved)
     if "gpu" not in options:
         raise ConfigError("--gpu is missing: name a device of the hardware table, as in --gpu h100.", param="gpu")
     row, slo = _device(options["gpu"]), Slo.parse(resolved.service.slo)

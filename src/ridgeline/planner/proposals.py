@@ -252,7 +252,7 @@ def use_of(unit: Unit, demand: Demand, rate: float, batch: float) -> Use:
     prompt = meter.work([demand.input], [demand.input], 1)
     steps = rate * demand.output / rows
     flops = rate * prompt.flops + steps * step.flops
-    moved = rate * prompt.bytes + steps * step.bytes
+    moved = rate * prompt.kv_bytes + steps * step.bytes  # prompts share the steps that read the weights
     return Use(flops / devices / row.peak(spec.matrix_dtype), moved / devices / row.bandwidth)
 
 
