@@ -16,6 +16,8 @@ Rows `sim-router-decision-*`: CPU time of the router's decisions for a request a
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import random
@@ -28,6 +30,7 @@ from typing import Any
 from common import HERE, cpu_name, provenance, write_rows
 
 from ridgeline.bench.traces import read_trace
+from ridgeline.cli.main import main as ridgeline
 from ridgeline.cli.simulate import server_of
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
@@ -156,7 +159,8 @@ def day(load: Workload, replicas: int, index_mb: int, suffix: str = "") -> Itera
         "worst_hour": min(hourly, key=lambda row: row["good"]), "tokens_s": round(result.figures.tokens_s),
         **{name: round(value, 4) for name, value in summary(result).items() if name.endswith("_s")},
     }  # fmt: skip
-    yield {"row": f"sim-day{suffix}-hours", "value": len(hourly), "unit": "hours", "by_hour": hourly}
+    if not suffix:
+        yield {"row": "sim-day-hours", "value": len(hourly), "unit": "hours", "by_hour": hourly}
     yield {
         "row": f"sim-day{suffix}-seconds", "value": round(seconds), "unit": "CPU seconds", "target": 600,
         "requests_per_minute": round(result.requests / seconds * 60),
@@ -210,6 +214,23 @@ def decisions(trace: Path, replicas: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# --- a plan --------------------------------------------------------------------------------------------------------------
+
+
+def plan_seconds() -> dict[str, Any]:
+    """CPU time of `ridgeline plan` for three kinds of cards and two formats of weights."""
+    model = str(HERE / "models" / "llama-3.1-8b")
+    words = ["plan", model, "--candidates", "h100,h200,l40s", "--formats", "fp8", "--rate", "20", "--json"]
+    began, out = time.process_time(), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        ridgeline([*words, "--slo", "p99(ttft)<=1s,tpot=30ms"])
+    answer = json.loads(out.getvalue())
+    return {
+        "row": "plan-seconds", "value": round(time.process_time() - began, 1), "unit": "CPU seconds", "target": 60,
+        "layouts": answer["considered"], "proposals": len(answer["proposals"]), "best": answer["proposals"][0]["name"],
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
@@ -217,7 +238,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=16.0, help="requests per second of the day's peak")
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--replicas", type=int, default=1000)
-    parser.add_argument("--parts", default="error,day,index,more,router")
+    parser.add_argument("--parts", default="error,day,index,more,sessions,plan,router")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     rows = list[dict[str, Any]]()
@@ -229,6 +250,12 @@ def main() -> None:
         rows += day(agents(args.peak, args.hours * HOUR_S, 0), args.replicas, 1024, "-large-index")
     if "more" in args.parts:
         rows += day(agents(args.peak, args.hours * HOUR_S, 0), args.replicas * 3 // 2, 64, "-more-replicas")
+    if "sessions" in args.parts:
+        named = agents(args.peak, args.hours * HOUR_S, 0)
+        sessions = tuple(replace(request, session=request.blocks[0] // 64) for request in named.requests)
+        rows += day(replace(named, requests=sessions), args.replicas, 64, "-sessions")
+    if "plan" in args.parts:
+        rows.append(plan_seconds())
     if "router" in args.parts:
         rows += [decisions(args.trace, replicas) for replicas in (8, 100, 1000)]
     for row in rows:

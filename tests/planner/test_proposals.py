@@ -11,6 +11,7 @@ import pytest
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.cost import step_work
 from ridgeline.core.slo import Slo
+from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 from ridgeline.core.workload import arrivals, synthetic
 from ridgeline.hardware.serving import cost_model
 from ridgeline.planner.cluster import read_cluster
@@ -19,7 +20,7 @@ from ridgeline.planner.layouts import Layout, replica
 from ridgeline.planner.proposals import Limits, Offer, Task, grows, missed
 from ridgeline.planner.ranking import Demand, Variant
 from ridgeline.planner.search import Scope, SearchResult, search
-from ridgeline.planner.servers import replica_server
+from ridgeline.planner.servers import divided_cost, replica_server
 from ridgeline.planner.simulate import Outcome
 
 from .test_simulate import SPEC
@@ -50,6 +51,20 @@ def test_stages_of_a_pipeline_overlap_and_delay_the_first_token() -> None:
     assert server.cost.step_s(step_work(SPEC, [(1024, 1)] * 32)) == pytest.approx(
         times.decode(32, 1024).total, rel=1e-3
     )
+
+
+@pytest.mark.parametrize(("tensor", "tokens_s"), [(2, 69), (4, 138), (8, 276)])
+def test_the_ceiling_of_a_70b_on_several_h200(tensor: int, tokens_s: float) -> None:
+    """One sequence at the published bandwidth, without the time of collectives."""
+    layer = LayerSpec(64, 8, 128, 28_672, Rope(500_000.0, 128))
+    spec = ModelSpec("LlamaForCausalLM", 128_256, 8192, (layer,) * 80, 131_072)
+    cluster = read_cluster(f"{tensor}xh200")
+    cost = replace(cost_model(cluster.device, spec), memory_share=1.0, kv_share=1.0, overhead_s=0.0)
+    made = replica(spec, Layout(tensor=tensor), cluster, 2048, EngineConfig())
+    divided = divided_cost(made, cost)
+    assert divided.links is not None
+    seconds = divided.decode_s([1]) - divided.links.rows(made.stages[0], 1)
+    assert 1 / seconds == pytest.approx(tokens_s, rel=0.02)
 
 
 def outcomes(ttfts: Sequence[float]) -> list[Outcome]:
@@ -86,6 +101,15 @@ def test_as_few_copies_as_the_rate_needs() -> None:
     assert needed.copies in (3, 4) and needed.devices == needed.copies and not needed.verdict
     assert needed.usd_hour == 2.0 * needed.copies and needed.goodput == pytest.approx(needed.good * 2.5 * each)
     assert needed.lane_tokens_s == pytest.approx((needed.capacity - needed.rate) * 8)
+
+
+def test_what_a_token_and_a_request_cost() -> None:
+    """$2 an hour at 100 tokens a second are $5.556 per million; answers of 200 tokens cost $1.11 per thousand."""
+    best = plan(None, count=1).proposals[0]
+    demand = replace(best.task.demand, output=200)
+    slow = replace(best, rate=0.5, task=replace(best.task, demand=demand), watts=700.0)
+    assert slow.usd_million == pytest.approx(5.556, abs=1e-3) and slow.usd_thousand == pytest.approx(1.11, abs=2e-3)
+    assert slow.joules_token == 7.0 and slow.carbon_g_request == pytest.approx(1400 * 1.2 / 3.6e6 * 450)
 
 
 def test_what_does_not_suffice_says_so() -> None:

@@ -41,7 +41,7 @@ def test_without_a_change_the_estimate_is_the_record() -> None:
 def test_two_replicas_shorten_the_tail_and_intervals_contain_the_estimates() -> None:
     made = estimates(BUSY, resamples=4, replicas=2)
     for estimate in made.values():
-        assert estimate.simulated.low <= estimate.simulated.high and estimate.change < 0
+        assert estimate.simulated.low <= estimate.simulated.value <= estimate.simulated.high and estimate.change < 0
         assert estimate.expected.value == pytest.approx(estimate.recorded.value * (1 + estimate.change))
     tail = made["TTFT p99"]
     assert tail.change < -0.2 and tail.recorded.low < tail.recorded.high and tail.expected.high < tail.recorded.high
@@ -89,7 +89,7 @@ def test_samples_keep_neighbours_together() -> None:
     assert len(sample.requests) == 120
     lengths = [request.input for request in BUSY.workload.requests]
     places = [lengths.index(request.input) for request in sample.requests]
-    assert sum(later == place + 1 for place, later in pairwise(places)) >= 100
+    assert sum(later == place + 1 for place, later in pairwise(places)) >= 110
     assert all(a.at_s <= b.at_s for a, b in pairwise(sample.requests))
 
 

@@ -70,7 +70,10 @@ def _more(part: str, factor: float, demand: Demand) -> Demand:
 def _faster(products: str, attention: str, factor: float, variant: Variant) -> Variant:
     """Other shares of a peak, for products and for attention."""
     separate = getattr(variant.cost, attention)
-    shares = {products: getattr(variant.cost, products) * factor, attention: None if separate is None else separate * factor}
+    shares = {
+        products: getattr(variant.cost, products) * factor,
+        attention: None if separate is None else separate * factor,
+    }
     return replace(variant, cost=replace(variant.cost, **shares))
 
 
