@@ -32,6 +32,15 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "40 requests" in shown and "uncalibrated" in shown and "within the SLO" in shown and "$" in shown
 
 
+def test_a_surrogate_gives_nearly_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = []
+    for words in ((), ("--surrogate",)):
+        assert main(["simulate", MODEL, *LOAD, "--replicas", "2", *words, "--json"]) == 0
+        figures.append(json.loads(capsys.readouterr().out))
+    for name in ("ttft_s", "tpot_s", "e2e_s", "busy_s"):
+        assert figures[1][name] == pytest.approx(figures[0][name], rel=0.05), name
+
+
 def test_a_trace_and_an_autoscaler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"timestamp": 500 * row, "input_length": 700, "output_length": 4, "hash_ids": [1]} for row in range(60)]
     trace = tmp_path / "trace.jsonl"
@@ -108,6 +117,7 @@ def test_what_a_replay_refuses(
         ((*LOAD, "--lose", "soon"), "--lose is 'soon'"),
         ((*LOAD, "--autoscale", "4:2"), "--autoscale is '4:2'"),
         ((*LOAD, "--input-len", "9000"), "No request of the workload fits"),
+        ((*LOAD, "--surrogate", "--batching", "static:4"), "--surrogate has no --batching but continuous"),
     ],
 )
 def test_what_is_refused(options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:

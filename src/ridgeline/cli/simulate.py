@@ -60,6 +60,11 @@ def parser() -> Parser:
         action="append",
         help="a replica is lost after AT seconds, for DOWN (default: 60)",
     )
+    group.add_argument(
+        "--surrogate",
+        action="store_true",
+        help="pass over steps in which nothing begins or ends, for fleets of hundreds",
+    )
     group = parser.add_argument_group("workload")
     group.add_argument("--trace", metavar="FILE", help="requests and their times; any format of `ridgeline bench run`")
     group.add_argument(
@@ -156,7 +161,7 @@ def _fleet(options: Mapping[str, Any], server: Server, slo: Slo) -> Fleet:
         if limits["ttft"] is not None:
             scaling = replace(scaling, ttft_s=limits["ttft"])
         fleet = replace(fleet, replicas=min(max(replicas, least), most))
-    return replace(fleet, scaling=scaling, losses=losses)
+    return replace(fleet, scaling=scaling, losses=losses, surrogate="surrogate" in options)
 
 
 def _loss(text: str) -> Loss:

@@ -23,6 +23,7 @@ from ridgeline.service.routing import POLICIES
 
 NOT_REPLAYED = (
     "gpu", "trace", "rate", "input_len", "output_len", "prefix_len", "autoscale", "cold_start_s", "lose", "limit", "slo",
+    "surrogate",
 )  # fmt: skip
 """Options of the command that say what the record says already, or that a replay does not have."""
 MOST = 1000

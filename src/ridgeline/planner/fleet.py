@@ -120,9 +120,15 @@ def _meets(outcome: Outcome, limits: Mapping[str, float | None]) -> bool:
 
 
 def simulate_fleet(fleet: Fleet, workload: Workload) -> FleetFigures:
-    """Serve the workload at its times. Raises ConfigError for an unknown policy, or if a request can never run."""
+    """Serve the workload at its times. Raises ConfigError for an unknown policy, for options of a server that its surrogate does
+    not have, or if a request can never run."""
     if fleet.policy not in POLICIES:
         raise ConfigError(f"--route is {fleet.policy!r}: use {', '.join(POLICIES)}.", param="route")
+    if fleet.surrogate and not Surrogate.stands_for(fleet.server):
+        raise ConfigError(
+            "--surrogate has no --batching but continuous, no --kv-retention and no tiers below the cache: leave one of them out.",
+            param="surrogate",
+        )
     return _Simulation(fleet, workload).run()
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from ridgeline.core.cost import WorkMeter
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.workload import RequestSpec
+from ridgeline.kv.retention import KEEP_ALL
 from ridgeline.planner.simulate import Event, Outcome, Server
 
 _ROUNDED = 64
@@ -111,9 +112,10 @@ class Surrogate:
         self._planned_s = math.inf  # when the step after a jump is planned
         self.next_s = math.inf
 
-    @property
-    def idle(self) -> bool:
-        return self._step is None
+    @staticmethod
+    def stands_for(server: Server) -> bool:
+        """Whether a surrogate has all options of the server."""
+        return server.batching == "continuous" and server.retention == KEEP_ALL and not server.tier_pages
 
     def add(self, number: int, spec: RequestSpec, due: float, now: float) -> None:
         """A request that was sent at `due` arrives. Raises ConfigError if it can never run."""
