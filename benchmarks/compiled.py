@@ -4,7 +4,8 @@
 
 One request with random bfloat16 weights and 128 tokens behind it. The plain step has a static KV cache, fused qkv and gate-up
 matrices and PyTorch's attention, which is how torch.compile does best (gpt-fast, PyTorch 2023). Each rung keeps those below:
-eager, torch.compile, torch.compile with CUDA graphs; then Ridgeline eager, with graphs, int8, int4.
+eager, torch.compile, torch.compile with CUDA graphs; then Ridgeline eager, with graphs, int8, int4. --only measures some of them;
+a speed-up is over the eager rung, measured in this run or found in the result file.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import cpu_name, provenance, timed, write_rows
+from common import cpu_name, provenance, read_rows, timed, write_rows
 
 from ridgeline.cli.roofline import read_spec
 from ridgeline.core.config import EngineConfig, ModelConfig
@@ -110,18 +111,21 @@ def seconds_per_token(step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     return statistics.median(runs[1:])
 
 
-def plain_rungs(spec: ModelSpec, device: str, tokens: int) -> Iterator[tuple[str, float]]:
+def plain_rungs(spec: ModelSpec, device: str, tokens: int, names: Collection[str]) -> Iterator[tuple[str, float]]:
     for name, options in PLAIN.items():
-        if options and device == "cpu":
-            continue  # CUDA graphs
+        if name not in names or (options and device == "cpu"):  # without CUDA graphs on a CPU
+            continue
         step = PlainStep(spec, device)
+        torch._dynamo.mark_static_address(step.cache)  # else no CUDA graph is made, because the step writes to it
         run = step if options is None else torch.compile(step.__call__, **options)
         yield name, seconds_per_token(run, device, tokens)
         torch.compiler.reset()
 
 
-def served_rungs(model: str, device: str) -> Iterator[tuple[str, float]]:
+def served_rungs(model: str, device: str, names: Collection[str]) -> Iterator[tuple[str, float]]:
     for name, options in SERVED.items():
+        if name not in names:
+            continue
         quantization = options.get("quantization", "")
         config = ModelConfig(model=model, load_format="dummy", max_model_len=PLACES, quantization=quantization)
         engine = EngineConfig(
@@ -143,13 +147,18 @@ def main() -> None:
     parser.add_argument("--model", default="benchmarks/models/llama-3.1-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokens", type=int, default=ANSWER - 1, help="tokens of a run of the plain step")
+    parser.add_argument("--only", nargs="+", choices=[*PLAIN, *SERVED], default=[*PLAIN, *SERVED], help="rungs")
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
     args = parser.parse_args()
     machine = cpu_name() if args.device == "cpu" else torch.cuda.get_device_name()
     facts, name = provenance(machine, args.commit), args.model.rstrip("/").rpartition("/")[2]
-    spec, first = read_spec(ModelConfig(model=args.model)), 0.0
-    for rungs in (plain_rungs(spec, args.device, args.tokens), served_rungs(args.model, args.device)):
+    spec = read_spec(ModelConfig(model=args.model))
+    measured = {row["row"]: row["tpot_ms"] for row in read_rows(args.out) if "tpot_ms" in row} if args.out else {}
+    eager = "torch-eager" in args.only
+    first = 0.0 if eager else measured.get(f"ladder-{name}-torch-eager-{args.device}", 0.0) / 1e3
+    plain = plain_rungs(spec, args.device, args.tokens, args.only)
+    for rungs in (plain, served_rungs(args.model, args.device, args.only)):
         for rung, seconds in rungs:
             first = first or seconds
             row = {

@@ -247,6 +247,11 @@ def read_variants(
     checkpoint: ModelSpec, model: ModelConfig, row: Accelerator, engine: EngineConfig, options: Mapping[str, Any]
 ) -> list[Variant]:
     """The model as asked for on a device, and in the formats of --formats and --kv-formats."""
+    if model.cpu_offload_gb:
+        raise ConfigError(
+            "`ridgeline plan` divides models between devices and leaves no weights in host memory: leave --cpu-offload-gb out.",
+            param="cpu_offload_gb",
+        )
     configs = [
         replace(model, quantization=weights, kv_cache_dtype=cache)
         for weights in _weight_names(model, row, options.get("formats", ""))
