@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ridgeline.bench.figures import run_json
+from ridgeline.bench.record import write_run
 from ridgeline.cli.main import main
 from ridgeline.cli.roofline import read_spec
 from ridgeline.core.calibration import Calibration, Errors
@@ -17,6 +19,7 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.hardware.serving import cost_model
 from ridgeline.hardware.table import lookup
 from ridgeline.service.fleet.file import read_fleet
+from tests.bench.rows import make_run, row
 from tests.cli.test_planning import LLAMA, run
 
 
@@ -213,6 +216,25 @@ def test_a_calibration_of_the_card_improves_the_plan(capsys: pytest.CaptureFixtu
         assert each["capacity"] < 0.75 * plain[name]["capacity"]
     assert main(["plan", LLAMA, "--gpus", "l40s", "--calibration", str(file)]) == 2
     assert "was measured on NVIDIA H100 80GB HBM3, and this is for NVIDIA L40S" in capsys.readouterr().err
+
+
+def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A plan for the requests of a run: its lengths and times, and its percentiles."""
+    rows = [row(number, at=0.1 * number, ttft=0.02, tokens=9) for number in range(40)]
+    run_ = make_run(rows, seconds=4.0, rate=10.0)
+    write_run(run_, tmp_path / "run", run_json(run_))
+    words = ("plan", LLAMA, "--gpus", "h100", "--finalists", "1", "--sample", "40", "--measured", str(tmp_path / "run"))
+    facts = json.loads(run(capsys, *words, "--json"))
+    assert facts["demand"]["rate"] == pytest.approx(10, rel=0.01) and facts["demand"]["output"] == 9
+    assert facts["measured"]["ttft"]["measured"]["p99"] == pytest.approx(0.02)
+    assert facts["measured"]["ttft"]["predicted"] == facts["proposals"][0]["ttft_s"]
+    assert "predicted beside measured" in run(capsys, *words)
+    assert main([*words, "--rate", "3"]) == 2
+    assert "--rate does not go with --measured" in capsys.readouterr().err
+    closed = make_run(rows, seconds=4.0, rate=None)
+    write_run(closed, tmp_path / "closed", run_json(closed))
+    assert main([*words[:-1], str(tmp_path / "closed")]) == 2
+    assert "in a closed loop the server sets the rate" in capsys.readouterr().err
 
 
 SPLIT = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -85,6 +86,7 @@ def test_a_queue_that_grows() -> None:
     assert not grows(outcomes([0.1 + 0.05 * (number % 3) for number in range(100)]), 10.0)
 
 
+@cache
 def plan(rate: float | None, limits: Limits = Limits(), count: int = 8) -> SearchResult:
     """The best single devices for short requests."""
     offer = Offer(replace(CLUSTER, count=count), 2.0, owned=True)

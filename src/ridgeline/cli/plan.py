@@ -16,8 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
+from ridgeline.bench.record import Run
 from ridgeline.cli.flags import Arguments, Parser, check_output_paths, parser_for, whole_number
 from ridgeline.cli.plan_layouts import layout_facts, say_rest, show_layouts
+from ridgeline.cli.plan_measured import measured_facts, read_measured, show_measured, workload_of_run
 from ridgeline.cli.plan_options import (
     add_options,
     check_calibration,
@@ -86,7 +88,9 @@ def run(args: Arguments) -> int:
 
 def _plan(args: Arguments, resolved: Resolved) -> int:
     options, offers = vars(args.options), read_offers(vars(args.options))
-    demand, workload = read_demand(options, Slo.parse(resolved.service.slo))
+    run = read_measured(options)
+    recorded = workload_of_run(run) if run is not None else None
+    demand, workload = read_demand(options, Slo.parse(resolved.service.slo), recorded)
     checkpoint, _ = read_model(resolve_model(replace(resolved.model, load_format="dummy")))
     rows = [offer.cluster.device for offer in offers]
     check_calibration(resolved.engine.calibration, checkpoint, rows)
@@ -109,19 +113,28 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
     scope = Scope(variants, read_sizes(args, ()), "split" in options, options.get("finalists", FINALISTS), say)
     task = Task(demand, workload, _one_rank(resolved.engine), *read_limits(options), options.get("sample", MOST))
     result = search(task, offers, scope)
-    _print(result, task, notes, resolved, options)
+    _print(result, task, notes, resolved, (options, run))
     return 0 if any(not proposal.verdict for proposal in result.proposals) else 1
 
 
-def _print(result: SearchResult, task: Task, notes: list[str], resolved: Resolved, options: Mapping[str, Any]) -> None:
+def _print(
+    result: SearchResult, task: Task, notes: list[str], resolved: Resolved, asked: tuple[Mapping[str, Any], Run | None]
+) -> None:
+    """asked: options of the command, and the run of --measured."""
+    options, run = asked
     if "html" in options and result.proposals:
         shown = result.proposals[: options["top"]]
         starts = [start(proposal, resolved.model).text for proposal in shown]
         Path(options["html"]).write_text(plan_page(task, shown, starts, notes), encoding="utf-8")
     if "json" in options:
-        print(json.dumps(proposal_facts(result, task, notes, resolved.model), indent=2))
+        facts = proposal_facts(result, task, notes, resolved.model)
+        if run is not None and result.proposals:
+            facts["measured"] = measured_facts(result.proposals[0], run)
+        print(json.dumps(facts, indent=2))
         return
     show_proposals(Console(), task, result.proposals[: options["top"]], resolved.model)
+    if run is not None and result.proposals:
+        show_measured(Console(), result.proposals[0], run)
     say_rest(Console(), result.refused, notes)
 
 
@@ -139,7 +152,7 @@ def _one_rank(engine: EngineConfig) -> EngineConfig:
 
 def _arithmetic(args: Arguments, resolved: Resolved) -> int:
     options, cluster = vars(args.options), owned_cluster(vars(args.options))
-    for name in ("split", "candidates", "html"):
+    for name in ("split", "candidates", "html", "measured"):
         if name in options:
             raise ConfigError(f"--{name} needs simulations: leave out --arithmetic.", param=name)
     demand, _ = read_demand(options, Slo.parse(resolved.service.slo))

@@ -58,6 +58,11 @@ def add_options(parser: Parser) -> None:
         )
     group.add_argument("--trace", metavar="FILE", help="take lengths, shared prefixes and times from a trace")
     group.add_argument(
+        "--measured",
+        metavar="RUN",
+        help="plan for the requests of a run, and show what it measured beside the best proposal",
+    )
+    group.add_argument(
         "--rate",
         type=finite_number,
         metavar="X",
@@ -182,8 +187,9 @@ def _offer(cluster: Cluster, usd_hour: float | None, date: str, *, owned: bool =
 # --- workload ------------------------------------------------------------------------------------------------------------
 
 
-def read_demand(options: Mapping[str, Any], slo: Slo) -> tuple[Demand, Workload]:
-    """Means for the arithmetic, and requests for the simulation. Raises ConfigError that names the option."""
+def read_demand(options: Mapping[str, Any], slo: Slo, recorded: Workload | None = None) -> tuple[Demand, Workload]:
+    """Means for the arithmetic, and requests for the simulation. recorded: the requests of a run. Raises ConfigError that names the
+    option."""
     for name in ("input_len", "output_len"):
         if options.get(name, 1) < 1:
             flag = name.replace("_", "-")
@@ -191,12 +197,12 @@ def read_demand(options: Mapping[str, Any], slo: Slo) -> tuple[Demand, Workload]
     if options.get("rate", 1.0) <= 0:
         raise ConfigError(f"--rate is {options['rate']:g}: give requests per second above 0.", param="rate")
     demand = Demand(slo=slo)
-    if "trace" not in options:
+    if "trace" not in options and recorded is None:
         lengths = options.get("input_len", demand.input), options.get("output_len", demand.output)
         demand = Demand(*lengths, options.get("rate"), slo)
         made = synthetic(MOST, (str(demand.input), str(demand.output)), 0, 0)
         return demand, made.at(arrivals(MOST, 1.0, 1.0, 0))
-    workload = read_trace(Path(options["trace"]))
+    workload = recorded or read_trace(Path(options["trace"]))
     fixed = {name: options[f"{name}_len"] for name in ("input", "output") if f"{name}_len" in options}
     workload = replace(workload, requests=tuple(replace(request, **fixed) for request in workload.requests))
     columns = zip(*((request.input, request.output) for request in workload.requests), strict=True)
