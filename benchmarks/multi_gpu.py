@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import HERE, provenance, read_rows, timed, write_rows
+from common import HERE, lens, provenance, read_rows, timed, write_rows
 from shapes import MODELS
 
 from ridgeline.core.config import EngineConfig, ModelConfig
@@ -116,7 +116,7 @@ def sums(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def started(
-    model: Path, quantization: str, options: Mapping[str, int], whole_experts: bool = False
+    model: Path, quantization: str, options: Mapping[str, int], whole_experts: bool = False, rows: int = 64
 ) -> tuple[LocalEngine, float]:
     """An engine, and the seconds of its start."""
     began = time.perf_counter()
@@ -128,7 +128,7 @@ def started(
         max_model_len=longest,
         expert_parallel=whole_experts,
     )
-    config = EngineConfig(device="cuda", enable_prefix_caching=False, max_num_seqs=64, **options)  # type: ignore[arg-type]
+    config = EngineConfig(device="cuda", enable_prefix_caching=False, max_num_seqs=rows, **options)  # type: ignore[arg-type]
     engine = LocalEngine.start(served, config)
     return engine, time.perf_counter() - began
 
@@ -177,6 +177,17 @@ def measured(args: argparse.Namespace, quantization: str, way: str, options: Map
         engine.close()
 
 
+def conversations(args: argparse.Namespace, way: str, options: Mapping[str, int]) -> Iterator[Row]:
+    """Requests per second of 1,000 conversations of the Azure trace, all sent at once."""
+    engine, _ = started(args.model, "", options, rows=256)
+    try:
+        lengths, vocab = lens("azure_conv_1000"), engine.engine.setup.vocab_size
+        timed(engine, lengths[:64], vocab)
+        yield {"row": f"{way}-bf16-conv", "req_s": round(len(lengths) / timed(engine, lengths, vocab).seconds, 2)}
+    finally:
+        engine.close()
+
+
 def experts(args: argparse.Namespace, way: str, options: Mapping[str, int]) -> Iterator[Row]:
     """The rows of a model of 128 experts (Qwen3-30B-A3B), by name."""
     with tempfile.TemporaryDirectory() as place:
@@ -199,6 +210,8 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "stages": lambda args: measured(args, "", "stages", {"pipeline_parallel_size": args.ranks}),
     "tensor-fp8": lambda args: measured(args, "fp8", "tensor", {"tensor_parallel_size": args.ranks}),
     "one-fp8": lambda args: measured(args, "fp8", "one", {}),
+    "conv-one": lambda args: conversations(args, "one", {}),
+    "conv-tensor": lambda args: conversations(args, "tensor", {"tensor_parallel_size": args.ranks}),
     "experts-one": lambda args: experts(args, "one", {}),
     "experts-tensor": lambda args: experts(args, "tensor", {"tensor_parallel_size": args.ranks}),
     "experts-whole": lambda args: experts(args, "whole", {"tensor_parallel_size": args.ranks}),
@@ -211,9 +224,9 @@ def shares(rows: Mapping[str, Row]) -> Iterator[Row]:
     for name, row in rows.items():
         way, _, rest = name.partition("-")
         single = rows.get(f"one-{rest}")
-        value = next((key for key in ("ms", "tok_s", "s") if key in row), "")
+        value = next((key for key in ("ms", "tok_s", "req_s", "s") if key in row), "")
         if way not in ("one", "sums", "share", "gain") and single and value in single and not rest.endswith("start"):
-            gain = row[value] / single[value] if value == "tok_s" else single[value] / row[value]
+            gain = row[value] / single[value] if value in ("tok_s", "req_s") else single[value] / row[value]
             yield {"row": f"gain-{name}", "gain": round(gain, 3)}
     for requests in (1, 64):
         added = rows.get(f"sums-{8192 * requests}")
@@ -243,7 +256,10 @@ def main() -> None:
     rows: dict[str, Row] = {row["row"]: row for row in read_rows(args.out)} if args.out else {}
     for part in args.only.split(","):
         dtype = "" if part.startswith("experts") else "-fp8" if "fp8" in part else "-bf16"
-        last = "sums-67108864" if part == "sums" else f"{part.removesuffix('-fp8')}{dtype}-start"
+        if part.startswith("conv"):
+            last = f"{part.removeprefix('conv-')}-bf16-conv"
+        else:
+            last = "sums-67108864" if part == "sums" else f"{part.removesuffix('-fp8')}{dtype}-start"
         if time.perf_counter() - began > args.seconds or (args.resume and last in rows):
             continue
         try:
