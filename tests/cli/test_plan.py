@@ -42,7 +42,7 @@ def test_plan_ranks_layouts_and_says_why(capsys: pytest.CaptureFixture[str]) -> 
     assert re.search(r"^1 +DP8 \(fp8\)|^1 +DP8 ", out, re.MULTILINE)
     assert re.search(r"DP8 before .*: 1\.\d\d times the throughput, because of \w+: ", out)
     assert f"DP8: ridgeline serve {LLAMA} --quantization fp8 --device cuda  (8 times" in out
-    assert "TP8: ridgeline serve" not in out  # tensor parallelism starts on CPUs only
+    assert "PP2 x DP4: ridgeline serve" in out and "--pipeline-parallel-size 2" in out
 
 
 def test_plan_as_json_has_every_layout(capsys: pytest.CaptureFixture[str]) -> None:

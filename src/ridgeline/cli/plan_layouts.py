@@ -52,7 +52,7 @@ def show_layouts(
         if words:
             say(f"{entry.layout}: {escape(words)}{each}")
     if not any(commands):
-        say("None of these: Ridgeline serves on one GPU, and divides a model over processes on CPUs only.")
+        say("None of these: Ridgeline divides a model over the GPUs of one host so far.")
 
 
 def say_rest(console: Console, refused: Sequence[Refused], notes: Sequence[str]) -> None:

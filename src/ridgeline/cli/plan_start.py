@@ -48,7 +48,8 @@ def layout_command(entry: Ranked, row: Accelerator, length: int, model: ModelCon
 def _deployment(entry: Ranked, row: Accelerator, model: ModelConfig, engine: EngineConfig) -> Deployment | None:
     """None where Ridgeline cannot start the layout yet."""
     layout, on_cpu = entry.layout, row.kind == "cpu"
-    if not row.serves or (layout.replica > 1 and not on_cpu):
+    host = row.links.devices if row.links else 8
+    if not row.serves or (not on_cpu and layout.replica > host):
         return None
     kind, spec = "cpu" if on_cpu else "cuda", entry.variant.spec
     sizes = {f"{name}_parallel_size": getattr(layout, name) for name in SIZES}
@@ -103,7 +104,9 @@ def _fleet(proposal: Proposal, deployment: Deployment, change: dict[str, object]
     }
     file: dict[str, Any] = {"replicas": proposal.copies, "serve": serve | change, "router": router}
     if cluster.device.kind == "cuda" and proposal.devices <= cluster.per_host:
-        file["gpus"] = list(range(proposal.copies))
+        size = unit.coarse.layout.replica
+        groups = (range(place * size, (place + 1) * size) for place in range(proposal.copies))
+        file["gpus"] = [",".join(map(str, group)) for group in groups]
     elif proposal.devices > cluster.per_host:
-        file |= {"launcher": "ray", "replica_gpus": 1 if cluster.device.kind == "cuda" else 0}
+        file |= {"launcher": "ray", "replica_gpus": unit.coarse.layout.replica if cluster.device.kind == "cuda" else 0}
     return file
