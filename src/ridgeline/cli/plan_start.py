@@ -75,7 +75,9 @@ def start(proposal: Proposal, model: ModelConfig) -> Start:
     deployment = _deployment(unit.coarse, row, model, unit.engine)
     if deployment is None:
         return Start(
-            why=f"Ridgeline does not run on {row.name}" if not row.serves else "one GPU for each replica so far"
+            why=f"Ridgeline does not run on {row.name}"
+            if not row.serves
+            else "GPUs of a replica are in one host so far"
         )
     longest = max(request.input + request.output for request in proposal.task.workload.requests)
     change = _context(deployment, longest)
