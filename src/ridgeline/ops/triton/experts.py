@@ -77,7 +77,7 @@ def _route(
         left = tl.where(at == expert, -1.0, left)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])  # start-up compiles one form for all numbers of pairs
 def _sort(
     chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, pairs, held,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -246,8 +246,7 @@ class GroupedExperts:
         tiles = pairs // tile.rows + groups if is_sorted else pairs
         places = torch.empty((3, tiles), dtype=torch.int32, device=x.device)
         if is_sorted:
-            block = min(SORTED_AT_ONCE, triton.next_power_of_2(pairs))
-            _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=block, num_warps=4)
+            _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=SORTED_AT_ONCE, num_warps=4)
         shape = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
         launch = {"num_warps": tile.warps, "num_stages": tile.stages}
         scaled = self._down_scales is not None
