@@ -116,6 +116,7 @@ def plain_rungs(spec: ModelSpec, device: str, tokens: int, names: Collection[str
         if name not in names or (options and device == "cpu"):  # without CUDA graphs on a CPU
             continue
         step = PlainStep(spec, device)
+        torch._dynamo.mark_static_address(step.cache)  # else no CUDA graph is made, because the step writes to it
         run = step if options is None else torch.compile(step.__call__, **options)
         yield name, seconds_per_token(run, device, tokens)
         torch.compiler.reset()

@@ -32,6 +32,7 @@ EXAMPLES: Mapping[str, Example] = {
     "--kv-retention snap, heavy": Example({"kv_retention": "heavy:window=8,keep=64"}),
     "--kv-selection": Example({"kv_selection": 64}),
     "--kv-offload-gb, --kv-disk": Example({"kv_offload_gb": 0.01}),
+    "--cpu-offload-gb": Example({"cpu_offload_gb": 1.0}, on_gpu=True),
     "--no-enable-prefix-caching": Example({"enable_prefix_caching": False}),
     "--deterministic": Example({"deterministic": True}),
     "--speculate reference, lookahead": Example({"speculate": "reference"}),

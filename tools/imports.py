@@ -26,7 +26,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "ops": ("core", "hardware"),
     "quant": ("core", "ops"),
     "kv": ("core", "ops", "quant"),
-    "parallel": ("core",),
+    "parallel": ("core", "ops"),
     "models": ("core", "ops", "quant", "parallel"),
     "decoding": ("core", "ops", "models"),
     "speculation": ("core", "ops", "models", "decoding"),

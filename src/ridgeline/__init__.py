@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+from ridgeline.core.version import VERSION as __version__
+
 __all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
 
 _HOMES = {"LLM": "ridgeline.llm", "Completion": "ridgeline.llm", "SamplingParams": "ridgeline.core.sampling"}

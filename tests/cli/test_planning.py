@@ -14,6 +14,7 @@ import pytest
 from ridgeline.bench.steps import FIT_SHAPES, OUTPUTS, VALIDATION_SHAPES, Bounds, Recorder, Shape, measure, shapes
 from ridgeline.cli.main import main
 from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.host_weights import LINK_SHARE
 from ridgeline.engine.local import LocalEngine
 from ridgeline.hardware.probe import Device, Machine
 from ridgeline.hardware.table import Accelerator, lookup
@@ -104,21 +105,46 @@ def llama_70b(tmp_path: Path) -> str:
 
 
 def test_a_spill_counts_in_floor_rate_and_price(capsys: pytest.CaptureFixture[str], llama_70b: str) -> None:
-    """A 70B in 16 bits on an A100: 56 GB cross a link of 32 GB/s in every step, which takes 1.75 s, 25 times the floor that
-    ignores them. So does a prefill that computes for less time."""
+    """A 70B in 16 bits on an A100: 56 GB cross a link of 32 GB/s in every step, which takes at least 1.75 s, 25 times the floor
+    that ignores them. So does a prefill that computes for less time. Copies reach a share of the published rate."""
     words = ("roofline", llama_70b, "--on", "a100", "--prompt", "512")
     facts = json.loads(run(capsys, *words, "--json"))
     decode, prefill = facts["phases"]["decode"], facts["phases"]["prefill"]
     link_s = facts["spilled_bytes"] / 32e9
     assert decode["floor_s"] == decode["spill_s"] == pytest.approx(link_s) == pytest.approx(1.75, rel=0.03)
-    assert decode["predicted_s"] == pytest.approx(link_s) and decode["bound"] == prefill["bound"] == "capacity"
+    copies_s = link_s / LINK_SHARE
+    assert decode["predicted_s"] == pytest.approx(copies_s) and decode["bound"] == prefill["bound"] == "capacity"
     # The prompt's cache is smaller than that of the decoding sequence.
-    assert 0.99 * link_s < prefill["floor_s"] < link_s and prefill["predicted_s"] == prefill["floor_s"]
+    assert 0.99 * link_s < prefill["floor_s"] < link_s and prefill["predicted_s"] == prefill["floor_s"] / LINK_SHARE
     out = " ".join(run(capsys, *words).split())
     price = float(out.split("hour (")[1].split("$")[1].split(" ")[0])
     rent = float(out.split("Rented at $")[1].split(" ")[0])
-    assert price == pytest.approx(rent / 3600 * link_s * 1e6, rel=0.01)
-    assert "include these reads" in out and "= 0.57 tokens/s" in out
+    assert price == pytest.approx(rent / 3600 * copies_s * 1e6, rel=0.01)
+    assert "include these reads" in out and "= 0.46 tokens/s" in out
+    # With the option, the weights that it names cross the link, though the model needs more than that to fit.
+    split = json.loads(run(capsys, *words, "--json", "--cpu-offload-gb", "64"))
+    assert split["spilled_bytes"] == pytest.approx(64 << 30, rel=0.01)
+    assert split["phases"]["decode"]["predicted_s"] == pytest.approx(split["spilled_bytes"] / 32e9 / LINK_SHARE)
+
+
+def test_weights_in_host_memory_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """An 8B in 16 bits on an L4 with a context of 65,536 tokens: the plan shows which weights leave and what a token takes."""
+    model = write_llama(tmp_path)
+    out = run(capsys, "fit", model, "--on", "l4", "--cpu-offload-gb", "12", "-c", "65536")
+    assert "12.03 GiB of the weights, copied to the device in every step" in out
+    assert f"fits  ridgeline serve {model} --cpu-offload-gb 12.0 --max-model-len 65536" in out
+    per_token = float(out.split("one request")[1].split("about ")[1].split(" ms")[0])
+    assert per_token == pytest.approx(12.03 * (1 << 30) / (32e9 * LINK_SHARE) * 1e3, rel=0.01)
+    for words, message in (
+        (("fit", model, "--on", "l4", "--cpu-offload-gb", "15"), "all layers but the last have 12.59 GiB"),
+        (("fit", model, "--on", "l4", "--cpu-offload-gb", "0.1"), "it frees no memory, because copies need buffers"),
+        (("fit", model, "--device", "cpu", "--cpu-offload-gb", "4"), "--cpu-offload-gb needs a GPU"),
+        (("roofline", model, "--on", "cpu", "--cpu-offload-gb", "4"), "--cpu-offload-gb needs a GPU"),
+        (("plan", model, "--gpus", "2xh100", "--cpu-offload-gb", "4"), "leave --cpu-offload-gb out"),
+        (("calibrate", model, "--cpu-offload-gb", "4"), "leave --cpu-offload-gb out"),
+    ):
+        assert main(list(words)) != 0
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_device_without_a_host_link_gives_no_rate(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from ridgeline.core.compatibility import FEATURES, REFUSALS, Choice, Refusal, check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.experts import ExpertSpec
 from ridgeline.core.resolve import split_options
 from ridgeline.core.spec import LayerSpec, Rope
 from tools.compatibility import table
@@ -16,6 +17,7 @@ CHOSEN: dict[str, dict[str, object]] = {
     "retention": {"kv_retention": "window:keep=64"},
     "retention by attention": {"kv_retention": "snap:keep=64"},
     "selection": {"kv_selection": 64},
+    "weights in host memory": {"cpu_offload_gb": 1.0},
     "host memory": {"kv_offload_gb": 1.0},
     "no prefix cache": {"enable_prefix_caching": False},
     "deterministic": {"deterministic": True},
@@ -27,6 +29,8 @@ CHOSEN: dict[str, dict[str, object]] = {
     "tensor parallelism": {"tensor_parallel_size": 2},
     "more than two tensor ranks": {"tensor_parallel_size": 4},
     "context parallelism": {"context_parallel_size": 2},
+    "context parallelism on GPUs": {"context_parallel_size": 2},
+    "several hosts": {"nnodes": 2},
     "sequence parallelism": {"sequence_parallel": True},
     "a pipeline": {"pipeline_parallel_size": 2},
     "steps in flight": {"steps_in_flight": 1},
@@ -46,13 +50,14 @@ def choice(*names: str) -> Choice:
         Rope(),
         window=64 if "layers with windows" in names else None,
         share_from=0 if "layers that share a cache" in names else None,
+        experts=ExpertSpec(8, 2, 16) if "experts" in names else None,
     )
     drafter = str(options.get("speculate", "")).partition(":")[0]
     return Choice(
         ModelConfig(**model),
         EngineConfig(**engine),
         [layer],
-        "cuda" if any(name.endswith("a GPU") for name in names) else "cpu",
+        "cuda" if {"a GPU", "a KV format on a GPU", "context parallelism on GPUs"} & set(names) else "cpu",
         (drafter,) if drafter else (),
         drafts_on_device=drafter in ("recycling", "draft", "recurrent"),
         drafts_branch=drafter in ("reference", "recycling"),

@@ -11,6 +11,7 @@ import pytest
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.fit import WORTH, Candidate, Deployment, Risk, Space, alternatives, command, format_risk, size
+from ridgeline.core.host_weights import LINK_SHARE
 from ridgeline.core.sizing import GIB, DrafterMemory, Memory
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, LayerSpec, ModelSpec, Rope
 from ridgeline.hardware.probe import Device
@@ -76,17 +77,44 @@ def test_8b_on_24_gib_is_served_in_fp8(on: str) -> None:
 
 
 def test_what_nothing_helps_names_the_smallest_device_and_what_is_not_built() -> None:
-    message = refusal(deployment(LLAMA_405B, "h200"))
+    message = refusal(deployment(LLAMA_405B, "h100"))
     assert (
         "No option makes it fit: use a smaller model, or NVIDIA B200 SXM (179.06 GiB), which holds it with weights in "
         in message
     )
-    assert "Offload to host memory and parallelism over several GPUs are not built yet." in message
+    assert "Parallelism over several GPUs is not built yet." in message
     larger = refusal(deployment(replace(LLAMA_405B, layers=LLAMA_405B.layers * 2), "h200"))
     assert "use a smaller model, or a device with more than" in larger
     on_cpu = refusal(replace(deployment(LLAMA_70B, "h200"), memory=Memory("cpu", 20 * GIB)))
     assert "or NVIDIA A100 SXM 40GB (40.00 GiB), which holds it with weights in int3" in on_cpu
     assert "Parallelism over several machines is not built yet." in on_cpu and "Offload" not in on_cpu
+
+
+def test_what_fits_in_no_format_is_split_between_device_and_host_memory() -> None:
+    """As many whole GiB as are missing, with the time of a token that the copies take."""
+    case = deployment(LLAMA_405B, "h200", max_model_len=8192)
+    message = refusal(case)
+    split = r"It fits with weights in int4 \(medium risk to quality\), 87\.\d\d GiB of weights in host memory \(1\.\d s per token\)"
+    assert re.search(split, message)
+    assert re.search(
+        r"This command works: ridgeline serve model --max-model-len 8192 --quantization int4 --cpu-offload-gb 87\.0$",
+        message,
+    )
+    best = alternatives(case)[0]
+    assert best.plan.host_bytes >= best.spec.host_bytes and best.request_s == best.plan.host_bytes / (64e9 * LINK_SHARE)
+    less = replace(case, spec=replace(best.spec, host_bytes=best.spec.host_bytes - GIB))
+    with pytest.raises(DoesNotFit):
+        size(less)
+    unknown = replace(case, space=replace(case.space, cost=None))
+    assert not alternatives(unknown), "without a known link there is no speed"
+
+
+def test_other_formats_are_tried_without_weights_in_host_memory() -> None:
+    case = deployment(LLAMA_70B, "h100")
+    split = replace(case, model=replace(case.model, cpu_offload_gb=8.0), spec=replace(case.spec, host_bytes=8 * GIB))
+    best = alternatives(split)[0]
+    assert best.change == {**alternatives(case)[0].change, "cpu_offload_gb": None} and not best.plan.host_bytes
+    assert "--cpu-offload-gb" not in command(split, best.change) and "--cpu-offload-gb 8.0" in command(split, {})
 
 
 def test_a_context_that_the_user_set_is_kept_where_a_format_keeps_it() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
-from ridgeline.engine.hosts import accept_ranks, attach, check_hosts
+from ridgeline.engine.hosts import accept_ranks, attach, check_hosts, gpu_of
 from ridgeline.engine.rank_link import Link
 from tests.models.families import save
 
@@ -130,3 +130,27 @@ def test_an_address_of_another_host_cannot_be_listened_on() -> None:
     config = replace(two_hosts(tensor_parallel_size=2), master_addr="192.0.2.1")
     with pytest.raises(ConfigError, match="give an address of this host"):
         accept_ranks(config, lambda *at: None)
+
+
+def test_a_rank_has_a_gpu_of_its_host() -> None:
+    config = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=4, nnodes=2)
+    assert [gpu_of(number, config, 8) for number in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "param"),
+    [
+        ({"tensor_parallel_size": 4}, "--tensor-parallel-size 4 needs 4 GPUs", "tensor_parallel_size"),
+        (
+            {"context_parallel_size": 2, "pipeline_parallel_size": 3},
+            "--context-parallel-size 2 times --pipeline-parallel-size 3 needs 6 GPUs",
+            "context_parallel_size",
+        ),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(sizes: dict[str, int], flags: str, param: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{flags} on this host, and torch finds 2: lower the sizes to a product of 2"
+    ) as caught:
+        gpu_of(1, EngineConfig(**sizes), 2)  # type: ignore[arg-type]
+    assert caught.value.param == param

@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from ridgeline.core.errors import EngineFailed
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.parallel.group import Group
 from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect
 from tests.models.paged import PagedRows
 
@@ -47,24 +47,23 @@ def load(folder: Path, case: str, mesh: Mesh = ONE_DEVICE) -> LoadedModel:
     return build(folder / family, model=model, ops=ops, device=CPU, mesh=mesh)
 
 
-class CountedGroup:
+class CountedGroup(Group):
     """Bytes that each rank sends, by the volumes of ring algorithms."""
 
-    def __init__(self, group: Any) -> None:
-        self._group, self.sent = group, 0
-        self.share = (group.size() - 1) / group.size()
+    def __init__(self, group: Group, size: int) -> None:
+        self._group, self._size, self.sent = group, size, 0
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
-        self.sent += int(2 * self.share * tensors[0].nbytes)
-        return self._group.allreduce(tensors)
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self.sent += int(2 * (self._size - 1) / self._size * x.nbytes)
+        self._group.all_reduce(x)
 
-    def allgather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> Any:
-        self.sent += tensors[0].nbytes * (self._group.size() - 1)
-        return self._group.allgather(parts, tensors)
+    def all_gather(self, parts: torch.Tensor, x: torch.Tensor) -> None:
+        self.sent += x.nbytes * (self._size - 1)
+        self._group.all_gather(parts, x)
 
-    def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *splits: list[int]) -> Any:
-        self.sent += int(self.share * sent.nbytes)
-        return self._group.alltoall_base(received, sent, *splits)
+    def exchange(self, received: torch.Tensor, x: torch.Tensor) -> None:
+        self.sent += int((self._size - 1) / self._size * x.nbytes)
+        self._group.exchange(received, x)
 
 
 def logits(model: LoadedModel) -> torch.Tensor:
@@ -84,8 +83,9 @@ def main(rank: int, size: int, folder: Path) -> None:
     """Write what this rank computes, then end as rank 1 while rank 0 waits for it, and write what rank 0 is told."""
     store = torch.distributed.FileStore(str(folder / "store"), size)
     mesh = connect(rank, size, Meeting(store, TIMEOUT_S))
-    group = CountedGroup(mesh.group)
-    mesh = replace(mesh, group=group)  # type: ignore[arg-type]
+    assert mesh.group is not None
+    group = CountedGroup(mesh.group, size)
+    mesh = replace(mesh, group=group)
     by_case: dict[str, object] = {}
     for case in CASES:
         group.sent = 0

@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from ridgeline.core.errors import EngineFailed
-from ridgeline.parallel.mesh import Meeting, connect
+from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.parallel.gloo import GlooGroup
+from ridgeline.parallel.gpu import LIMITS
+from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect
 from tests.models.families import FAMILIES, save
 from tests.models.mesh_rank import CASES, DECODED, TIMEOUT_S, load, logits
 
@@ -89,3 +92,37 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_told(tmp_path: Pat
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
     with pytest.raises(EngineFailed, match="Rank 0 of 2 could not reach the other ranks"):
         connect(0, 2, Meeting(store, 0.5))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has NCCL")
+def test_gpus_need_nccl(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(ConfigError, match="Several GPUs need NCCL, which this torch does not have"):
+        connect(0, 2, Meeting(store, 0.5, device=torch.device("cuda", 0)))
+
+
+def test_a_muted_rank_runs_alone() -> None:
+    """The group has another rank that never calls anything."""
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = pool.map(lambda rank: GlooGroup(rank, 2, store, TIMEOUT_S), range(2))
+    mesh, message = Mesh(0, 2, first), torch.ones(2)
+    with mesh.muted():
+        assert mesh.all_reduce(torch.arange(3.0)).tolist() == [0, 1, 2]
+        assert mesh.all_gather(torch.arange(2.0)).tolist() == [[0, 1], [0, 1]]
+        assert mesh.exchange(torch.arange(2.0)[:, None]).tolist() == [[0], [1]]
+        first.send(message, 1, 1)
+        first.receive(message, 1, 1)
+    assert message.tolist() == [0, 0]
+    with ONE_DEVICE.muted():
+        assert ONE_DEVICE.groups == []
+
+
+def test_sums_fit_into_the_memory_of_their_kernel() -> None:
+    peers = pytest.importorskip("ridgeline.ops.triton.peers")
+    for size, limits in LIMITS.items():
+        layout = peers.Layout(size)
+        assert size <= peers.MOST_RANKS and limits.one_shot <= peers.ONE_SHOT_ROOM
+        assert limits.two_shot <= size * layout.part <= peers.TWO_SHOT_ROOM
+        assert all(at % 16 == 0 for at in (layout.slot, layout.part, layout.parts, layout.sums, layout.flags))
+    assert f"MOST = {peers.MOST_RANKS};" in peers.source(torch.bfloat16)

@@ -76,7 +76,7 @@ def test_the_text_says_the_same_numbers() -> None:
 def test_what_lies_where_it_lay_has_the_same_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver is asked once for an address, a shape, a pitch and a box, and again if any of them differs."""
     asked = []
-    monkeypatch.setattr(cuda, "_call", lambda *given: asked.append(given))
+    monkeypatch.setattr(cuda, "call", lambda *given: asked.append(given))
     cuda._tensor_map.cache_clear()
     x = torch.zeros(64, 128, dtype=torch.bfloat16)
     kept = cuda.tensor_map(x, (8, 64))

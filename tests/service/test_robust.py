@@ -149,14 +149,14 @@ def test_a_key_that_is_no_text_is_wrong():
 def test_a_large_body_is_checked_beside_the_streams(endless: Live, monkeypatch, field: str):
     """Reading the fields of a large body must not hold up the event loop."""
     seen = []
-    read = app_module.read_fields
+    read = app_module.COMPLETIONS.fields
 
-    def watched(*arguments):
+    def watched(body):
         seen.append(threading.current_thread() is not endless_thread)
-        return read(*arguments)
+        return read(body)
 
     endless_thread = endless.run(_thread())
-    monkeypatch.setattr(app_module, "read_fields", watched)
+    monkeypatch.setattr(app_module, "COMPLETIONS", app_module.COMPLETIONS._replace(fields=watched))
     values = ["a"] * 100_000 if field == "stop" else [1] * 200_000
     assert endless.complete(**{field: values}).status == 400
     assert endless.complete(max_tokens=1).status == 200

@@ -10,6 +10,7 @@ import pytest
 
 from ridgeline.service import answer
 from ridgeline.service.call import Usage
+from ridgeline.service.choices import ChoicesShape
 from ridgeline.service.piece import Piece
 
 from .conftest import THINKING
@@ -72,7 +73,7 @@ def test_continuous_usage(polite: Live):
     assert events[0]["usage"]["prompt_tokens"] == 2
 
 
-class Letters:
+class Letters(ChoicesShape):
     """A shape that shows what it is given."""
 
     usage = Usage()
@@ -96,7 +97,7 @@ def events_of(batches: list[list[Piece]], keep_alive_s: float = 60.0, **streamin
     async def sent() -> list[str]:
         shape = Letters()
         shape.usage = Usage()
-        events = answer._events(pieces(), shape, answer.Streaming(**streaming), keep_alive_s)
+        events = answer.event_data(pieces(), shape.events(answer.Streaming(**streaming)), keep_alive_s)
         return [data.decode().strip() async for data in events]
 
     return asyncio.run(sent())

@@ -73,6 +73,12 @@ def run(args: Arguments) -> int:
         )
     resolved = resolve_arguments(args)
     spec = read_spec(resolved.model)
+    if spec.host_bytes:
+        raise ConfigError(
+            "`ridgeline calibrate` measures steps that copy no weights: leave --cpu-offload-gb out, or give a --quantization with "
+            "which the model fits. The copies are added when the calibration is used.",
+            param="cpu_offload_gb",
+        )
     console = Console(stderr=True)
     with Stages(console) as stages:
         local = LocalEngine.start(resolved.model, replace(resolved.engine, calibration=""), stages)

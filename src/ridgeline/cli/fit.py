@@ -22,6 +22,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.fit import REQUEST_TOKENS, Deployment, Risk, alternatives, command, flags, size
+from ridgeline.core.host_weights import LINK_SHARE, streamed_s
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import parse
 from ridgeline.core.sizing import Memory, MemoryPlan
@@ -65,14 +66,16 @@ def run(args: Arguments) -> int:
     space = search_space(device, checkpoint.quantization)
     if engine.calibration:
         calibrated = load_calibration(Path(engine.calibration), spec).cost
-        space = replace(space, cost=partial(_recalibrated, calibrated))
+        link = device.accelerator.host_link * LINK_SHARE if device.accelerator is not None else 0.0
+        space = replace(space, cost=partial(_recalibrated, calibrated, link))
     return _report(Deployment(spec, engine, memory, model, beside, space), device)
 
 
-def _recalibrated(calibrated: CostModel, spec: ModelSpec) -> CostModel:
-    """The calibrated cost model for another format of the same model, for which it is a guess."""
+def _recalibrated(calibrated: CostModel, link: float, spec: ModelSpec) -> CostModel:
+    """The calibrated cost model for another format of the same model, for which it is a guess. link: bytes per second of copies of
+    weights from host memory."""
     same = (spec.dtype, spec.quantization) == (calibrated.spec.dtype, calibrated.spec.quantization)
-    return replace(calibrated, spec=spec, calibrated=same)
+    return replace(calibrated, spec=spec, calibrated=same, streamed_s=streamed_s(spec, link))
 
 
 def _report(deployment: Deployment, device: Device) -> int:
@@ -153,6 +156,10 @@ def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
 
 def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:
     table.add_row("usable memory", bytes_text(plan.usable_bytes))
+    if plan.host_bytes:
+        table.add_row(
+            "host memory", f"{bytes_text(plan.host_bytes)} of the weights, copied to the device in every step"
+        )
     table.add_row("working memory", bytes_text(plan.workspace_bytes + plan.graph_bytes))
     blocks = f"{counted(plan.n_pages, 'block')} of {counted(plan.page_tokens, 'token')}"
     table.add_row("KV cache", f"{bytes_text(plan.kv_bytes)}, {blocks} ({bytes_text(plan.layout.page_bytes)} each)")

@@ -167,6 +167,11 @@ def _variants(
     checkpoint: ModelSpec, model: ModelConfig, engine: EngineConfig, cluster: Cluster, formats: str
 ) -> list[Variant]:
     """The model as asked for, and in the formats of --formats."""
+    if model.cpu_offload_gb:
+        raise ConfigError(
+            "`ridgeline plan` divides models between devices and leaves no weights in host memory: leave --cpu-offload-gb out.",
+            param="cpu_offload_gb",
+        )
     names = [model.quantization]
     kind = "cpu" if cluster.device.kind == "cpu" else "cuda"
     if formats and checkpoint.quantization:

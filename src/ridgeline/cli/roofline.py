@@ -25,6 +25,7 @@ from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.host_weights import LINK_SHARE, check_gpu, streamed_s
 from ridgeline.core.plural import counted
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.bandwidth import with_measured_rates
@@ -73,6 +74,7 @@ def run(args: Arguments) -> int:
     options = vars(args.options)
     check_output_paths(options, "html", "svg")
     accelerator, caveat = _accelerator(options.get("on"), spec.dtype)
+    check_gpu(spec, accelerator.kind)
     load = _load(options, spec.max_len)
     result = roofline(spec, accelerator, load)
     cost = _cost(spec, accelerator, resolved.engine.calibration)
@@ -114,8 +116,8 @@ def step_rows(phase: str, load: Load) -> list[tuple[int, int]]:
 
 
 def predicted_s(cost: CostModel, phase: Phase, load: Load) -> float:
-    """Predicted seconds of a step: the cost model, or reads over the host link if they take longer."""
-    return max(cost.step_s(step_work(cost.spec, step_rows(phase.name, load))), phase.spill_s)
+    """Predicted seconds of a step: the cost model, or reads over the host link at the rate that copies reach, if slower."""
+    return max(cost.step_s(step_work(cost.spec, step_rows(phase.name, load))), phase.spill_s / LINK_SHARE)
 
 
 def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, ...]]:
@@ -139,7 +141,8 @@ def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, 
 
 def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str) -> CostModel:
     if calibration:
-        return load_calibration(Path(calibration), spec).cost
+        cost = load_calibration(Path(calibration), spec).cost
+        return replace(cost, streamed_s=streamed_s(spec, accelerator.host_link * LINK_SHARE))
     return cost_model(accelerator, spec)
 
 
@@ -172,9 +175,11 @@ def notes(result: Roofline, cost: CostModel, steps: dict[str, float]) -> tuple[s
                 f"All weights fit into the {level_text(on_chip)}: steps may be faster than these limits, which assume reads "
                 "from memory."
             )
+    elif result.spec.host_bytes:
+        lines.append(f"{bytes_text(capacity.spilled_bytes)} are in host memory. " + _spilled(result))
     else:
-        lines.append(f"The model does not fit (capacity-bound): {bytes_text(capacity.spilled_bytes)} would be in host memory. "
-                     + _spilled(result))  # fmt: skip
+        lines.append(f"The model does not fit (capacity-bound): {bytes_text(capacity.spilled_bytes)} would be in host memory "
+                     f"(--cpu-offload-gb). " + _spilled(result))  # fmt: skip
     rent = result.accelerator.rent
     if rent is not None and math.isfinite(steps["decode"]):
         price = usd_per_unit(rent.usd, load.batch / steps["decode"]) * 1e6

@@ -72,13 +72,15 @@ class Calibration:
 def cost_values(cost: CostModel) -> dict[str, Any]:
     """The rates and factors of a cost model as JSON values. Factors that equal another one (None) are left out."""
     factors = {name: _finite(value) for name in FACTORS if (value := getattr(cost, name)) is not None}
-    return {"flops_per_s": cost.flops_per_s, "bytes_per_s": cost.bytes_per_s, "factors": factors}
+    rates = {"flops_per_s": cost.flops_per_s, "bytes_per_s": cost.bytes_per_s, "streamed_s": _finite(cost.streamed_s)}
+    return {**rates, "factors": factors}
 
 
 def read_cost(spec: ModelSpec, values: Mapping[str, Any], calibrated: bool = False) -> CostModel:
     """The cost model of `cost_values`. Raises KeyError, TypeError or ValueError for other values."""
     factors: dict[str, Any] = {name: float(value) for name, value in values["factors"].items()}
-    return CostModel(spec, values["flops_per_s"], values["bytes_per_s"], calibrated=calibrated, **factors)
+    rates, streamed_s = (values["flops_per_s"], values["bytes_per_s"]), float(values.get("streamed_s", 0.0))
+    return CostModel(spec, *rates, calibrated=calibrated, streamed_s=streamed_s, **factors)
 
 
 def _finite(value: float) -> float | str:

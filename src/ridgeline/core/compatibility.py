@@ -46,6 +46,7 @@ FEATURES: Mapping[str, Feature] = {
         "kv_retention", lambda choice: choice.engine.kv_retention.startswith(("snap", "heavy"))
     ),
     "selection": Feature("kv_selection", lambda choice: choice.model.kv_selection > 0),
+    "weights in host memory": Feature("cpu_offload_gb", lambda choice: choice.model.cpu_offload_gb > 0),
     "host memory": Feature("kv_offload_gb", lambda choice: choice.engine.kv_offload_gb > 0),
     "no prefix cache": Feature("enable_prefix_caching", lambda choice: not choice.engine.enable_prefix_caching),
     "deterministic": Feature("deterministic", lambda choice: choice.engine.deterministic),
@@ -60,12 +61,17 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "a pipeline": Feature("pipeline_parallel_size", lambda choice: choice.engine.pipeline_parallel_size > 1),
     "context parallelism": Feature("context_parallel_size", lambda choice: choice.engine.context_parallel_size > 1),
+    "context parallelism on GPUs": Feature(
+        "context_parallel_size", lambda choice: choice.engine.context_parallel_size > 1 and choice.device == "cuda"
+    ),
+    "several hosts": Feature("nnodes", lambda choice: choice.engine.nnodes > 1),
     "sequence parallelism": Feature("sequence_parallel", lambda choice: choice.engine.sequence_parallel),
     "steps in flight": Feature("steps_in_flight", lambda choice: choice.engine.steps_in_flight is not None),
     "layers with windows": Feature("", lambda choice: any(layer.window is not None for layer in choice.layers)),
     "layers that share a cache": Feature(
         "", lambda choice: any(layer.share_from is not None for layer in choice.layers)
     ),
+    "experts": Feature("", lambda choice: any(layer.experts for layer in choice.layers)),
     "prefill apart from decode": Feature("", lambda choice: choice.hands_over),
     "a GPU": Feature("", lambda choice: choice.device == "cuda"),
     "a KV format on a GPU": Feature(
@@ -139,6 +145,12 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("host memory", _PIPELINE, "several ranks have no tiers", "leave it out, or use one process"),
     Refusal("host memory", _CONTEXT_PARALLEL, "several ranks have no tiers", "leave it out, or use one process"),
     Refusal(
+        "weights in host memory",
+        "experts",
+        "a copy of all experts would be made for the few that a token uses",
+        "leave --cpu-offload-gb out, or use --quantization",
+    ),
+    Refusal(
         "drafts as trees",
         "deterministic",
         "--deterministic verifies chains only, and these drafters propose trees",
@@ -162,7 +174,6 @@ REFUSALS: Sequence[Refusal] = (
         "whether a step is divided, and so the order of its sums, depends on the batch",
         "leave --sequence-parallel out",
     ),
-    Refusal(_TENSOR_PARALLEL, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
     *(
         Refusal(
             _CONTEXT_PARALLEL,
@@ -172,8 +183,13 @@ REFUSALS: Sequence[Refusal] = (
         )
         for drafter in ("a draft model", "a recurrent draft")
     ),
-    Refusal(_CONTEXT_PARALLEL, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
-    Refusal(_PIPELINE, "a GPU", "several ranks run on CPUs only so far", "leave it out, or use --device cpu"),
+    Refusal(
+        "context parallelism on GPUs",
+        "drafts",
+        "the host moves accepted tokens of drafts between ranks so far",
+        "leave --speculate out, or use --tensor-parallel-size",
+    ),
+    Refusal("several hosts", "a GPU", "GPUs of several hosts are not connected so far", "use GPUs of one host"),
     Refusal(
         _PIPELINE,
         "a drafter on the device",

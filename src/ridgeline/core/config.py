@@ -37,6 +37,16 @@ class ModelConfig:
     kv_selection: int = option(
         0, "tokens of the KV cache that a generated token reads per layer and head, in whole blocks; 0: all"
     )
+    expert_parallel: bool = option(
+        False,
+        "the processes of --tensor-parallel-size divide the experts of a layer among them, instead of the width of each",
+        "--enable-expert-parallel",
+    )
+    cpu_offload_gb: float = option(
+        0.0,
+        "GiB of the layers' weights that stay in host memory and are copied to the GPU in every step, for models larger than its "
+        "memory (default: none)",
+    )
     max_model_len: int | None = option(
         None, "maximum tokens of prompt plus answer (default: the model's)", "--context-length", "-c"
     )
@@ -215,6 +225,10 @@ class ServiceConfig:
     warm_prefix: str = option(
         "",
         "file of prefixes (JSON lines with messages or prompt, and ttl) that are computed and pinned before the server is ready",
+    )
+    response_store_mb: float = option(
+        64.0,
+        "memory in MiB of responses that /v1/responses can go on from; the oldest go first, and a restart drops them",
     )
     answer_cache_mb: float = option(
         0.0, "MiB of whole answers that identical requests with temperature 0 or a seed get again (default: none)"

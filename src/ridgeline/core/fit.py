@@ -1,8 +1,8 @@
 """The memory plan of a model, or a refusal with the best command that works.
 
 The search tries every number format of weights and cache that the device serves, memory and batch options, and context lengths.
-Each candidate is planned by the same function that refused the user's options. Offload to host memory and other numbers of ranks
-are not among them.
+Each candidate is planned by the same function that refused the user's options. A format in which nothing of this helps is tried
+with weights in host memory. Other numbers of ranks are not among the candidates.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import product
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel, WorkMeter
 from ridgeline.core.errors import DoesNotFit
+from ridgeline.core.host_weights import least_host_bytes
 from ridgeline.core.sizing import GIB, MIN_CONTEXT, DrafterMemory, Memory, MemoryPlan, Planner, hardware_defaults
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, ModelSpec
 
@@ -116,6 +117,8 @@ class Candidate:
         words = [f"{_FORMAT_NAMES[option]} in {name}" for option, name in formats.items()]
         if words:
             words[-1] += f" ({self.risk.name.lower()} risk to quality)"
+        if self.plan.host_bytes and "cpu_offload_gb" in self.change:
+            words.append(f"{_gib(self.plan.host_bytes)} of weights in host memory ({self.request_s:.2g} s per token)")
         if self.plan.max_len < self.asked_len:
             words.append(f"a context of {self.plan.max_len} of {self.asked_len} tokens")
         return ", ".join(words) or "other limits on memory or batch"
@@ -168,10 +171,12 @@ def alternatives(deployment: Deployment) -> tuple[Candidate, ...]:
     """
     groups: dict[tuple[str, int, str], list[Candidate]] = {}
     for served, change, risk in _formats(deployment.spec, deployment.space):
-        if served.weight_bytes < deployment.memory.total:
-            bits = NUMBER_FORMATS[served.quantization].bits if served.quantization else 0
-            group = groups.setdefault((served.dtype, bits, served.kv_format), [])
+        bits = NUMBER_FORMATS[served.quantization].bits if served.quantization else 0
+        group = groups.setdefault((served.dtype, bits, served.kv_format), [])
+        if served.weight_bytes - served.host_bytes < deployment.memory.total:
             group += _candidates(deployment, served, change, risk)
+        if not group:
+            group += _split(deployment, served, change, risk)
     asked = deployment.model.max_model_len or 0
     best = [_mildest(group, asked) for group in groups.values() if group]
     return tuple(sorted(best, key=lambda candidate: (candidate.plan.max_len < asked, -candidate.grade)))
@@ -189,7 +194,7 @@ def _mildest(candidates: Sequence[Candidate], asked: int) -> Candidate:
     return next(candidate for candidate in safe if candidate.grade >= best - 1)
 
 
-def _formats(spec: ModelSpec, space: Space) -> Iterator[tuple[ModelSpec, dict[str, str], Risk]]:
+def _formats(spec: ModelSpec, space: Space) -> Iterator[tuple[ModelSpec, dict[str, object], Risk]]:
     """Number formats that make the model smaller, mildest first: the spec as served, the changes, their risk."""
     dtypes = [("", Risk.NONE)] + [("bfloat16", Risk.MINIMAL)] * (spec.dtype == "float32")
     weights = [("", Risk.NONE), *((name, format_risk(name)) for name in space.weight_formats)]
@@ -197,9 +202,11 @@ def _formats(spec: ModelSpec, space: Space) -> Iterator[tuple[ModelSpec, dict[st
     caches = [("", Risk.NONE), *((name, cache_risk(name)) for name in smaller)]
     for choice in product(caches, dtypes, weights):
         cache, dtype, weight = (name for name, _ in choice)
-        change = {"dtype": dtype, "quantization": weight, "kv_cache_dtype": cache}
-        change = {option: name for option, name in change.items() if name}
-        served = _served(spec, change)
+        names = {"dtype": dtype, "quantization": weight, "kv_cache_dtype": cache}
+        names = {option: name for option, name in names.items() if name}
+        served, change = _served(spec, names), dict[str, object](names)
+        if spec.host_bytes and names:  # another format is tried without weights in host memory first
+            served, change["cpu_offload_gb"] = replace(served, host_bytes=0), None
         if not weight or served.layer_bytes < replace(served, quantization=spec.quantization).layer_bytes:
             yield served, change, max(risk for _, risk in choice)
 
@@ -209,7 +216,9 @@ def _served(spec: ModelSpec, change: Mapping[str, str]) -> ModelSpec:
     return replace(spec, **{fields[option]: name for option, name in change.items()})  # type: ignore[arg-type]
 
 
-def _candidates(deployment: Deployment, spec: ModelSpec, formats: Mapping[str, str], risk: Risk) -> Iterator[Candidate]:
+def _candidates(
+    deployment: Deployment, spec: ModelSpec, formats: Mapping[str, object], risk: Risk
+) -> Iterator[Candidate]:
     """Candidates with these formats, mildest change of other options first."""
     for options in _memory_changes(deployment.engine, deployment.memory):
         planner, change = deployment.planner(spec, options), {**formats, **options}
@@ -218,6 +227,20 @@ def _candidates(deployment: Deployment, spec: ModelSpec, formats: Mapping[str, s
         elif (context := planner.largest_context()) is not None:
             change["max_model_len"] = context
             yield _candidate(deployment, spec, planner.plan(context)[0], change, risk)
+
+
+def _split(deployment: Deployment, spec: ModelSpec, formats: Mapping[str, object], risk: Risk) -> Iterator[Candidate]:
+    """The candidate that leaves as few weights as possible in host memory, at most as many as the device has memory for."""
+    memory, cost = deployment.memory, deployment.space.cost
+    if memory.kind == "cpu" or cost is None or any(layer.experts for layer in spec.layers):
+        return
+    spec = replace(spec, host_bytes=0)
+    _, missing = deployment.planner(spec, {}).plan()
+    host_bytes = least_host_bytes(spec, missing)
+    served = replace(spec, host_bytes=host_bytes)
+    if 0 < host_bytes <= memory.total and math.isfinite(cost(served).streamed_s):
+        planner, change = deployment.planner(served, {}), {**formats, "cpu_offload_gb": host_bytes / GIB}
+        yield _candidate(deployment, served, planner.plan()[0], change, risk)
 
 
 def _memory_changes(engine: EngineConfig, memory: Memory) -> Iterable[dict[str, object]]:
@@ -307,12 +330,13 @@ def _no_remedy(deployment: Deployment) -> str:
     fixed = plan.weight_bytes + plan.workspace_bytes + plan.graph_bytes
     larger = f"a device with more than {_gib(int(fixed / 0.9))}"
     for name, count in sorted((space.devices or {}).items(), key=lambda device: device[1]):
-        candidates = alternatives(replace(deployment, memory=Memory("cuda", count)))
+        larger_one = replace(deployment, memory=Memory("cuda", count))
+        candidates = [candidate for candidate in alternatives(larger_one) if not candidate.spec.host_bytes]
         if candidates and candidates[0].plan.max_len >= min(spec.max_len, USEFUL_CONTEXT):
             larger = f"{name} ({_gib(count)})"
             larger += f", which holds it with {candidates[0]}" if candidates[0].change else ""
             break
-    others = "Offload to host memory and parallelism over several GPUs are"
+    others = "Parallelism over several GPUs is"
     if deployment.memory.kind == "cpu":
         others = "Parallelism over several machines is"
     return f"No option makes it fit: use a smaller model, or {larger}. {others} not built yet."

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.host_weights import check_gpu, host_weights
 from ridgeline.core.spec import DTYPE_BYTES, KvLayout, LayerSpec, ModelSpec, kv_layout
 from ridgeline.core.stages import rank_layout, stage_layout, stage_spec, stages
 
@@ -30,7 +31,8 @@ MIN_CONTEXT = 256
 class MemoryPlan:
     """Bytes by purpose, and the limits that follow from them.
 
-    n_pages: pages that can be leased; kv_bytes also includes the scratch page. workspace_bytes: activations, logits, device
+    n_pages: pages that can be leased; kv_bytes also includes the scratch page. weight_bytes: on the device. host_bytes: of weights
+    in host memory, whose buffers count as weight_bytes. workspace_bytes: activations, logits, device
     rows and, on a GPU, its context. max_rows: maximum requests that run at once.
     """
 
@@ -40,6 +42,7 @@ class MemoryPlan:
     workspace_bytes: int
     graph_bytes: int
     kv_bytes: int
+    host_bytes: int
     layout: KvLayout
     n_pages: int
     max_len: int
@@ -144,6 +147,10 @@ class Planner:
             layout = max((stage_layout(layout, part, spec) for part in parts), key=lambda cut: cut.page_bytes)
         self._layout = layout
         self._weight_bytes = max(stage_spec(spec, part).weight_bytes for part in parts)
+        check_gpu(spec, memory.kind)
+        moved = host_weights(spec)
+        self._host_bytes = moved.bytes
+        self._weight_bytes -= moved.saved_bytes
 
     def plan(self, max_len: int | None = None) -> tuple[MemoryPlan, int]:
         """The plan, and the bytes that are missing for one sequence of max_len tokens (0 or less: it fits).
@@ -167,6 +174,7 @@ class Planner:
             workspace_bytes=workspace,
             graph_bytes=graphs,
             kv_bytes=kv,
+            host_bytes=self._host_bytes,
             layout=layout,
             n_pages=max(0, kv // layout.page_bytes - 1),
             max_len=spec.max_len,

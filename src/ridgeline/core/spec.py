@@ -1,7 +1,6 @@
 """The architecture of a decoder, layer by layer, and formulas for its parameters, FLOPs, weight bytes and KV bytes.
 
-Engine, `fit`, metrics, planner and bench all use these formulas. A test holds them equal to the tensors that `models.build`
-makes.
+Engine, `fit`, metrics, planner and bench all use these formulas. A test compares them with the tensors of `models.build`.
 """
 
 from __future__ import annotations
@@ -223,7 +222,7 @@ class ModelSpec:
 
     `quantization`: the number format of the layers' matrices, a name of NUMBER_FORMATS; "" means `dtype`.
     `kv_format`: the format of the cache, a name of KV_FORMATS; "" means `dtype`.
-    `vocabulary_ranks`: ranks that share the rows of embedding and head.
+    `vocabulary_ranks`: ranks that share the rows of embedding and head. `host_bytes`: of weights that stay in host memory.
 
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 also norm the output of attention and
     feed-forward, before the residual addition. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
@@ -252,6 +251,7 @@ class ModelSpec:
     quantization: str = ""
     kv_format: str = ""
     vocabulary_ranks: int = 1
+    host_bytes: int = 0
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -312,7 +312,7 @@ class ModelSpec:
 
     def active_params(self, layer: LayerSpec) -> int:
         """Elements of the weight matrices of one layer that a token is multiplied by."""
-        return sum(matrix.used * matrix.elements for matrix in self.matrices(layer))
+        return sum(round(matrix.used * matrix.elements) for matrix in self.matrices(layer))
 
     def stream_norms(self) -> int:
         """Number of norms of width d_model in one layer."""

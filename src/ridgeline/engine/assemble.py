@@ -58,7 +58,7 @@ def assemble(
     rank = plan_rank(model, config, times, pools)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
     retention = read_retention(config.kv_retention, plan.page_tokens)
-    check_tiers(config, plan.layout)
+    check_tiers(config, plan.layout, plan.host_bytes)
     fingerprint = _fingerprint(folder, model, spec, plan.layout, wanted)
     cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
     times.ends("ceilings")

@@ -75,7 +75,7 @@ class DeviceStep:
         self, model: LoadedModel, rows: RowTable, store: KvStore, step_tokens: int, drafter: DeviceDrafter = NoDrafter()
     ) -> None:
         self.decoder, self.spec, self.ops, self.rows, self.store = model.decoder, model.spec, model.ops, rows, store
-        self.drafter = drafter
+        self.drafter, self.mesh = drafter, model.mesh
         device = rows.ints.device
         # Graphs may have up to twice as many rows, for padding.
         longest = max(step_tokens, 2 * rows.ints.shape[0]) + 1

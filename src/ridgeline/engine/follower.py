@@ -81,9 +81,9 @@ def _serve(link: Link, folder: str | None) -> None:
         address = link.sock.getsockname()[0]
         order = replace(order, model=dataclasses.replace(order.model, model=folder))
     times = StartTimes(0.0, lambda stage, done, total: None)
-    rank = plan_rank(order.model, order.engine, times)
+    rank = plan_rank(order.model, order.engine, times, number=order.rank)
     link.send(encode(Hello(rank.identity)))
-    meeting = Meeting(open_store(order.store, order.engine.ranks), CONNECT_S, address)
+    meeting = Meeting(open_store(order.store, order.engine.ranks), CONNECT_S, address, rank.device)
     mesh = connect_mesh(order.rank, rank.stages, order.engine, meeting)
     loaded = load_rank(rank, mesh, times)
     gc.freeze()

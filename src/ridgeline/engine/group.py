@@ -18,8 +18,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -132,10 +132,10 @@ class RankGroup(Group):
         size, hosts = rank.config.ranks, rank.config.nnodes
         if hosts == 1:
             place = str(self._folder / "store")
-            meeting = Meeting(open_store(place, size), CONNECT_S)
+            meeting = Meeting(open_store(place, size), CONNECT_S, device=rank.device)
         else:
             store, place = start_store(rank.config.master_addr)
-            meeting = Meeting(store, CONNECT_S, rank.config.master_addr)
+            meeting = Meeting(store, CONNECT_S, rank.config.master_addr, rank.device)
         self._stages = rank.config.pipeline_parallel_size
         # The sizes that this rank chose, so that all ranks agree on every block.
         names = {entry.name for entry in fields(EngineConfig)} - {"steps_in_flight"}
@@ -152,6 +152,7 @@ class RankGroup(Group):
             self._wait(lambda follower: follower.identity is not None)
             self._compare(rank.identity)
             self.mesh = connect_mesh(0, rank.stages, rank.config, meeting)
+            self.check()  # from here on a lost rank aborts the mesh
         except EngineFailed as error:
             reason = self.reason(error.message)  # a rank that fails while others connect says why
             self.close()
@@ -193,6 +194,7 @@ class RankGroup(Group):
 
     def close(self) -> None:
         self._closing = True
+        self.mesh.abort()
         for follower in self.followers:
             follower.hang_up()
         deadline = time.monotonic() + _END_S
@@ -247,12 +249,14 @@ class RankGroup(Group):
         return self._checksums.setdefault(number, value) == value
 
     def _fail(self, reason: str) -> None:
-        """A rank is lost: end all of them, which also ends a collective in which this rank waits for one."""
+        """A rank is lost: end all of them, which also ends a collective in which this rank waits for one. On a GPU the wait is a
+        kernel, which only an abort ends."""
         with self._changed:
             self.failure = self.failure or f"A rank of the model is lost: {reason}."
             self._changed.notify_all()
         for follower in self.followers:
             follower.kill()
+        self.mesh.abort()
 
     def _wait(self, reached: Callable[[Follower], bool]) -> None:
         with self._changed:
@@ -284,11 +288,21 @@ class GroupRunner:
         self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> None:
-        self._runner.launch(plan)
+        with self._with_reason():
+            self._runner.launch(plan)
+
+    @contextmanager
+    def _with_reason(self) -> Iterator[None]:
+        """If a rank is lost, replace an error by the reason: to this rank, an abort may look as if the device were lost."""
+        try:
+            yield
+        except EngineFailed as error:
+            raise EngineFailed(self._group.reason(error.message)) from error
 
     def collect(self) -> StepResult:
         """Raises EngineFailed for a failed step: another rank may have gone on from it."""
-        result = self._runner.collect()
+        with self._with_reason():
+            result = self._runner.collect()
         if result.error is not None:
             raise EngineFailed(self._group.reason(f"A step failed on rank 0: {result.error}"))
         self._group.record(self._collected, result)
@@ -312,7 +326,7 @@ class PipelineRunner(GroupRunner):
         self._sent.append(plan)
 
     def collect(self) -> StepResult:
-        self._runner.launch(self._sent.popleft())
+        super()._launch(self._sent.popleft())
         return super().collect()
 
 

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -18,14 +17,16 @@ import torch
 from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.expert_parallel import check_expert_ranks
 from ridgeline.core.fit import Deployment, size
 from ridgeline.core.selection import check_budget
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
 from ridgeline.core.stages import rank_layout, stage_layout, stages
 from ridgeline.core.ticket import NO_POOLS, Pools
+from ridgeline.core.version import VERSION
 from ridgeline.engine.graph_shapes import draft_limits
-from ridgeline.engine.hosts import check_hosts
+from ridgeline.engine.hosts import check_hosts, gpu_of
 from ridgeline.engine.runner import Runner, build_runner
 from ridgeline.engine.shape import Sizes
 from ridgeline.engine.stage import runner_kind
@@ -90,7 +91,7 @@ class RankPlan:
         """What must be equal on all ranks, by name."""
         weights = self.model.load_format != "dummy"
         return {
-            "ridgeline": version("ridgeline"),
+            "ridgeline": VERSION,
             "torch": str(torch.__version__),
             "the model": content_hash(self.folder, weights=weights).hex()[:16],
             "blocks": str(self.plan.n_pages),
@@ -107,10 +108,13 @@ class LoadedRank:
     drafter: DeviceDrafter
 
 
-def plan_rank(model: ModelConfig, config: EngineConfig, times: StartTimes, pools: Pools = NO_POOLS) -> RankPlan:
-    """Read the model's config and plan the memory of one rank. Raises ConfigError, UnsupportedModel, DoesNotFit."""
+def plan_rank(
+    model: ModelConfig, config: EngineConfig, times: StartTimes, pools: Pools = NO_POOLS, number: int = 0
+) -> RankPlan:
+    """Read the model's config and plan the memory of rank `number`. Raises ConfigError, UnsupportedModel, DoesNotFit."""
     check_hosts(config)
-    device = _device(config)
+    check_expert_ranks(model, config)
+    device = _device(config, number)
     _finish(device)
     times.ends("device")
     folder = resolve_model(model)
@@ -162,7 +166,8 @@ def _layout(rank: RankPlan, mesh: Mesh) -> KvLayout:
     return stage_layout(layout, mesh.stage.layers, spec)
 
 
-def _device(config: EngineConfig) -> torch.device:
+def _device(config: EngineConfig, number: int) -> torch.device:
+    """The device of a rank, which becomes torch's current device."""
     available = "cuda" if torch.cuda.is_available() else "cpu"
     kind = available if config.device == "auto" else config.device
     if kind == "cuda" and available == "cpu":
@@ -171,6 +176,9 @@ def _device(config: EngineConfig) -> torch.device:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(config.threads or max(1, cores // max(1, len(config.host_ranks))))
         return torch.device("cpu")
+    if config.ranks == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(gpu_of(number, config, torch.cuda.device_count()))
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -6,6 +6,7 @@ launch the next steps, whose rows are others: so all stages compute at the same 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +16,14 @@ from torch import Tensor
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.decoding.logprobs import Ranked
 from ridgeline.engine.batch import Batch
-from ridgeline.engine.device import DeviceStep
-from ridgeline.engine.executor import Executor
+from ridgeline.engine.device import DeviceStep, Outcome
+from ridgeline.engine.executor import Executor, LoadedStep
+from ridgeline.engine.graphs import LONE_ROWS, GraphExecutor, GraphKey
 from ridgeline.engine.logits_inputs import Scores
 from ridgeline.engine.result import Clock, Pending, without
 from ridgeline.engine.runner import Runner
+from ridgeline.engine.shape import Sizes, StepShape
+from ridgeline.ops.capture import CudaCapture
 from ridgeline.parallel.pipeline import Stage
 
 
@@ -42,12 +46,66 @@ class EarlierStep(DeviceStep):
         """The last stage has the head, and scores."""
 
 
+class StageExecutor(Executor):
+    """Runs the layers of a stage eagerly. Each step has memory of its own."""
+
+    def forward(self, loaded: LoadedStep, plan: StepPlan) -> Tensor:
+        """The hidden states of DeviceStep.forward."""
+        return self._step.forward(loaded.batch, plan.bound)
+
+
+class StageGraphs(GraphExecutor):
+    """Runs the layers of a stage as a CUDA graph, messages between stages included. Draws are not captured, because drawn tokens go
+    from host to host. Steps with drafts run eagerly."""
+
+    def forward(self, loaded: LoadedStep, plan: StepPlan) -> Tensor:
+        """As StageExecutor.forward. The result is in static memory; before the last stage it has no meaning."""
+        shape = loaded.batch.shape
+        if not loaded.padded or loaded.batch.scores is not None:
+            return self._step.forward(loaded.batch, plan.bound)
+        self._replay("forward", shape)
+        return self._hidden[: shape.draws]
+
+    def _run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
+        hidden = self.forward(loaded, plan)
+        if not draws_or_scores(loaded):
+            return Outcome(None)
+        return self._finish(loaded, plan, hidden, self._step.drafter.learns())
+
+    def _draft_shape(self, shape: StepShape, fused_sampling: bool) -> StepShape | None:
+        return None
+
+    def all_keys(self) -> Iterator[GraphKey]:
+        yield from (GraphKey("forward", shape) for shape in reversed([*self._buckets, *self._mixed]))
+
+    def launch(self, key: GraphKey) -> None:
+        """As GraphExecutor.launch, whose lone decode steps are graphs of another kind."""
+        all_layers = key.shape.decode and key.shape.rows <= LONE_ROWS
+        self.work(key)(self._step if all_layers else self._reduced_step)
+
+    def work(self, key: GraphKey) -> Callable[[DeviceStep], None]:
+        batch, hidden = self._batches[key.shape], self._hidden[: key.shape.draws]
+
+        def forward(device: DeviceStep) -> None:
+            out = device.forward(batch, device.longest)
+            if device.decoder.stage.last:
+                hidden.copy_(out)
+
+        return forward
+
+
+def draws_or_scores(loaded: LoadedStep) -> bool:
+    """Whether a step draws or scores tokens, so that the last stage announces tokens. A padded step would draw for the scratch
+    row."""
+    return bool(loaded.draws) or loaded.batch.scores is not None
+
+
 @dataclass(slots=True)
 class Begun:
     """A launched step of a stage before the last: its layers have run, its tokens are not known."""
 
     plan: StepPlan
-    batch: Batch
+    loaded: LoadedStep
     hidden: Tensor
     clock: Clock
     lost: list[int]
@@ -59,6 +117,9 @@ class LastRunner(Runner):
 
     step_kind = LastStep
 
+    def _make_executor(self) -> Executor:
+        return _graphs(self._step, self._sizes) if self._cuda and self._sizes.graphs else super()._make_executor()
+
 
 class EarlierRunner(Runner):
     """The runner of a stage before the last. Its results have the tokens of all rows, and neither log-probabilities nor scores."""
@@ -66,7 +127,7 @@ class EarlierRunner(Runner):
     step_kind = EarlierStep
 
     def _make_executor(self) -> Executor:
-        return Executor(self._step)  # each step has memory of its own
+        return _graphs(self._step, self._sizes) if self._cuda and self._sizes.graphs else StageExecutor(self._step)
 
     def _launch(self, plan: StepPlan) -> Any:
         clock = Clock(self._cuda)
@@ -76,20 +137,25 @@ class EarlierRunner(Runner):
             loaded = self._apply(plan, None)
             if loaded is None:
                 return without(plan, None)
-            hidden = self._step.forward(loaded.batch, plan.bound)
-        return Begun(plan, loaded.batch, hidden, clock, lost)
+            assert isinstance(self.executor, StageExecutor | StageGraphs)
+            hidden = self.executor.forward(loaded, plan)
+        return Begun(plan, loaded, hidden, clock, lost)
 
     def collect(self) -> StepResult:
         oldest = self._pending[0]
         if isinstance(oldest, Begun):
-            with self._inference:
-                outcome, _ = self._step.finish(oldest.batch, oldest.hidden, oldest.plan.bound)
-            pending = Pending.of(
-                oldest.plan, oldest.batch, outcome, oldest.clock, self._step.ops.sampler.to_host, oldest.lost
-            )
+            batch, outcome = oldest.loaded.batch, Outcome(None)
+            if draws_or_scores(oldest.loaded):
+                with self._inference:
+                    outcome, _ = self._step.finish(batch, oldest.hidden, oldest.plan.bound)
+            pending = Pending.of(oldest.plan, batch, outcome, oldest.clock, self._step.ops.sampler.to_host, oldest.lost)
             pending.transfers = oldest.transfers
             self._pending[0] = pending
         return super().collect()
+
+
+def _graphs(step: DeviceStep, sizes: Sizes) -> StageGraphs:
+    return StageGraphs(step, sizes, CudaCapture())
 
 
 def runner_kind(stage: Stage) -> type[Runner]:

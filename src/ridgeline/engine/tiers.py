@@ -27,8 +27,18 @@ KEEP_S = 6.0
 """Seconds in which an engine that ends writes the prefixes of its pool to files. The service kills it after 10."""
 
 
-def check_tiers(config: EngineConfig, layout: KvLayout) -> None:
-    """Refuse sizes and folders of the tiers that do not hold. Raises ConfigError that names the option and the remedy."""
+def check_tiers(config: EngineConfig, layout: KvLayout, weight_bytes: int = 0) -> None:
+    """Refuse sizes and folders of the tiers that do not hold. Raises ConfigError that names the option and the remedy.
+
+    weight_bytes: of weights that stay in host memory.
+    """
+    free = host_memory()[1]
+    if weight_bytes > free:
+        raise ConfigError(
+            f"--cpu-offload-gb takes {weight_bytes / GIB:.4g} GiB of host memory, and {free / GIB:.4g} GiB are free: give less, or "
+            "use --quantization.",
+            param="cpu_offload_gb",
+        )
     if config.kv_disk and not config.kv_offload_gb:
         raise _refused(config, "kv_disk", "blocks reach files through host memory: add --kv-offload-gb")
     if config.kv_disk:
@@ -41,8 +51,10 @@ def check_tiers(config: EngineConfig, layout: KvLayout) -> None:
         return
     if (size := config.kv_offload_gb * GIB) < layout.page_bytes:
         raise _refused(config, "kv_offload_gb", f"a block has {layout.page_bytes:,} bytes: give more")
-    if size > (free := host_memory()[1]):
-        raise _refused(config, "kv_offload_gb", f"{free / GIB:.1f} GiB of host memory are free: give less")
+    if size > (free - weight_bytes):
+        raise _refused(
+            config, "kv_offload_gb", f"{(free - weight_bytes) / GIB:.1f} GiB of host memory are free: give less"
+        )
 
 
 def open_tiers(

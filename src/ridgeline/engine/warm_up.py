@@ -42,20 +42,22 @@ PINNED = 1 << 20
 def warm_up(step: DeviceStep, executor: Executor, sizes: Sizes, progress: Progress) -> None:
     """On a GPU, compile kernels, allocate memory and capture the graphs of `executor`.
 
-    The largest step runs first, through all layers, so that its memory serves all later steps, which run one layer of each kind.
+    The largest step runs first, through all layers, so that its memory serves all later steps, which run one layer of each kind. A
+    rank whose kernels are not on disk repeats its steps, so ranks run them alone; they capture the same graphs together.
     """
 
     def run() -> None:
         warm_up_forward(step, chunked(sizes.step_tokens, min(sizes.max_len, sizes.step_tokens)))
         warm_up_kernels(step.one_layer_of_each_kind(), executor, sizes, progress)
 
-    if find_spec("triton") is None:
-        run()
-    else:
-        # Imported here: Triton is an optional dependency, for GPUs only.
-        from ridgeline.ops.triton.ahead import with_kernels
+    with step.mesh.muted():
+        if find_spec("triton") is None:
+            run()
+        else:
+            # Imported here: Triton is an optional dependency, for GPUs only.
+            from ridgeline.ops.triton.ahead import with_kernels
 
-        with_kernels(run, lambda: launch_all(step.one_layer_of_each_kind(), executor, sizes), progress)
+            with_kernels(run, lambda: launch_all(step.one_layer_of_each_kind(), executor, sizes), progress)
     executor.capture(progress)
     allocate_pinned()
 

@@ -15,6 +15,8 @@ GPU_PRODUCT, CPU_PRODUCT = 8192, 1024
 """Matrix sizes with which `measured_rates` measures the FLOP rate."""
 GPU_BYTES, CPU_BYTES = 1 << 29, 1 << 27
 """Bytes that it reads, many times the size of the caches."""
+HOST_BYTES = 1 << 28
+"""Bytes that `host_link_rate` copies."""
 
 
 @cache
@@ -69,6 +71,13 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, repe
     if device.type == "cpu":
         dtype = max((dtype, torch.float32), key=lambda kind: rate(kind, 256, 3))
     return rate(dtype, size, repeats)
+
+
+def host_link_rate(device: torch.device, size_bytes: int = HOST_BYTES, repeats: int = 5) -> float:
+    """Measure the rate of copies from pinned host memory to a GPU in bytes per second, best of `repeats`."""
+    source = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    return size_bytes / _best(lambda: target.copy_(source, non_blocking=True), device, repeats)
 
 
 def _best(work: Callable[[], torch.Tensor], device: torch.device, repeats: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 
 from ridgeline.core.calibration import load_calibration
 from ridgeline.core.cost import CostModel
+from ridgeline.core.host_weights import streamed_s
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
-from ridgeline.hardware.bandwidth import measured_rates
+from ridgeline.hardware.bandwidth import host_link_rate, measured_rates
 from ridgeline.hardware.power import Meter, power_counter
 from ridgeline.hardware.probe import probe
 from ridgeline.hardware.table import Accelerator
@@ -21,7 +23,8 @@ def read_ceilings(
 ) -> tuple[CostModel, Meter, dict[str, Any]]:
     """The cost model of a served model on a device, the energy meter, and the ceilings as facts (see metrics.Ceilings).
 
-    Ceilings are the published figures of the device and the rates measured here with simple kernels, in a tenth of a second.
+    Ceilings are the published figures of the device and the rates measured here with simple kernels, in a tenth of a second. Where
+    weights stay in host memory, the rate of copies is measured, too: every step waits for them.
 
     Args:
         calibration: file for the predictions; "": predict from the ceilings.
@@ -44,7 +47,11 @@ def read_ceilings(
         **(published(known, spec) if known else {}),
     }
     guess = CostModel(spec, ceilings.get("flops") or measured, ceilings.get("bytes") or read)
-    return fitted.cost if fitted else guess, power, ceilings
+    cost = fitted.cost if fitted else guess
+    if spec.host_bytes:
+        ceilings["host_link"] = host_link_rate(device)
+        cost = replace(cost, streamed_s=streamed_s(spec, ceilings["host_link"]))
+    return cost, power, ceilings
 
 
 def place(device: torch.device) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.expert_parallel import whole_experts
 from ridgeline.core.quantization import resolve_format
 from ridgeline.core.selection import select_pages
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
@@ -27,6 +28,7 @@ from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
 from ridgeline.quant.integer import IntFormat
 from ridgeline.quant.mixed import MixedFormat
+from ridgeline.quant.streamed import streamed
 from ridgeline.quant.unquantized import UnquantizedFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -64,7 +66,16 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
             param="max_model_len",
         )
     layers = drop_idle_windows(spec.layers, longest)
-    served = replace(spec, dtype=dtype, max_len=longest, layers=layers, quantization=quantization)
+    if model.expert_parallel:
+        layers = whole_experts(layers)
+    served = replace(
+        spec,
+        dtype=dtype,
+        max_len=longest,
+        layers=layers,
+        quantization=quantization,
+        host_bytes=int(model.cpu_offload_gb * (1 << 30)),
+    )
     served = replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
     return select_pages(served, model.kv_selection) if model.kv_selection else served
 
@@ -143,7 +154,9 @@ def build(
     if mesh.context.size > 1:
         ops = striped(ops, mesh.context)
     dummy = model.load_format == "dummy" or device.type == "meta"
-    weight_format = _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir))
+    weight_format = streamed(
+        _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir)), spec, device
+    )
     decoder = Decoder(Build(spec, ops, weight_format, mesh, dtype, device), spec.max_len)
     if dummy:
         load_dummy(decoder, model.seed, progress)

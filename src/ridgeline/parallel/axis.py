@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed
 
 from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """Rank of this process among `size` ranks.
 
-    group: process group of the ranks, see mesh.connect. None: the rank can be built and loaded, but not run. Collectives raise
-    EngineFailed if another rank has ended or does not answer within the timeout of the group.
+    group: of the ranks, see mesh.connect. None: the rank can be built and loaded, but not run. Collectives raise EngineFailed if
+    another rank has ended or does not answer within the timeout of the group. On a GPU they only enqueue work; the first rank
+    watches the others (engine.group) and aborts the group of a lost one.
     """
 
     rank: int = 0
     size: int = 1
-    group: torch.distributed.ProcessGroup | None = None
+    group: Group | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -33,7 +33,7 @@ class Axis:
         if self.size == 1:
             return x
         x = x.contiguous()
-        self._run(lambda group: group.allreduce([x]))
+        self._run(lambda group: group.all_reduce(x))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Axis:
         if self.size == 1:
             return x.unsqueeze(0)
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
-        self._run(lambda group: group.allgather([list(parts.unbind(0))], [x]))
+        self._run(lambda group: group.all_gather(parts, x))
         return parts
 
     def gather_columns(self, x: torch.Tensor, length: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Axis:
             return x
         x = x.contiguous()
         received = torch.empty_like(x)
-        self._run(lambda group: group.alltoall_base(received, x, [], []))
+        self._run(lambda group: group.exchange(received, x))
         return received
 
     def sum_rows(self, x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -66,11 +66,11 @@ class Axis:
             x = torch.cat((x, x.new_zeros(padding, *x.shape[1:])))
         return self.exchange(x.unflatten(0, (self.size, rows))).sum(0)
 
-    def _run(self, collective: Callable[[Any], Any]) -> None:
+    def _run(self, collective: Callable[[Group], None]) -> None:
         if self.group is None:
             raise ConfigError(f"Rank {self.rank} of {self.size} is not connected to the other ranks.")
         try:
-            collective(self.group).wait()
+            collective(self.group)
         except RuntimeError as error:
             raise EngineFailed(f"Rank {self.rank} of {self.size} lost the other ranks: {error}") from error
 

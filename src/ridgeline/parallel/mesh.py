@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -13,7 +12,12 @@ import torch.distributed
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import EngineFailed
 from ridgeline.parallel.axis import ALONE, Axis
+from ridgeline.parallel.gloo import GlooGroup
+from ridgeline.parallel.gpu import GpuGroup
+from ridgeline.parallel.group import Group
 from ridgeline.parallel.pipeline import WHOLE, Stage
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,28 @@ class Mesh(Axis):
         """The ranks that divide the residual stream."""
         return Axis(self.rank, self.size, self.group) if self.sequence else ALONE
 
+    @property
+    def groups(self) -> list[Group]:
+        """The groups that this rank is connected by."""
+        groups = self.group, self.context.group, self.stage.group, self.stage.host
+        return [group for group in groups if group is not None]
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Within it this rank runs alone, see Group.mute."""
+        for group in self.groups:
+            group.mute(True)
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.mute(False)
+
+    def abort(self) -> None:
+        """End what waits for other ranks, see Group.abort."""
+        for group in self.groups:
+            group.abort()
+
 
 ONE_DEVICE = Mesh()
 
@@ -42,12 +68,13 @@ class Meeting:
     """How ranks find one another.
 
     store: a FileStore on one host, a TCPStore between hosts. timeout_s: of connecting, and of each collective. address: of this
-    host, at which the other ranks reach this one.
+    host, at which the other ranks reach this one. device: of this rank, which decides how it is connected.
     """
 
     store: torch.distributed.Store
     timeout_s: float
     address: str = "127.0.0.1"
+    device: torch.device = CPU
 
     def within(self, prefix: str) -> Meeting:
         """A meeting of some of the ranks, whose keys in the store have a prefix."""
@@ -69,7 +96,7 @@ def start_store(host: str) -> tuple[torch.distributed.Store, str]:
 
 
 def connect(rank: int, size: int, meeting: Meeting) -> Mesh:
-    """Connect `size` CPU processes that share each layer, with gloo.
+    """Connect `size` processes that share each layer, with gloo on CPUs and NCCL on GPUs.
 
     Every rank must call it; it returns when all have called. The default group of torch.distributed stays unset. Raises
     EngineFailed.
@@ -78,7 +105,7 @@ def connect(rank: int, size: int, meeting: Meeting) -> Mesh:
 
 
 def connect_mesh(rank: int, stages: Sequence[slice], config: EngineConfig, meeting: Meeting) -> Mesh:
-    """Connect the CPU processes that run a model together.
+    """Connect the processes that run a model together.
 
     rank: of this process among all: those that share layers are neighbours, then those that share keys and values, then stages. The
     first ranks are the last stage, which draws the tokens. stages: the layers of each. Otherwise as `connect`.
@@ -86,28 +113,26 @@ def connect_mesh(rank: int, stages: Sequence[slice], config: EngineConfig, meeti
     tensor, context, count = config.tensor_parallel_size, config.context_parallel_size, len(stages)
     size = tensor * context
     index, (row, column) = count - 1 - rank // size, divmod(rank % size, tensor)
-    mesh = connect(column, tensor, meeting.within(f"stage {index} context {row}"))
+    mesh = Mesh(column, tensor, _group(column, tensor, meeting.within(f"stage {index} context {row}")))
     mesh = replace(mesh, sequence=config.sequence_parallel)
-    if context > 1:
-        mesh = replace(
-            mesh, context=Axis(row, context, _group(row, context, meeting.within(f"stage {index} of {column}")))
-        )
+    keys = _group(row, context, meeting.within(f"stage {index} of {column}"))
+    mesh = replace(mesh, context=Axis(row, context, keys))
     if count == 1:
         return mesh
-    everyone = _group(rank, count * size, meeting.within("all"))
+    streams = _group(rank, count * size, meeting.within("all"))
+    host = (
+        streams if meeting.device == CPU else _group(rank, count * size, replace(meeting.within("hosts"), device=CPU))
+    )
     ranks = [(count - 1 - stage) * size + rank % size for stage in range(count)]
-    return replace(mesh, stage=Stage(index, count, stages[index], ranks, everyone))
+    return replace(mesh, stage=Stage(index, count, stages[index], ranks, streams, host))
 
 
-def _group(rank: int, size: int, meeting: Meeting) -> torch.distributed.ProcessGroup:
-    gloo = cast(Any, torch.distributed.ProcessGroupGloo)  # torch's stubs do not declare its options and its base class
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=meeting.timeout_s)
-    meeting.store.set_timeout(options._timeout)
+def _group(rank: int, size: int, meeting: Meeting) -> Group | None:
+    if size == 1:
+        return None
     try:
-        # Without an address, gloo asks for that of the host's name, which need not be one that other hosts reach.
-        options._devices = [gloo.create_device(hostname=meeting.address)]
-        group = gloo(meeting.store, rank, size, options)
+        if meeting.device == CPU:
+            return GlooGroup(rank, size, meeting.store, meeting.timeout_s, meeting.address)
+        return GpuGroup(rank, size, meeting.store, meeting.timeout_s, meeting.device)
     except RuntimeError as error:
         raise EngineFailed(f"Rank {rank} of {size} could not reach the other ranks: {error}") from error
-    return cast(torch.distributed.ProcessGroup, group)

@@ -6,15 +6,13 @@ announces them to the others, because every stage keeps the rows of the device.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed
 
 from ridgeline.core.errors import EngineFailed
+from ridgeline.parallel.group import Group
 
 _STREAM, _DRAWN = 1, 2
 """Tags of messages between ranks."""
@@ -24,16 +22,17 @@ _STREAM, _DRAWN = 1, 2
 class Stage:
     """A stage of a pipeline. The default is the whole model, which sends nothing.
 
-    layers: which of the model's. ranks: the rank of each stage in `group`, in order, for this place within the stages.
+    layers: which of the model's. ranks: the rank of each stage in the groups, in order, for this place within the stages. group: of
+    all ranks, for streams. host: of all ranks, for drawn tokens, which go from host to host: the last stage copies them to the host
+    anyway, and on a GPU a message behind the next stream would wait for it.
     """
 
     index: int = 0
     count: int = 1
     layers: slice = field(default_factory=lambda: slice(None))
     ranks: Sequence[int] = (0,)
-    group: torch.distributed.ProcessGroup | None = None
-    _sending: deque[tuple[Any, torch.Tensor]] = field(default_factory=deque, compare=False, repr=False)
-    """Messages that the other side may not have received yet, which must stay in memory."""
+    group: Group | None = None
+    host: Group | None = None
 
     @property
     def first(self) -> bool:
@@ -45,35 +44,30 @@ class Stage:
 
     def receive(self, stream: torch.Tensor) -> torch.Tensor:
         """Fill `stream` with what the stage before this one sent."""
-        return self._take(stream, self.index - 1, _STREAM)
+        self._pass(self.group, lambda group: group.receive(stream, self.ranks[self.index - 1], _STREAM))
+        return stream
 
     def send(self, stream: torch.Tensor) -> None:
         """Send the stream to the next stage. It must not change afterwards."""
-        self._give(stream, self.index + 1, _STREAM)
+        stream = stream.contiguous()
+        self._pass(self.group, lambda group: group.send(stream, self.ranks[self.index + 1], _STREAM))
 
     def announce(self, drawn: torch.Tensor) -> None:
-        """Tell the drawn tokens, int32, to the stages before this one, the last."""
-        for stage in range(self.count - 1):
-            self._give(drawn.clone(), stage, _DRAWN)
+        """Tell the drawn tokens, int32, to the stages before this one, the last. Waits for them on a GPU."""
+        sent = drawn.to("cpu", copy=True)
+        for rank in self.ranks[:-1]:
+            self._pass(self.host, lambda group, rank=rank: group.send(sent, rank, _DRAWN))  # type: ignore[misc]
 
     def learn(self, drawn: torch.Tensor) -> torch.Tensor:
         """Fill `drawn` with the tokens that the last stage drew, steps in order."""
-        return self._take(drawn, self.count - 1, _DRAWN)
+        received = torch.empty_like(drawn, device="cpu")
+        self._pass(self.host, lambda group: group.receive(received, self.ranks[-1], _DRAWN))
+        return drawn.copy_(received)
 
-    def _give(self, tensor: torch.Tensor, stage: int, tag: int) -> None:
-        sending = self._sending
-        while sending and sending[0][0].is_completed():
-            sending.popleft()
-        tensor = tensor.contiguous()
-        sending.append((self._pass(lambda group: group.send([tensor], self.ranks[stage], tag)), tensor))
-
-    def _take(self, tensor: torch.Tensor, stage: int, tag: int) -> torch.Tensor:
-        self._pass(lambda group: group.recv([tensor], self.ranks[stage], tag).wait())
-        return tensor
-
-    def _pass(self, message: Callable[[Any], Any]) -> Any:
+    def _pass(self, group: Group | None, message: Callable[[Group], None]) -> None:
+        assert group is not None
         try:
-            return message(self.group)
+            message(group)
         except RuntimeError as error:
             raise EngineFailed(f"Stage {self.index} of {self.count} lost another stage: {error}") from error
 

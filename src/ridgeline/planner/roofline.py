@@ -6,10 +6,10 @@ Source: Williams, Waterman, Patterson 2009.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ridgeline.core.host_weights import copy_s, host_weights
 from ridgeline.core.operations import Operation, operations
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.table import Accelerator
@@ -171,7 +171,7 @@ def roofline(spec: ModelSpec, accelerator: Accelerator, load: Load = Load()) -> 
     decode = phase("decode", spec, accelerator, [(load.context, 1)] * load.batch)
     prefill = phase("prefill", spec, accelerator, [(0, load.prompt)])
     room = capacity(spec, accelerator, load)
-    prefill_spill = spill(spec.weight_bytes + spec.kv_bytes(load.prompt), accelerator)[1]
+    prefill_spill = spill(spec.weight_bytes + spec.kv_bytes(load.prompt), accelerator, host_weights(spec).bytes)[1]
     phases = replace(prefill, spill_s=prefill_spill), replace(decode, spill_s=room.spill_s)
     return Roofline(spec, accelerator, load, phases, room)
 
@@ -191,13 +191,14 @@ def capacity(spec: ModelSpec, accelerator: Accelerator, load: Load) -> Capacity:
     """Memory that `load` needs on `accelerator`, and the part that does not fit."""
     weights = spec.weight_bytes
     kv = max(load.batch * spec.kv_bytes(load.context + 1), spec.kv_bytes(load.prompt))
-    return Capacity(weights, kv, accelerator.memory_bytes, *spill(weights + kv, accelerator))
+    return Capacity(weights, kv, accelerator.memory_bytes, *spill(weights + kv, accelerator, host_weights(spec).bytes))
 
 
-def spill(needed_bytes: int, accelerator: Accelerator) -> tuple[int, float]:
-    """(bytes that do not fit into the memory of `accelerator`, seconds for reading them over its host link)."""
-    spilled, link = max(0, needed_bytes - accelerator.memory_bytes), accelerator.host_link
-    return spilled, 0.0 if not spilled else spilled / link if link else math.inf
+def spill(needed_bytes: int, accelerator: Accelerator, host_bytes: int = 0) -> tuple[int, float]:
+    """(bytes in host memory, seconds for reading them over the host link): `host_bytes` that stay there by --cpu-offload-gb, or
+    what does not fit into the memory of `accelerator`."""
+    spilled = max(host_bytes, needed_bytes - accelerator.memory_bytes, 0)
+    return spilled, copy_s(spilled, accelerator.host_link)
 
 
 def _point(operation: Operation, peak: float, bandwidth: float) -> Point:

@@ -15,6 +15,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import flags
+from ridgeline.core.host_weights import LINK_SHARE
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import ModelSpec, kv_layout
 from ridgeline.core.workload import HASHED_TOKENS, RequestSpec, Workload
@@ -26,8 +27,6 @@ from ridgeline.planner.simulate import Figures, Outcome, Server
 
 MAX_REQUESTS = 200
 """Recorded requests that a simulation replays: the newest ones."""
-LINK_SHARE = 0.8
-"""Share of the published rate between host memory and a device that copies of pages are assumed to reach."""
 RECORD = (
     "arrived_at", "prompt_tokens", "cached_tokens", "output_tokens", "finish_reasons", "e2e_s", "ttft_s", "tpot_s", "prefix_hashes",
     "decoding", "spent",

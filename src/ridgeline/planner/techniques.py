@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ridgeline.core.fit import Risk, cache_risk, format_risk
+from ridgeline.core.host_weights import LINK_SHARE
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KV_FORMATS, kv_layout
 from ridgeline.hardware.serving import KV_FORMATS_SERVED, PREFERRED, weight_formats
 from ridgeline.hardware.table import ACCELERATORS, Accelerator
 from ridgeline.kv.retention import KEEP_ALL, read_retention
-from ridgeline.planner.situation import LINK_SHARE, Situation, slower
+from ridgeline.planner.situation import Situation, slower
 
 
 class Effort(IntEnum):
@@ -64,7 +65,9 @@ def _weights(now: Situation) -> Iterator[Change]:
         spec = replace(now.spec, quantization=name)
         if spec.layer_bytes < now.spec.layer_bytes:
             model = replace(now.model, quantization=name)
-            yield Change(name, replace(now, server=now.served_as(spec), model=model, spec=spec), format_risk(name))
+            unknown = "the step times of weights in host memory are not simulated" if spec.host_bytes else ""
+            after = replace(now, server=now.served_as(spec), model=model, spec=spec)
+            yield Change(name, after, format_risk(name), unknown)
 
 
 def _kv_cache(now: Situation) -> Iterator[Change]:

@@ -12,11 +12,9 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from ridgeline.core.events import PinOutcome
-from ridgeline.service.breakpoints import Breakpoint
+from ridgeline.core.errors import RidgelineError
 from ridgeline.service.call import Call, Usage
-from ridgeline.service.errors import as_ridgeline, error_event
-from ridgeline.service.fields import TTLS
+from ridgeline.service.errors import as_ridgeline
 from ridgeline.service.piece import Piece
 from ridgeline.service.state import Service
 from ridgeline.service.stream import pieces
@@ -38,60 +36,34 @@ class Streaming:
     continuous_usage: bool = False
 
 
+class Events(Protocol):
+    """An answer while it grows, as its route sends it."""
+
+    content_type: str
+    silence: bytes
+    """Sent when nothing else was for a while."""
+
+    def take(self, piece: Piece) -> bytes:
+        """The events of a piece; empty while its text is held back."""
+
+    def end(self) -> bytes:
+        """The last events of a complete answer."""
+
+    def error(self, error: RidgelineError) -> bytes:
+        """The last event of an answer that failed, which clients raise: a connection that only closes would look like an end."""
+
+
 class Shape(Protocol):
-    """How a route formats its answer. Pieces go through `choices` for a stream and through `add` for a body."""
+    """How a route formats its answer. Pieces go through `events` for a stream, and through `add` for one body."""
 
     usage: Usage
-    body_head: dict[str, Any]
-    """The members before `choices`: id, object, created, model and so on."""
-    head: bytes
-    """The start of every event, up to its choices: `{"id":...,"model":...`."""
 
-    def choices(self, piece: Piece) -> list[bytes]:
-        """JSON of the `choices` entries of a piece, each for an event of its own; empty while its text is held back."""
-
-    def empty(self, index: int) -> bytes:
-        """An entry without text for tokens of choice `index` that have no text yet."""
+    def events(self, streaming: Streaming) -> Events: ...
 
     def add(self, piece: Piece) -> None: ...
 
-    def body(self) -> list[dict[str, Any]]:
-        """The `choices` of the complete answer."""
-
-
-def usage_dict(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object. Always includes cached_tokens and cache_write_tokens, in whole blocks of the prefix cache. With
-    breakpoints, prompt_cache says what became of each; with --token-prices, billed is the price. answer_cached: the
-    answer comes from the answer cache, and no token was computed."""
-    details: dict[str, Any] = {
-        "cached_tokens": usage.cached,
-        "cache_write_tokens": sum(usage.written.values()),
-    }
-    content = {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.completion,
-        "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": details,
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
-    }
-    if usage.pins:
-        details["cache_write_details"] = {f"ephemeral_{ttl}_tokens": usage.written.get(ttl, 0) for ttl in TTLS}
-        content["prompt_cache"] = [_pin(point, outcome) for point, outcome in usage.pins]
-    if usage.repeated:
-        content["answer_cached"] = True
-    if usage.prices is not None:
-        content["billed"] = usage.prices.bill(usage.billable, usage.price_factor)
-    return content
-
-
-def _pin(point: Breakpoint, outcome: PinOutcome) -> dict[str, Any]:
-    return {
-        "tokens": outcome.tokens,
-        "ttl": point.ttl,
-        "state": outcome.state,
-        "reason": outcome.reason or None,
-        "lost": outcome.lost or None,
-    }
+    def whole(self) -> dict[str, Any]:
+        """The complete answer."""
 
 
 async def send_body(service: Service, call: Call, shape: Shape) -> web.Response:
@@ -105,25 +77,21 @@ async def make_body(service: Service, call: Call, shape: Shape) -> bytes:
         async for batch in batches:
             for piece in batch:
                 shape.add(piece)
-    body = {**shape.body_head, "choices": shape.body(), "usage": usage_dict(shape.usage)}
-    return msgspec.json.encode(body)
+    return msgspec.json.encode(shape.whole())
 
 
 async def send_events(
     request: web.Request, service: Service, call: Call, shape: Shape, streaming: Streaming
 ) -> web.StreamResponse:
     """Stream the call. Headers are sent with the first event, so that earlier failures get their own HTTP status."""
+    events = shape.events(streaming)
     response = web.StreamResponse(
-        headers={
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-        }
+        headers={"content-type": events.content_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
     )
     batches = pieces(service, call, shape.usage)
-    async with contextlib.aclosing(_events(batches, shape, streaming, service.config.keep_alive_s)) as events:
+    async with contextlib.aclosing(event_data(batches, events, service.config.keep_alive_s)) as parts:
         try:
-            async for data in events:
+            async for data in parts:
                 if not response.prepared:
                     await response.prepare(request)
                 await write(request, response, data)
@@ -135,7 +103,7 @@ async def send_events(
             if not response.prepared:
                 raise
             log.warning("stream %s ended early: %s", call.id, error)
-            await response.write(error_event(as_ridgeline(error)))
+            await response.write(events.error(as_ridgeline(error)))
     return response
 
 
@@ -149,38 +117,21 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
         await response.write(data)
 
 
-async def _events(
-    batches: AsyncGenerator[list[Piece], None], shape: Shape, streaming: Streaming, keep_alive_s: float
+async def event_data(
+    batches: AsyncGenerator[list[Piece], None], events: Events, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """Events as bytes, those of one batch joined; a comment after a silence of keep_alive_s.
-
-    Tokens may have no text yet: half a character, the start of a stop string, hidden reasoning. With continuous usage they still
-    get an event, empty but for the count, so that the client sees every step. Otherwise they get none, because a client would
-    mistake an empty event for the first text.
-    """
-    head, tail = b"data: " + shape.head + b',"choices":[', b"]}\n\n"
-    if streaming.include_usage:
-        tail = b'],"usage":null}\n\n'
+    """Events as bytes, those of one batch joined; `events.silence` after a silence of keep_alive_s."""
     clock = asyncio.get_running_loop().time
     last_write = clock()
     async with contextlib.aclosing(batches):
         async for batch in batches:
-            events: list[bytes] = []
-            for piece in batch:
-                choices = shape.choices(piece)
-                if streaming.continuous_usage:
-                    if piece.count and not choices:
-                        choices = [shape.empty(piece.index)]
-                    tail = b'],"usage":' + msgspec.json.encode(usage_dict(shape.usage)) + b"}\n\n"
-                events += [head + choice + tail for choice in choices]
+            data = b"".join([events.take(piece) for piece in batch])
             now = clock()
-            if events:
-                yield b"".join(events)
+            if data:
+                yield data
             elif not batch or now - last_write >= keep_alive_s:
-                yield b": keep-alive\n\n"
+                yield events.silence
             else:
                 continue
             last_write = now
-    if streaming.include_usage:
-        yield head + b'],"usage":' + msgspec.json.encode(usage_dict(shape.usage)) + b"}\n\n"
-    yield b"data: [DONE]\n\n"
+    yield events.end()

@@ -13,6 +13,7 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.answer import Streaming
 from ridgeline.service.breakpoints import Wanted, check_cached, read_wanted, without_controls
 from ridgeline.service.call import Call, Usage
+from ridgeline.service.choices import ChoicesShape
 from ridgeline.service.fields import Fields
 from ridgeline.service.logprobs import chat_logprobs, prompt_logprobs
 from ridgeline.service.piece import CONTENT_FILTER, Piece, Withdrawal
@@ -224,7 +225,7 @@ class Parsing:
 
 
 @dataclasses.dataclass(slots=True)
-class _Part:
+class Part:
     """The parts that a piece adds to a message."""
 
     content: str
@@ -251,7 +252,7 @@ class _Message:
         self.logprobs: list[dict[str, Any]] = []
         self.withdrawal: Withdrawal | None = None
 
-    def read(self, piece: Piece) -> _Part:
+    def read(self, piece: Piece) -> Part:
         """Separate reasoning, text and calls."""
         content, hidden = self.reasoning_reader.read(piece)
         calls: list[ToolDelta] = []
@@ -262,9 +263,9 @@ class _Message:
                 last_content, last_calls = self._parser.finish()
                 content, calls = content + last_content, calls + last_calls
                 finish = "tool_calls" if finish == "stop" and self._parser.calls else finish
-        return _Part(content, hidden if self._show else "", calls, finish)
+        return Part(content, hidden if self._show else "", calls, finish)
 
-    def keep(self, part: _Part) -> None:
+    def keep(self, part: Part) -> None:
         """Append a part to the message."""
         self.content += part.content
         self.reasoning += part.reasoning
@@ -291,7 +292,7 @@ class _Message:
         return message
 
 
-class ChatShape:
+class ChatShape(ChoicesShape):
     """`chat.completion` and its chunks. See answer.Shape."""
 
     def __init__(self, service: Service, call: Call, parsing: Parsing) -> None:
@@ -344,12 +345,18 @@ class ChatShape:
     def empty(self, index: int) -> bytes:
         return _choice(index, b'"content":""')
 
-    def add(self, piece: Piece) -> None:
-        if piece.withdrawal is not None:
-            self._messages[piece.index].withdraw(piece.withdrawal)
-            return
+    def grow(self, piece: Piece) -> Part:
+        """What a piece adds, which becomes part of the body too. For a piece that is not a withdrawal."""
         message, part = self._read(piece)
         message.keep(part)
+        return part
+
+    def add(self, piece: Piece) -> None:
+        message = self._messages[piece.index]
+        if piece.withdrawal is not None:
+            message.withdraw(piece.withdrawal)
+            return
+        self.grow(piece)
         message.stop_reason = piece.stopped_by
         if self._scored:
             message.logprobs += chat_logprobs(self._tokenizer, piece.scored)
@@ -369,7 +376,7 @@ class ChatShape:
         }
         return body if message.withdrawal is None else {**body, "withdrawal": message.withdrawal.body()}
 
-    def _read(self, piece: Piece) -> tuple[_Message, _Part]:
+    def _read(self, piece: Piece) -> tuple[_Message, Part]:
         message = self._messages[piece.index]
         before = message.reasoning_reader.tokens
         part = message.read(piece)

@@ -13,6 +13,7 @@ from ridgeline.core.plan import TokenLogprobs
 from ridgeline.service.answer import Streaming
 from ridgeline.service.breakpoints import Breakpoint, check_cached, prompt_breakpoint
 from ridgeline.service.call import Call, Usage
+from ridgeline.service.choices import ChoicesShape
 from ridgeline.service.fields import MAX_CHOICES, Fields
 from ridgeline.service.logprobs import CompletionLogprobs, prompt_logprobs
 from ridgeline.service.piece import CONTENT_FILTER, Piece, Withdrawal
@@ -131,7 +132,7 @@ class _Text:
         self.withdrawal: Withdrawal | None = None
 
 
-class CompletionShape:
+class CompletionShape(ChoicesShape):
     """`text_completion` objects. See answer.Shape.
 
     show_prompt: value of the request's prompt_logprobs; None: not requested.

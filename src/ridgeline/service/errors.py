@@ -23,6 +23,32 @@ def error_body(error: RidgelineError) -> bytes:
     return msgspec.json.encode({"error": fields})
 
 
+def anthropic_error(error: RidgelineError) -> bytes:
+    """The JSON object of Anthropic's Messages API."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    fields = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"type": "error", "error": fields})
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def ollama_error(error: RidgelineError) -> bytes:
+    """The JSON object of Ollama's API."""
+    return msgspec.json.encode({"error": error.message})
+
+
+_BODIES = (("/v1/messages", anthropic_error), ("/api/", ollama_error))
+"""Routes by the start of their path, and how they write errors; others as OpenAI."""
+
+
 def error_event(error: RidgelineError) -> bytes:
     """The error as an event of a stream. Clients raise it; a connection that only closes would look like a short answer."""
     return b"data: " + error_body(error) + b"\n\n"
@@ -36,8 +62,10 @@ def as_ridgeline(error: Exception) -> RidgelineError:
     return EngineFailed(f"Internal error ({type(error).__name__}): the server's log has the details.")
 
 
-def error_response(error: RidgelineError) -> web.Response:
+def error_response(error: RidgelineError, path: str = "") -> web.Response:
+    """path: of the request, whose API has a form of errors."""
     headers = {}
+    body = next((write for start, write in _BODIES if path.startswith(start)), error_body)
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
@@ -49,4 +77,4 @@ def error_response(error: RidgelineError) -> web.Response:
         headers["x-should-retry"] = "false"  # OpenAI's clients retry other answers with status 429
     elif isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    return web.Response(status=error.status, body=error_body(error), content_type="application/json", headers=headers)
+    return web.Response(status=error.status, body=body(error), content_type="application/json", headers=headers)

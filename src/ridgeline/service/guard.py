@@ -75,7 +75,7 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         return from_http(request, error)
     except Exception as error:
-        return error_response(as_ridgeline(error))
+        return error_response(as_ridgeline(error), request.path)
     finally:
         access.active -= 1
 
@@ -136,7 +136,7 @@ def from_http(request: web.BaseRequest, error: web.HTTPException) -> web.Respons
         answer = MethodNotAllowed(f"{request.path[:200]} does not accept {request.method}: use {allowed}.")
     elif error.status != 404:
         answer = RequestError(f"{error.reason}: {error.text or 'the request is refused'}.")
-    response = error_response(answer)
+    response = error_response(answer, request.path)
     response.set_status(error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]

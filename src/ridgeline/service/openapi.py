@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,13 +15,14 @@ from aiohttp import web
 
 import ridgeline
 from ridgeline.service.answers import ANSWERS
+from ridgeline.service.apis.schemas import API_ANSWERS, API_DETAILS
 from ridgeline.service.batches.routes import BATCH_BODY, BATCH_PAGE, FILE_PAGE, MAX_BATCH_PAGE, MAX_FILE_PAGE
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.declared import HEADERS, RUN_ID, RUN_ID_LENGTH
 from ridgeline.service.guard import FRONT
 from ridgeline.service.keys.routes import DAYS, STEPS
 from ridgeline.service.routes import DETOKENIZE, TOKENIZE
-from ridgeline.service.schemas import Schema, body_schema, record_schema
+from ridgeline.service.schemas import GENERATES, READS_BODY, Details, Schema, body_schema, record_schema
 
 ROUTES = web.RouteTableDef()
 VERSION = "3.1.0"
@@ -59,22 +59,6 @@ _TOKENIZE_DESCRIPTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Details:
-    """What a route takes and answers. query, headers: name -> schema. answers: content type -> schema.
-
-    errors: statuses of error answers, in addition to 401 for a missing key.
-    """
-
-    query: Mapping[str, Schema] = field(default_factory=dict)
-    headers: Mapping[str, Schema] = field(default_factory=dict)
-    body: Schema | None = None
-    example: Any = None
-    body_type: str = "application/json"
-    answers: Mapping[str, Schema] = field(default_factory=dict)
-    errors: tuple[int, ...] = ()
-
-
 ERRORS = {
     400: "The request is not valid. The error's param names the field.",
     401: "The API key is missing or wrong.",
@@ -89,8 +73,6 @@ ERRORS = {
     507: "The disk, or the space for files, is full.",
     503: "The server is loading or shutting down, or the engine is not healthy.",
 }
-_GENERATES = (400, 403, 404, 408, 413, 429, 500, 503)
-_READS_BODY = (400, 404, 408, 413, 503)
 
 
 def _ref(name: str) -> Schema:
@@ -165,15 +147,16 @@ DETAILS: Mapping[str, Details] = {
         body=_ref("ChatRequest"),
         example={"messages": _MESSAGES, "max_tokens": 64, "stream": True},
         answers={_JSON: _ref("ChatCompletion"), _EVENTS: _ref("ChatCompletionChunk")},
-        errors=_GENERATES,
+        errors=GENERATES,
     ),
     "post /v1/completions": Details(
         headers={**_IDS, **_DECLARED},
         body=_ref("CompletionRequest"),
         example={"prompt": "Once upon a time", "max_tokens": 64},
         answers={_JSON: _ref("Completion"), _EVENTS: _ref("Completion")},
-        errors=_GENERATES,
+        errors=GENERATES,
     ),
+    **API_DETAILS,
     "post /v1/files": Details(
         body=_UPLOAD, body_type="multipart/form-data", answers={_JSON: _ref("File")}, errors=(400, 404, 408, 413, 507)
     ),
@@ -204,13 +187,13 @@ DETAILS: Mapping[str, Details] = {
         body=record_schema(TOKENIZE, _TOKENIZE_DESCRIPTIONS),
         example={"prompt": "Hello!", "return_token_strs": True},
         answers={_JSON: _ref("Tokens")},
-        errors=_READS_BODY,
+        errors=READS_BODY,
     ),
     "post /detokenize": Details(
         body=record_schema(DETOKENIZE, _TOKENIZE_DESCRIPTIONS, ("tokens",)),
         example={"tokens": [1, 2, 3]},
         answers={_JSON: _ref("Text")},
-        errors=_READS_BODY,
+        errors=READS_BODY,
     ),
     "get /v1/usage": Details(
         {"by": _STEP, "since": _TIME, "until": _TIME, "key": _KEY_NAME},
@@ -279,6 +262,7 @@ def document(app: web.Application) -> dict[str, Any]:
                 "CompletionRequest": body_schema("completions"),
                 **ANSWERS,
                 **BATCH_ANSWERS,
+                **API_ANSWERS,
             },
             "securitySchemes": _SECURITY,
         },

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
+from functools import partial
 
-from ridgeline.service.answer import Shape, Streaming
-from ridgeline.service.call import Call
 from ridgeline.service.chat import read_chat
 from ridgeline.service.completions import read_completion
-from ridgeline.service.fields import Fields, Route
+from ridgeline.service.endpoint import Endpoint, Read
+from ridgeline.service.fields import Fields, Route, read_fields
 from ridgeline.service.state import Service
 
 
-async def read_call(
-    service: Service, route: Route, fields: Fields, arrival: float
-) -> tuple[Call, Shape, Streaming | None]:
-    """The call, the shape of its answer, and how to stream it (None: as one body). Raises RequestError."""
-    call_id = uuid.uuid4().hex
-    if route == "chat":
-        return await read_chat(service, fields, f"chatcmpl-{call_id}", arrival)
-    return await read_completion(service, fields, f"cmpl-{call_id}", arrival)
+async def _chat(service: Service, fields: Fields, arrival: float) -> Read:
+    return await read_chat(service, fields, f"chatcmpl-{uuid.uuid4().hex}", arrival)
+
+
+async def _completion(service: Service, fields: Fields, arrival: float) -> Read:
+    return await read_completion(service, fields, f"cmpl-{uuid.uuid4().hex}", arrival)
+
+
+CHAT = Endpoint(partial(read_fields, "chat"), _chat)
+COMPLETIONS = Endpoint(partial(read_fields, "completions"), _completion)
+_BY_ROUTE: Mapping[Route, Endpoint] = {"chat": CHAT, "completions": COMPLETIONS}
+
+
+async def read_call(service: Service, route: Route, fields: Fields, arrival: float) -> Read:
+    """Raises RequestError."""
+    return await _BY_ROUTE[route].call(service, fields, arrival)

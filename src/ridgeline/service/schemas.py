@@ -7,6 +7,7 @@ A schema accepts every value that its reader accepts. The reader also refuses va
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.service.fields import LONG, REQUIRED, TABLE, TTLS, Field, Route
@@ -26,6 +27,26 @@ from ridgeline.service.readers import (
 )
 
 Schema = dict[str, Any]
+
+GENERATES = (400, 403, 404, 408, 413, 429, 500, 503)
+"""Statuses of errors of generating routes."""
+READS_BODY = (400, 404, 408, 413, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a route takes and answers. query, headers: name -> schema. answers: content type -> schema.
+
+    errors: statuses of error answers, in addition to 401 for a missing key.
+    """
+
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    headers: Mapping[str, Schema] = field(default_factory=dict)
+    body: Schema | None = None
+    example: Any = None
+    body_type: str = "application/json"
+    answers: Mapping[str, Schema] = field(default_factory=dict)
+    errors: tuple[int, ...] = ()
 
 
 def nullable(schema: Schema) -> Schema:

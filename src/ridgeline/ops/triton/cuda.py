@@ -58,7 +58,8 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _call(name: str, *arguments: object) -> None:
+def call(name: str, *arguments: object) -> None:
+    """Call a function of the driver. Raises RuntimeError with its name and status."""
     if status := getattr(_driver(), name)(*arguments):
         raise RuntimeError(f"{name}: {status}")
 
@@ -127,7 +128,7 @@ def _tensor_map(pointer: int, rows: int, columns: int, pitch: int, height: int, 
     swizzle = SWIZZLED if 2 * width == SWIZZLED_BYTES else UNSWIZZLED
     how = c_int(0), c_int(swizzle), c_int(PROMOTE_256B), c_int(0)
     numbers = c_int(BFLOAT16), c_uint32(2), c_void_p(pointer)
-    _call("cuTensorMapEncodeTiled", c_void_p(at), *numbers, shape, stride, boxes, each, *how)
+    call("cuTensorMapEncodeTiled", c_void_p(at), *numbers, shape, stride, boxes, each, *how)
     return TensorMap.from_buffer_copy(ctypes.string_at(at, ctypes.sizeof(TensorMap)))
 
 
@@ -137,12 +138,16 @@ class Kernel:
     def __init__(self, text: str, name: str, shared: int) -> None:
         self._module, self._function, self._shared = c_void_p(), c_void_p(), shared
         # cuModuleLoadData finds the end of a cubin from its header.
-        _call("cuModuleLoadData", byref(self._module), compiled(text))
-        _call("cuModuleGetFunction", byref(self._function), self._module, name.encode())
-        _call("cuFuncSetAttribute", self._function, c_int(MAX_SHARED), c_int(shared))
+        call("cuModuleLoadData", byref(self._module), compiled(text))
+        call("cuModuleGetFunction", byref(self._function), self._module, name.encode())
+        call("cuFuncSetAttribute", self._function, c_int(MAX_SHARED), c_int(shared))
 
     def __call__(
-        self, programs: int, threads: int, *arguments: ctypes.Structure | c_uint32 | c_void_p, early: bool = False
+        self,
+        programs: int,
+        threads: int,
+        *arguments: ctypes.Structure | c_uint32 | c_uint64 | c_void_p,
+        early: bool = False,
     ) -> None:
         """Launch on torch's current stream. early: with programmatic dependent launch, see EARLY."""
         where = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
@@ -150,4 +155,4 @@ class Kernel:
         stream = torch.cuda.current_stream().cuda_stream
         sizes = (c_uint32 * 7)(programs, 1, 1, threads, 1, 1, self._shared)
         launch = _Launch(sizes, stream, ctypes.addressof(attribute), int(early))
-        _call("cuLaunchKernelEx", byref(launch), self._function, where, None)
+        call("cuLaunchKernelEx", byref(launch), self._function, where, None)

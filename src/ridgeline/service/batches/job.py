@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.core.errors import RequestError, RidgelineError, Unavailable
-from ridgeline.service.answer import make_body, usage_dict
+from ridgeline.service.answer import make_body
 from ridgeline.service.batches.input import (
     BadRow,
     InputIndex,
@@ -24,6 +24,7 @@ from ridgeline.service.batches.input import (
 from ridgeline.service.batches.objects import Batch, Problem, RequestCounts, Status, StoredFile
 from ridgeline.service.batches.results import Results
 from ridgeline.service.batches.store import Store, StoredBatch
+from ridgeline.service.choices import usage_dict
 from ridgeline.service.errors import as_ridgeline, error_body
 from ridgeline.service.fields import Fields, Route, read_fields
 from ridgeline.service.keys.keyring import Holder

@@ -1,0 +1,107 @@
+"""Weights that stay in host memory and are copied to the GPU in every step (`--cpu-offload-gb`): which they are, and what a step
+pays for them.
+
+A step takes as long as the slower of two things: its work on the device, and the copies of these weights over the host link, which
+run beside it. Source: FlexGen (Sheng et al. 2023), section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.spec import ModelSpec
+
+BUFFERS = 2
+"""Places on the device for linears that arrive: while one is multiplied, the next one is copied."""
+LINK_SHARE = 0.8
+"""Share of the published rate of a host link that copies reach, where it is not measured."""
+GIB = 1 << 30
+OPTION = "cpu_offload_gb"
+
+
+@dataclass(frozen=True, slots=True)
+class HostWeights:
+    """linears: numbers of the linears that stay in host memory; linears of all layers are numbered in the order of their use.
+    bytes: of these. largest: bytes of the largest one."""
+
+    linears: frozenset[int] = frozenset()
+    bytes: int = 0
+    largest: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of device memory that are free because of it: the linears leave, and their buffers come."""
+        return self.bytes - BUFFERS * self.largest
+
+
+def check_gpu(spec: ModelSpec, kind: str) -> None:
+    """Raise ConfigError for weights in host memory on a CPU. kind: of the device."""
+    if spec.host_bytes and kind == "cpu":
+        raise ConfigError(
+            "--cpu-offload-gb needs a GPU: on a CPU all weights are in host memory. Leave it out.", param=OPTION
+        )
+
+
+def host_weights(spec: ModelSpec) -> HostWeights:
+    """The linears that stay in host memory, at least spec.host_bytes.
+
+    They are spread evenly, so that copies run beside the products of those that stay on the device: going through the linears in
+    order, one is taken whenever the bytes taken so far are behind their share. So the first one is taken, and the copies of a step
+    start with it. The last layer stays on the device: a step that draws no token runs only a part of it, and a copy of the rest
+    would have no reader. Raises ConfigError where that is not enough, or frees nothing.
+    """
+    if not spec.host_bytes:
+        return HostWeights()
+    sizes = _sizes(spec)
+    most = sum(sizes)
+    if spec.host_bytes > most:
+        raise ConfigError(
+            f"--cpu-offload-gb is {spec.host_bytes / GIB:.4g}: the linears of all layers but the last have {most / GIB:.4g} GiB. "
+            "Give less.",
+            param=OPTION,
+        )
+    taken: dict[int, int] = {}
+    passed = total = 0
+    for number, size in enumerate(sizes):
+        passed += size
+        if total * most < spec.host_bytes * passed:
+            taken[number] = size
+            total += size
+    chosen = HostWeights(frozenset(taken), total, max(taken.values()))
+    if chosen.saved_bytes <= 0:
+        raise ConfigError(
+            f"--cpu-offload-gb is {spec.host_bytes / GIB:.4g}: it frees no memory, because copies need buffers of "
+            f"{BUFFERS * chosen.largest / GIB:.4g} GiB on the device. Give more, or leave it out.",
+            param=OPTION,
+        )
+    return chosen
+
+
+def _sizes(spec: ModelSpec) -> list[int]:
+    """Bytes of each linear of all layers but the last, in the order of their use."""
+    return [spec.matrix_bytes(matrix) for layer in spec.layers[:-1] for matrix in spec.matrices(layer)]
+
+
+def least_host_bytes(spec: ModelSpec, missing: int) -> int:
+    """The fewest whole GiB, in bytes, of weights in host memory that free `missing` bytes of device memory; 0: there is no such
+    number."""
+    most = sum(_sizes(spec))
+    for gib in range(max(1, missing // GIB), most // GIB + 1):
+        try:
+            if host_weights(replace(spec, host_bytes=gib * GIB)).saved_bytes >= missing:
+                return gib * GIB
+        except ConfigError:
+            continue
+    return 0
+
+
+def copy_s(count: int, bytes_per_s: float) -> float:
+    """Seconds in which `count` bytes are copied from host memory; infinite without a link."""
+    return 0.0 if not count else count / bytes_per_s if bytes_per_s else math.inf
+
+
+def streamed_s(spec: ModelSpec, bytes_per_s: float) -> float:
+    """Seconds of a step's copies of weights from host memory. bytes_per_s: that copies reach."""
+    return copy_s(host_weights(spec).bytes, bytes_per_s)
