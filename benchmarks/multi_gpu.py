@@ -14,12 +14,16 @@ Predicted before the first run, for two H100 (3.0 TB/s read, 600 TFLOP/s) and Ll
 - prefill: a step of 8,448 tokens computes for 112 ms a rank, and sums 65 times 69 MB at 300 GB/s, 15 ms: 1.75 times one rank.
 - stages: 64 requests are two steps of 32, each of which reads half of the weights on each stage: 1.0 times; prefill 1.8 times.
 - context: attention of a prompt's chunk reads the keys once per query token: a long prompt takes 10 times as long as on one rank.
+- experts (Qwen3-30B-A3B, 3.3 GB of weights per token, two H200): one request is bound by launches, 1.1 times either way. 64
+  requests read nearly all experts: 1.6 times. Whole experts: the same bytes in the mean, but a step waits for the rank with more of
+  them: 64 requests times 8 choices over 2 ranks deviate by 4 %. Prompts 1.7 times, and whole experts gain by wider products.
 - sums: one shot 4 us for 8 KB, NCCL 12 us; equal at 1 MB.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -30,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import HERE, provenance, read_rows, timed, write_rows
+from common import HERE, lens, provenance, read_rows, timed, write_rows
+from shapes import MODELS
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.local import LocalEngine
@@ -110,12 +115,21 @@ def sums(args: argparse.Namespace) -> Iterator[Row]:
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
-def started(args: argparse.Namespace, quantization: str, options: Mapping[str, int]) -> tuple[LocalEngine, float]:
+def started(
+    model: Path, quantization: str, options: Mapping[str, int], whole_experts: bool = False, rows: int = 64
+) -> tuple[LocalEngine, float]:
     """An engine, and the seconds of its start."""
     began = time.perf_counter()
-    model = ModelConfig(str(args.model), load_format="dummy", quantization=quantization, max_model_len=LONGEST)
-    config = EngineConfig(device="cuda", enable_prefix_caching=False, max_num_seqs=64, **options)  # type: ignore[arg-type]
-    engine = LocalEngine.start(model, config)
+    longest = min(LONGEST, json.loads((model / "config.json").read_text())["max_position_embeddings"])
+    served = ModelConfig(
+        str(model),
+        load_format="dummy",
+        quantization=quantization,
+        max_model_len=longest,
+        expert_parallel=whole_experts,
+    )
+    config = EngineConfig(device="cuda", enable_prefix_caching=False, max_num_seqs=rows, **options)  # type: ignore[arg-type]
+    engine = LocalEngine.start(served, config)
     return engine, time.perf_counter() - began
 
 
@@ -146,7 +160,7 @@ def prompts(engine: LocalEngine) -> Iterator[tuple[int, float]]:
 
 def measured(args: argparse.Namespace, quantization: str, way: str, options: Mapping[str, int]) -> Iterator[Row]:
     """The rows of one engine, by name."""
-    engine, start_s = started(args, quantization, options)
+    engine, start_s = started(args.model, quantization, options)
     name = f"{way}-{quantization or 'bf16'}"
     try:
         if way != "context":
@@ -163,6 +177,32 @@ def measured(args: argparse.Namespace, quantization: str, way: str, options: Map
         engine.close()
 
 
+def conversations(args: argparse.Namespace, way: str, options: Mapping[str, int]) -> Iterator[Row]:
+    """Requests per second of 1,000 conversations of the Azure trace, all sent at once."""
+    engine, _ = started(args.model, "", options, rows=256)
+    try:
+        lengths, vocab = lens("azure_conv_1000"), engine.engine.setup.vocab_size
+        timed(engine, lengths[:64], vocab)
+        yield {"row": f"{way}-bf16-conv", "req_s": round(len(lengths) / timed(engine, lengths, vocab).seconds, 2)}
+    finally:
+        engine.close()
+
+
+def experts(args: argparse.Namespace, way: str, options: Mapping[str, int]) -> Iterator[Row]:
+    """The rows of a model of 128 experts (Qwen3-30B-A3B), by name."""
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "config.json").write_text(json.dumps(MODELS["qwen3-30b-a3b"]))
+        engine, start_s = started(Path(place), "", options, whole_experts=way == "whole")
+        try:
+            timed(engine, [(256, 8)] * 64, engine.engine.setup.vocab_size)
+            for rows in (64, 1):
+                yield {"row": f"experts-{way}-decode-{rows}", "ms": round(decode_ms(engine, rows), 3)}
+            yield {"row": f"experts-{way}-prefill", "tok_s": round(prefill(engine))}
+            yield {"row": f"experts-{way}-start", "s": round(start_s, 1)}
+        finally:
+            engine.close()
+
+
 PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "sums": sums,
     "tensor": lambda args: measured(args, "", "tensor", {"tensor_parallel_size": args.ranks}),
@@ -170,6 +210,11 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "stages": lambda args: measured(args, "", "stages", {"pipeline_parallel_size": args.ranks}),
     "tensor-fp8": lambda args: measured(args, "fp8", "tensor", {"tensor_parallel_size": args.ranks}),
     "one-fp8": lambda args: measured(args, "fp8", "one", {}),
+    "conv-one": lambda args: conversations(args, "one", {}),
+    "conv-tensor": lambda args: conversations(args, "tensor", {"tensor_parallel_size": args.ranks}),
+    "experts-one": lambda args: experts(args, "one", {}),
+    "experts-tensor": lambda args: experts(args, "tensor", {"tensor_parallel_size": args.ranks}),
+    "experts-whole": lambda args: experts(args, "whole", {"tensor_parallel_size": args.ranks}),
     "context": lambda args: measured(args, "", "context", {"context_parallel_size": args.ranks}),
 }
 
@@ -179,9 +224,9 @@ def shares(rows: Mapping[str, Row]) -> Iterator[Row]:
     for name, row in rows.items():
         way, _, rest = name.partition("-")
         single = rows.get(f"one-{rest}")
-        value = next((key for key in ("ms", "tok_s", "s") if key in row), "")
+        value = next((key for key in ("ms", "tok_s", "req_s", "s") if key in row), "")
         if way not in ("one", "sums", "share", "gain") and single and value in single and not rest.endswith("start"):
-            gain = row[value] / single[value] if value == "tok_s" else single[value] / row[value]
+            gain = row[value] / single[value] if value in ("tok_s", "req_s") else single[value] / row[value]
             yield {"row": f"gain-{name}", "gain": round(gain, 3)}
     for requests in (1, 64):
         added = rows.get(f"sums-{8192 * requests}")
@@ -210,11 +255,11 @@ def main() -> None:
     began, about = time.perf_counter(), provenance(f"{args.ranks} x {torch.cuda.get_device_name()}", args.commit)
     rows: dict[str, Row] = {row["row"]: row for row in read_rows(args.out)} if args.out else {}
     for part in args.only.split(","):
-        last = (
-            "sums-67108864"
-            if part == "sums"
-            else f"{part.removesuffix('-fp8')}-{'fp8' if 'fp8' in part else 'bf16'}-start"
-        )
+        dtype = "" if part.startswith("experts") else "-fp8" if "fp8" in part else "-bf16"
+        if part.startswith("conv"):
+            last = f"{part.removeprefix('conv-')}-bf16-conv"
+        else:
+            last = "sums-67108864" if part == "sums" else f"{part.removesuffix('-fp8')}{dtype}-start"
         if time.perf_counter() - began > args.seconds or (args.resume and last in rows):
             continue
         try:

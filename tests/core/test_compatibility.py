@@ -34,6 +34,7 @@ CHOSEN: dict[str, dict[str, object]] = {
     "sequence parallelism": {"sequence_parallel": True},
     "a pipeline": {"pipeline_parallel_size": 2},
     "steps in flight": {"steps_in_flight": 1},
+    "a KV format on a GPU": {"kv_cache_dtype": "int8"},
 }
 """Feature -> options of a server that has it. Models and machines have the others."""
 
@@ -56,7 +57,7 @@ def choice(*names: str) -> Choice:
         ModelConfig(**model),
         EngineConfig(**engine),
         [layer],
-        "cuda" if {"a GPU", "context parallelism on GPUs"} & set(names) else "cpu",
+        "cuda" if {"a GPU", "a KV format on a GPU", "context parallelism on GPUs"} & set(names) else "cpu",
         (drafter,) if drafter else (),
         drafts_on_device=drafter in ("recycling", "draft", "recurrent"),
         drafts_branch=drafter in ("reference", "recycling"),

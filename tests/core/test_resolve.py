@@ -36,6 +36,7 @@ SAID = {
     "cache_pin_share": "0.5",
     "kv_retention": "window:keep=256",
     "kv_selection": "512",
+    "expert_parallel": "true",
     "cpu_offload_gb": "2.5",
     "kv_offload_gb": "4",
     "kv_disk": "blocks",

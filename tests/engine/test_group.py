@@ -101,12 +101,13 @@ CASES = {
     "compressed prompts": ("llama-gqa", {}, {"kv_retention": "heavy:keep=16,window=4", "block_size": 4}),
     "drafts": ("llama-gqa", {}, {"speculate": "reference+lookahead"}),
     "experts": ("mixtral", {}, {"speculate": "reference+lookahead"}),
+    "whole experts": ("qwen2-moe", {"expert_parallel": True}, {"speculate": "reference+lookahead"}),
     "few blocks": ("llama-gqa", {"max_model_len": 128}, {"kv_cache_memory": 13 * 12_288}),
     "deterministic": ("qwen3", {}, {"deterministic": True}),
 }
 
 
-SHORT = {("few blocks", "two stages"), ("drafts", "both")}
+SHORT = {("few blocks", "two stages"), ("drafts", "both"), ("whole experts", "two ranks")}
 TENSOR, PIPELINE, CONTEXT = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "context"))
 DIVIDED = {"sequence_parallel": True}
 WAYS = {
@@ -124,7 +125,9 @@ TRIED = [
     pytest.param(case, way, marks=[pytest.mark.long] * ((case, way) not in SHORT))
     for case in CASES
     for way in WAYS
-    if (case != "compressed prompts" or way == "two ranks") and (case != "bounded cache" or way != "three contexts")
+    if (case != "compressed prompts" or way == "two ranks")
+    and (case != "bounded cache" or way != "three contexts")
+    and (case != "whole experts" or "tensor_parallel_size" in WAYS[way])
 ]
 
 
@@ -133,7 +136,7 @@ def test_ranks_say_what_one_says(case: str, way: str, tmp_path: Path) -> None:
     family, model, engine = CASES[case]
     save(family, tmp_path)
     config = replace(CONFIG, **engine)  # type: ignore[arg-type]
-    with opened(tmp_path, config, **model) as single:
+    with opened(tmp_path, config, **{**model, "expert_parallel": False}) as single:
         expected = answers(single)
     # Bytes of the cache are per rank: with half of the heads or of a block, half of them hold as many tokens.
     sizes = WAYS[way]
@@ -166,6 +169,23 @@ def test_two_ranks_hold_a_prompt_that_one_refuses(tmp_path: Path) -> None:
             sizes.append((layout.page_tokens, layout.page_bytes))
     assert tokens[0] == tokens[1] and len(tokens[0]) == 40
     assert sizes == [(32, 12_288), (16, 12_288)], "a rank holds half of the slots of a block"
+
+
+def test_experts_are_divided_only_where_it_can_be(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    cases = [
+        ({}, "divides the experts among --tensor-parallel-size ranks, which is 1"),
+        ({"tensor_parallel_size": 3}, "cannot be"),
+    ]
+    for sizes, reason in cases:
+        with pytest.raises(ConfigError, match=reason), opened(tmp_path, replace(CONFIG, **sizes), expert_parallel=True):
+            pass
+    save("llama-gqa", tmp_path / "dense")
+    with (
+        pytest.raises(ConfigError, match="this model has no experts"),
+        opened(tmp_path / "dense", replace(CONFIG, tensor_parallel_size=2), expert_parallel=True),
+    ):
+        pass
 
 
 @pytest.mark.long

@@ -38,7 +38,10 @@ WAYS = {"tensor": TENSOR, "stages": PIPELINE, "context": CONTEXT, "divided strea
 TRIED = [
     *(("grouped heads", way) for way in WAYS),
     *(("windows", way) for way in ("tensor", "stages", "context")),
-    *((case, "tensor") for case in ("int8", "drafts", "experts", "deterministic", "compressed prompts", "few blocks")),
+    *(
+        (case, "tensor")
+        for case in ("int8", "drafts", "experts", "whole experts", "deterministic", "compressed prompts", "few blocks")
+    ),
     ("drafts", "stages"),
     ("one KV head", "tensor"),
 ]
@@ -55,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def expected(folders: Path, case: str) -> dict[str, list[int]]:
     family, model, engine = CASES[case]
-    with opened(folders / family, replace(CONFIG, **engine), **model) as single:  # type: ignore[arg-type]
+    with opened(folders / family, replace(CONFIG, **engine), **{**model, "expert_parallel": False}) as single:  # type: ignore[arg-type]
         return answers(single)
 
 

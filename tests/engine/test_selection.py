@@ -14,6 +14,7 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
 from ridgeline.llm import LLM
 from ridgeline.models.build import LoadedModel, build
+from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
 from tests.engine.runners import MAX_LEN, PAGE, DeviceBench
 from tests.models.families import save
@@ -22,9 +23,10 @@ CPU = torch.device("cpu")
 LONG = [3 + 7 * at % 250 for at in range(90)]
 
 
-def model_of(folder: Path, family: str = "qwen3", **options: Any) -> LoadedModel:
+def model_of(folder: Path, family: str = "qwen3", device: torch.device = CPU, **options: Any) -> LoadedModel:
     save(family, folder)
-    return build(folder, model=ModelConfig(max_model_len=MAX_LEN, **options), ops=REFERENCE, device=CPU)
+    ops = REFERENCE if device == CPU else choose(device, torch.float32)
+    return build(folder, model=ModelConfig(max_model_len=MAX_LEN, **options), ops=ops, device=device)
 
 
 def deep(folder: Path, **options: Any) -> LoadedModel:
@@ -35,8 +37,8 @@ def deep(folder: Path, **options: Any) -> LoadedModel:
     return model
 
 
-def answers(model: LoadedModel, step_tokens: int = 64, blocks: int = 200) -> dict[tuple[str, int], list[int]]:
-    bench = DeviceBench("qwen3", step_tokens=step_tokens, model=model, blocks=blocks)
+def answers(model: LoadedModel, step_tokens: int = 64, **how: Any) -> dict[tuple[str, int], list[int]]:
+    bench = DeviceBench("qwen3", step_tokens=step_tokens, model=model, **how)
     bench.submit("long", LONG, max_tokens=60)
     bench.run()
     return bench.tokens
@@ -67,6 +69,17 @@ def test_chunks_hits_and_forks_change_no_token_of_a_small_budget(tmp_path: Path,
     bench.submit("choices", LONG, n=2, temperature=0.0, max_tokens=60)
     bench.run()
     assert bench.tokens["choices", 0] == bench.tokens["choices", 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_gpu_selects_what_a_cpu_selects(tmp_path: Path, graphs: bool) -> None:
+    """Steps in flight, chunks and prefix hits too."""
+    expected = answers(deep(tmp_path, kv_selection=4 * PAGE))
+    model = deep(tmp_path, device=torch.device("cuda"), kv_selection=4 * PAGE)
+    for step_tokens in (64, 24):
+        assert answers(model, step_tokens, device="cuda", graphs=graphs, depth=1) == expected
 
 
 def test_a_small_budget_reads_less(tmp_path: Path) -> None:

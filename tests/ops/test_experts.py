@@ -26,6 +26,7 @@ from tests.models.paged import PagedRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL, WIDTH, EXPERTS, PER_TOKEN = 48, 40, 6, 3
+ALL = range(EXPERTS)
 
 
 def weights(fp8: bool) -> tuple[list[Tensors], list[Tensors], list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -54,7 +55,7 @@ def weights(fp8: bool) -> tuple[list[Tensors], list[Tensors], list[tuple[torch.T
 )
 def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> None:
     gate_up, down, dense = weights(fp8)
-    grouped = TritonExperts(fixed=fixed).group(gate_up, down, "silu")
+    grouped = TritonExperts(fixed=fixed).group(gate_up, down, "silu", ALL)
     x, logits = torch.randn(tokens, D_MODEL), torch.randn(tokens, EXPERTS)
     logits[:, 4] = -30.0  # an expert without tokens
     chosen = route(logits, PER_TOKEN, True)
@@ -65,16 +66,43 @@ def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> N
         given = x if rows is None else x[rows]
         return activate(given @ inner.T, "silu") @ outer.T
 
-    expected = by_expert(D_MODEL, chosen, counts.tolist(), run)
+    expected = by_expert(D_MODEL, chosen, counts.tolist(), run, ALL)
     load = torch.ones(EXPERTS, dtype=torch.int64, device=DEVICE)
     got = grouped(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load)
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
     assert load.tolist() == (counts + 1).tolist()
 
 
+@pytest.mark.parametrize("tokens", [1, 11, 50])
+def test_ranks_with_whole_experts_add_up_to_all(tokens: int) -> None:
+    """Each rank has every token and the load of all experts, and the terms of its own experts."""
+    gate_up, down, dense = weights(False)
+    x, logits = torch.randn(tokens, D_MODEL), torch.randn(tokens, EXPERTS)
+    chosen = route(logits, PER_TOKEN, True)
+    counts = torch.bincount(chosen.experts.flatten(), minlength=EXPERTS)
+
+    def run(expert: int, rows: torch.Tensor | None) -> torch.Tensor:
+        inner, outer = dense[expert]
+        return activate((x if rows is None else x[rows]) @ inner.T, "silu") @ outer.T
+
+    expected = by_expert(D_MODEL, chosen, counts.tolist(), run, ALL)
+    half = EXPERTS // 2
+    total = torch.zeros_like(expected)
+    for held in (range(half), range(half, EXPERTS)):
+        part = by_expert(D_MODEL, chosen, counts.tolist(), run, held)
+        mine = slice(held.start, held.stop)
+        grouped = TritonExperts().group(gate_up[mine], down[mine], "silu", held)
+        load = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+        got = grouped(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load).cpu()
+        torch.testing.assert_close(got, part, rtol=1e-4, atol=1e-5)
+        assert load.tolist() == counts.tolist()
+        total += part
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_tokens_sum_does_not_depend_on_the_others() -> None:
     gate_up, down, _ = weights(False)
-    grouped = GroupedExperts(gate_up, down, "silu", fixed=True)
+    grouped = GroupedExperts(gate_up, down, "silu", ALL, fixed=True)
     x, logits = torch.randn(40, D_MODEL, device=DEVICE), torch.randn(40, EXPERTS, device=DEVICE)
     load = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
     together = grouped(x, logits, PER_TOKEN, False, load)
@@ -85,7 +113,7 @@ def test_a_tokens_sum_does_not_depend_on_the_others() -> None:
 
 def test_a_token_that_is_not_a_number_harms_no_other() -> None:
     gate_up, down, _ = weights(False)
-    grouped = GroupedExperts(gate_up, down, "silu", fixed=False)
+    grouped = GroupedExperts(gate_up, down, "silu", ALL, fixed=False)
     x, logits = torch.randn(40, D_MODEL, device=DEVICE), torch.randn(40, EXPERTS, device=DEVICE)
     load = torch.zeros(8 * EXPERTS, dtype=torch.int64, device=DEVICE)
     expected = grouped(x, logits, PER_TOKEN, True, load[:EXPERTS])

@@ -38,7 +38,7 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.planner.diagnose import Diagnosis, diagnose, observe
 from ridgeline.planner.remedies import OBJECTIVES, Outlook, Remedy, objective_of, predict
 from ridgeline.planner.simulate import Figures
-from ridgeline.planner.situation import Situation, read_situation
+from ridgeline.planner.situation import MAX_REQUESTS, Situation, read_situation
 from ridgeline.planner.techniques import NOT_BUILT, NOT_PREDICTED, Effort
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -99,7 +99,7 @@ class Result:
 def run(args: Arguments) -> int:
     options = args.options
     source = getattr(options, "url", DEFAULT_URL)
-    record = _read_run(Path(source)) if Path(source).exists() else read_server(source, getattr(options, "key", ""))
+    record = read_record(source, getattr(options, "key", ""))
     result = _examine(record, getattr(options, "model_folder", ""), getattr(options, "improve", ""))
     if hasattr(options, "apply"):
         result = _apply(result, options.apply)
@@ -120,6 +120,11 @@ def _examine(record: Record, folder: str, objective: str) -> Result:
 
 
 # --- reading -------------------------------------------------------------------------------------------------------------
+
+
+def read_record(source: str, key: str) -> Record:
+    """The record of a run's folder, or of a running server."""
+    return _read_run(Path(source)) if Path(source).exists() else read_server(source, key)
 
 
 def _read_run(folder: Path) -> Record:
@@ -165,8 +170,9 @@ def _fetch(url: str, path: str, key: str) -> Any:
         raise ConfigError(f"{address} did not answer with JSON: is it a Ridgeline server?", param="url") from error
 
 
-def situation_of(record: Record, folder: str) -> Situation:
-    """The situation, with the model's config.json from its folder. Raises ConfigError if it is not on this machine."""
+def situation_of(record: Record, folder: str, most: int = MAX_REQUESTS) -> Situation:
+    """The situation, with the model's config.json from its folder. most: requests, the newest ones. Raises ConfigError if it is not
+    on this machine."""
     facts = record.snapshot["facts"]
     named = folder or facts.get("root", "")
     try:
@@ -177,9 +183,8 @@ def situation_of(record: Record, folder: str) -> Situation:
             param="model_folder",
         ) from None
     options = facts.get("model_options", {})
-    return read_situation(
-        record.snapshot, record.rows, served_spec(checkpoint, ModelConfig(**options)), record.concurrency
-    )
+    spec = served_spec(checkpoint, ModelConfig(**options))
+    return read_situation(record.snapshot, record.rows, spec, record.concurrency, most)
 
 
 # --- applying ------------------------------------------------------------------------------------------------------------

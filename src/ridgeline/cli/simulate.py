@@ -1,6 +1,7 @@
 """Simulate a fleet in virtual time: replicas with the real scheduler behind the real router, and the autoscaler if asked for.
 
-Reads config.json and a trace; nothing runs. Step times come from the cost model: without a --calibration they are uncalibrated.
+With --recorded it replays the requests of a server with other options instead: what would the percentiles have been? Reads
+config.json and a trace; nothing runs. Step times come from the cost model: without a --calibration they are uncalibrated.
 docs/planning.md says what is not simulated.
 """
 
@@ -20,6 +21,7 @@ from rich.table import Table
 from ridgeline.bench.traces import read_trace
 from ridgeline.cli.flags import Arguments, Parser, finite_number, parser_for, whole_number
 from ridgeline.cli.serve import resolve_arguments
+from ridgeline.cli.simulate_recorded import add_replay, replay_recorded
 from ridgeline.core.compatibility import Choice, check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
@@ -28,21 +30,17 @@ from ridgeline.core.fit import Deployment, size
 from ridgeline.core.sizing import Memory
 from ridgeline.core.slo import Slo
 from ridgeline.core.workload import Workload, arrivals, synthetic
-from ridgeline.engine.policy import Limits
 from ridgeline.hardware.serving import calibrated_cost, cost_model
 from ridgeline.hardware.table import Accelerator, lookup
-from ridgeline.kv.retention import read_retention
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
 from ridgeline.planner.fleet import Fleet, FleetFigures, Loss, simulate_fleet
 from ridgeline.planner.ranking import seconds_text
+from ridgeline.planner.servers import planned_server
 from ridgeline.planner.simulate import Server, quantile
 from ridgeline.service.autoscale import Scaling
 from ridgeline.service.routing import POLICIES
-
-HOST_S = 0.002
-"""Seconds of the host per step, which a step in flight hides."""
 
 
 def parser() -> Parser:
@@ -62,6 +60,11 @@ def parser() -> Parser:
         action="append",
         help="a replica is lost after AT seconds, for DOWN (default: 60)",
     )
+    group.add_argument(
+        "--surrogate",
+        action="store_true",
+        help="pass over steps in which nothing begins or ends, for fleets of hundreds",
+    )
     group = parser.add_argument_group("workload")
     group.add_argument("--trace", metavar="FILE", help="requests and their times; any format of `ridgeline bench run`")
     group.add_argument(
@@ -74,12 +77,15 @@ def parser() -> Parser:
         "--prefix-len", type=whole_number, metavar="N", help="without a trace: prompt tokens that all share"
     )
     group.add_argument("--slo", metavar="TEXT", help="objectives: ttft=500ms,tpot=50ms,e2e=10s")
+    add_replay(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def run(args: Arguments) -> int:
     options, resolved = vars(args.options), resolve_arguments(args)
+    if "recorded" in options:
+        return replay_recorded(args, resolved)
     if "gpu" not in options:
         raise ConfigError("--gpu is missing: name a device of the hardware table, as in --gpu h100.", param="gpu")
     row, slo = _device(options["gpu"]), Slo.parse(resolved.service.slo)
@@ -111,17 +117,7 @@ def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Ser
     calibration = engine.calibration
     cost = calibrated_cost(Path(calibration), spec, row) if calibration else cost_model(row, spec)
     plan = size(Deployment(spec, replace(engine, device=kind), Memory(kind, row.memory_bytes), model))
-    return Server(
-        cost,
-        plan.layout,
-        plan.n_pages,
-        Limits(plan.max_rows, plan.max_step_tokens, plan.max_len),
-        prefix_cache=engine.enable_prefix_caching,
-        retention=read_retention(engine.kv_retention, plan.layout.page_tokens),
-        batching=engine.batching,
-        steps_in_flight=plan.steps_in_flight,
-        host_s=HOST_S,
-    )
+    return planned_server(cost, plan, engine)
 
 
 def _workload(options: Mapping[str, Any]) -> Workload:
@@ -165,7 +161,7 @@ def _fleet(options: Mapping[str, Any], server: Server, slo: Slo) -> Fleet:
         if limits["ttft"] is not None:
             scaling = replace(scaling, ttft_s=limits["ttft"])
         fleet = replace(fleet, replicas=min(max(replicas, least), most))
-    return replace(fleet, scaling=scaling, losses=losses)
+    return replace(fleet, scaling=scaling, losses=losses, surrogate="surrogate" in options)
 
 
 def _loss(text: str) -> Loss:

@@ -100,24 +100,30 @@ def identity(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def read_calibration(path: Path, spec: ModelSpec) -> tuple[Calibration, dict[str, Any]]:
+    """The JSON of `Calibration.to_json` for a model, and the properties of the model that it was measured with. Raises ConfigError
+    if the file cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        cost = read_cost(spec, content, calibrated=True)
+        fitted, unseen = (Errors(**content[name]) for name in ("fitted_error", "leave_one_out_error"))
+        intervals = {name: (float(low), float(high)) for name, (low, high) in content.get("intervals", {}).items()}
+        made = Calibration(cost, content["device"], content["date"], content["steps"], fitted, unseen, intervals)
+        return made, dict(content["model"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"Cannot read the calibration {path} ({error}): write one with `ridgeline calibrate`.",
+            param="calibration",
+        ) from None
+
+
 def load_calibration(path: Path, spec: ModelSpec, device: str = "") -> Calibration:
     """Read the JSON of `Calibration.to_json`.
 
     device: the device to predict for; "" accepts any. Raises ConfigError if the file cannot be read, or was measured with another
     model, number format or device.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        cost = read_cost(spec, content, calibrated=True)
-        fitted, unseen = (Errors(**content[name]) for name in ("fitted_error", "leave_one_out_error"))
-        intervals = {name: (float(low), float(high)) for name, (low, high) in content.get("intervals", {}).items()}
-        calibration = Calibration(cost, content["device"], content["date"], content["steps"], fitted, unseen, intervals)
-        measured = dict(content["model"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"Cannot read the calibration {path} ({error}): write one with `ridgeline calibrate`.",
-            param="calibration",
-        ) from None
+    calibration, measured = read_calibration(path, spec)
     mismatches = [
         f"its {name} is {measured.get(name)!r}, not {value!r}"
         for name, value in identity(spec).items()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import LayerSpec
+from ridgeline.core.spec import QUANTIZED_KV, LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,10 @@ FEATURES: Mapping[str, Feature] = {
     "experts": Feature("", lambda choice: any(layer.experts for layer in choice.layers)),
     "prefill apart from decode": Feature("", lambda choice: choice.hands_over),
     "a GPU": Feature("", lambda choice: choice.device == "cuda"),
+    "a KV format on a GPU": Feature(
+        "kv_cache_dtype",
+        lambda choice: choice.device == "cuda" and choice.model.kv_cache_dtype in ("fp8_e4m3", *QUANTIZED_KV),
+    ),
 }
 
 
@@ -125,7 +129,12 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("selection", _TENSOR_PARALLEL, "pages are selected in one process so far", "leave the parallel sizes out"),
     Refusal("selection", _PIPELINE, "pages are selected in one process so far", "leave the parallel sizes out"),
     Refusal("selection", _CONTEXT_PARALLEL, "pages are selected in one process so far", "leave the parallel sizes out"),
-    Refusal("selection", "a GPU", "pages are selected on CPUs only so far", "leave it out, or use --device cpu"),
+    Refusal(
+        "selection",
+        "a KV format on a GPU",
+        "a GPU selects pages of keys in the model's dtype only so far",
+        "use --kv-cache-dtype auto, or --device cpu",
+    ),
     Refusal(
         "host memory",
         "no prefix cache",

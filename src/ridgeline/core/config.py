@@ -37,6 +37,11 @@ class ModelConfig:
     kv_selection: int = option(
         0, "tokens of the KV cache that a generated token reads per layer and head, in whole blocks; 0: all"
     )
+    expert_parallel: bool = option(
+        False,
+        "the processes of --tensor-parallel-size divide the experts of a layer among them, instead of the width of each",
+        "--enable-expert-parallel",
+    )
     cpu_offload_gb: float = option(
         0.0,
         "GiB of the layers' weights that stay in host memory and are copied to the GPU in every step, for models larger than its "

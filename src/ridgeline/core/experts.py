@@ -15,8 +15,8 @@ MatrixName = Literal["qkv", "out", "router", "gate_up", "down", "shared_gate_up"
 class Matrix:
     """One weight matrix of a layer as it is multiplied: queries, keys and values fused, gate and up fused.
 
-    copies: the layer holds so many, one for each expert. used: a token is multiplied by so many of them. plain: kept in the model's
-    dtype whatever the number format of the layers is.
+    copies: the layer holds so many, one for each expert. used: a token is multiplied by so many of them, in the mean where ranks
+    divide the experts. plain: kept in the model's dtype whatever the number format of the layers is.
     """
 
     name: MatrixName
@@ -24,7 +24,7 @@ class Matrix:
     inputs: int
     bias: bool = False
     copies: int = 1
-    used: int = 1
+    used: float = 1
     plain: bool = False
 
     @property
@@ -40,7 +40,8 @@ class ExpertSpec:
     The router's probabilities are the softmax over all experts. The chosen experts' outputs are summed with their probabilities,
     which `normalized` divides by their sum. That equals a softmax over the chosen logits, as Mixtral describes its router.
     width: inner width of an expert. shared_width: of the expert that every token uses (Qwen2-MoE), scaled by the sigmoid of a gate;
-    0: there is none.
+    0: there is none. whole: ranks divide the experts among them (expert parallelism), not the width of each. ranks: that divide
+    them, with `whole`.
     """
 
     count: int
@@ -48,6 +49,14 @@ class ExpertSpec:
     width: int
     normalized: bool = False
     shared_width: int = 0
+    whole: bool = False
+    ranks: int = 1
+
+    def held(self, rank: int = 0) -> range:
+        """The experts on a rank."""
+        share = self.count // self.ranks
+        first = rank % self.ranks * share
+        return range(first, first + share)
 
     @property
     def active_width(self) -> int:
@@ -60,19 +69,29 @@ class ExpertSpec:
         return 1 - self.per_token / self.count
 
     def on_rank(self, ranks: int) -> ExpertSpec:
-        """Every rank holds its part of each expert's width."""
-        if self.width % ranks or self.shared_width % ranks:
+        """Every rank holds its part of each expert's width, or its part of the experts. Raises ConfigError."""
+        if self.whole and self.count % ranks:
+            raise ConfigError(
+                f"{self.count} experts cannot be divided among {ranks} devices: use a number of devices that divides them, or "
+                "leave --expert-parallel out.",
+                param="expert_parallel",
+            )
+        if (not self.whole and self.width % ranks) or self.shared_width % ranks:
             raise ConfigError(
                 f"Experts of width {self.width} (shared: {self.shared_width}) cannot be split over {ranks} devices: use a "
                 "number of devices that divides both."
             )
-        return replace(self, width=self.width // ranks, shared_width=self.shared_width // ranks)
+        shared_width = self.shared_width // ranks
+        if self.whole:
+            return replace(self, ranks=ranks, shared_width=shared_width)
+        return replace(self, width=self.width // ranks, shared_width=shared_width)
 
     def matrices(self, d_model: int) -> Iterator[Matrix]:
         """The matrices of the block in the order of their use."""
         yield Matrix("router", self.count, d_model, plain=True)
-        yield Matrix("gate_up", 2 * self.width, d_model, copies=self.count, used=self.per_token)
-        yield Matrix("down", d_model, self.width, copies=self.count, used=self.per_token)
+        held, used = len(self.held()), self.per_token / self.ranks
+        yield Matrix("gate_up", 2 * self.width, d_model, copies=held, used=used)
+        yield Matrix("down", d_model, self.width, copies=held, used=used)
         if self.shared_width:
             yield Matrix("shared_gate", 1, d_model, plain=True)
             yield Matrix("shared_gate_up", 2 * self.shared_width, d_model)

@@ -156,7 +156,7 @@ def _after_attention(step: _Step, layer: LayerSpec) -> Iterator[Operation]:
     yield _product(step, out, step.model_dtype_bytes(out.inputs) + stream_bytes)
     for matrix in products:
         ends_block = stream_bytes if matrix.name == "down" else 0
-        operation = _product(step, matrix, matrix.used * step.input_bytes(matrix.inputs) + ends_block)
+        operation = _product(step, matrix, round(matrix.used * step.input_bytes(matrix.inputs)) + ends_block)
         if layer.experts and matrix.copies > 1:
             idle = idle_bytes({(layer.experts.missed, operation.bytes): 1}, step.tokens)
             operation = replace(operation, bytes=operation.bytes - idle)
@@ -169,6 +169,6 @@ PRODUCTS = {"gate_up": "gate+up", "shared_gate_up": "gate+up", "shared_down": "d
 
 def _product(step: _Step, matrix: Matrix, extra_bytes: int) -> Operation:
     """extra_bytes: bytes of activations in addition to the output."""
-    flops, weight_bytes = 2 * step.tokens * matrix.used * matrix.elements, step.spec.matrix_bytes(matrix)
-    outputs = matrix.used * step.model_dtype_bytes(matrix.outputs)
+    flops, weight_bytes = round(2 * step.tokens * matrix.used * matrix.elements), step.spec.matrix_bytes(matrix)
+    outputs = round(matrix.used * step.model_dtype_bytes(matrix.outputs))
     return Operation(PRODUCTS.get(matrix.name, matrix.name), 1, flops, weight_bytes, extra_bytes + outputs)

@@ -312,7 +312,7 @@ class ModelSpec:
 
     def active_params(self, layer: LayerSpec) -> int:
         """Elements of the weight matrices of one layer that a token is multiplied by."""
-        return sum(matrix.used * matrix.elements for matrix in self.matrices(layer))
+        return sum(round(matrix.used * matrix.elements) for matrix in self.matrices(layer))
 
     def stream_norms(self) -> int:
         """Number of norms of width d_model in one layer."""

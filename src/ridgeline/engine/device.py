@@ -96,11 +96,11 @@ class DeviceStep:
     def one_layer_of_each_kind(self) -> DeviceStep:
         """A step through one layer of each kind, for warm-up: it launches the same kernels, and its results are meaningless."""
         first: dict[Hashable, int] = {}
-        for index, (kind, (kv, _, _, group, facts)) in enumerate(
+        for index, (kind, (kv, _, selection, group, facts)) in enumerate(
             zip(self.decoder.layer_kinds(), self._layers, strict=True)
         ):
             # Triton specializes kernels for pointers aligned to 16 bytes, which are four int32 of a group's tables and slots.
-            form = (group % 4, facts, kv.shape, kv.stride(), kv.dtype, kv.data_ptr() % 16)
+            form = (group % 4, facts, kv.shape, kv.stride(), kv.dtype, kv.data_ptr() % 16, selection is None)
             first.setdefault((kind, form), index)
         # The last layer runs attention and MLP only for tokens whose logits are needed.
         chosen = (*first.values(), len(self._layers) - 1)

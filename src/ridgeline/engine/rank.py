@@ -17,6 +17,7 @@ import torch
 from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.expert_parallel import check_expert_ranks
 from ridgeline.core.fit import Deployment, size
 from ridgeline.core.selection import check_budget
 from ridgeline.core.sizing import Memory, MemoryPlan
@@ -112,6 +113,7 @@ def plan_rank(
 ) -> RankPlan:
     """Read the model's config and plan the memory of rank `number`. Raises ConfigError, UnsupportedModel, DoesNotFit."""
     check_hosts(config)
+    check_expert_ranks(model, config)
     device = _device(config, number)
     _finish(device)
     times.ends("device")

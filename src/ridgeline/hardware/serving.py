@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ridgeline.core.calibration import load_calibration
+from ridgeline.core.calibration import FACTORS, load_calibration, read_calibration
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Space
@@ -78,6 +78,19 @@ def calibrated_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel:
             param="calibration",
         )
     return replace(calibrated.cost, streamed_s=streamed_s(spec, row.host_link * LINK_SHARE))
+
+
+def transferred_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel | None:
+    """Cost model of a model with the factors that a calibration measured with another model or number format on the same device,
+    which are shares of its published peaks and times of its host. None: it was measured on another device."""
+    calibrated, _ = read_calibration(path, spec)
+    if find(calibrated.device) != row:
+        return None
+    cost, measured = cost_model(row, spec), calibrated.cost
+    factors = {name: getattr(measured, name) for name in FACTORS}
+    if measured.attention_share is not None:
+        factors["attention_share"] = measured.attention_share * measured.flops_per_s / cost.flops_per_s
+    return replace(cost, **factors)
 
 
 def search_space(device: Device, stored: str) -> Space:

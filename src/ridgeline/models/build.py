@@ -9,6 +9,7 @@ import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.expert_parallel import whole_experts
 from ridgeline.core.quantization import resolve_format
 from ridgeline.core.selection import select_pages
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
@@ -65,6 +66,8 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
             param="max_model_len",
         )
     layers = drop_idle_windows(spec.layers, longest)
+    if model.expert_parallel:
+        layers = whole_experts(layers)
     served = replace(
         spec,
         dtype=dtype,

@@ -16,12 +16,12 @@ from ridgeline.quant.unquantized import UnquantizedFormat
 
 
 class GatedPair:
-    """down(act(gate(x)) * up(x)): one expert. On a mesh each rank computes a term of the sum."""
+    """down(act(gate(x)) * up(x)): one expert. share: a rank's part of its width, which computes a term of the sum."""
 
     __slots__ = ("gate_up", "down", "_kind")
 
-    def __init__(self, build: Build, width: int) -> None:
-        d_model, share = build.spec.d_model, Share(build.mesh.rank, build.mesh.size)
+    def __init__(self, build: Build, width: int, share: Share) -> None:
+        d_model = build.spec.d_model
         half = Part(width, width)
         self.gate_up = build.form.create(LinearShape(d_model, (half, half), split="out"), share)
         self.down = build.form.create(LinearShape(width, (Part(d_model, 1),), split="in", in_units=width), share)
@@ -34,7 +34,8 @@ class GatedPair:
 class Experts:
     """stream + the sum of the experts that the router chose for each token, and of the expert that all tokens share.
 
-    load: int64 [experts], tokens that each expert got since the start.
+    load: int64 [experts], tokens that each expert got since the start. On a mesh each rank computes a term of the sum: with its
+    part of each expert, or with the experts that it holds.
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class Experts:
         "shared_gate",
         "load",
         "_spec",
+        "_held",
         "_gathered",
         "_mesh",
         "_rms_norm",
@@ -56,8 +58,10 @@ class Experts:
         d_model = build.spec.d_model
         plain = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
         self.router = plain.create(LinearShape(d_model, (Part(spec.count, spec.count),)), Share())
-        self.experts = tuple(GatedPair(build, spec.width) for _ in range(spec.count))
-        self.shared = GatedPair(build, spec.shared_width) if spec.shared_width else None
+        part = Share(build.mesh.rank, build.mesh.size)
+        self._held = spec.on_rank(part.size).held(part.rank)
+        self.experts = tuple(GatedPair(build, spec.width, Share() if spec.whole else part) for _ in self._held)
+        self.shared = GatedPair(build, spec.shared_width, part) if spec.shared_width else None
         self.shared_gate = plain.create(LinearShape(d_model, (Part(1, 1),)), Share()) if spec.shared_width else None
         self.load = torch.zeros(spec.count, dtype=torch.int64, device=build.device)
         self._spec, self._mesh, self._rms_norm = spec, build.mesh, build.ops.tokenwise.rms_norm
@@ -82,17 +86,18 @@ class Experts:
         self.load += counts
 
         def run(expert: int, rows: torch.Tensor | None) -> torch.Tensor:
+            pair = self.experts[expert - self._held.start]
             if rows is None:
-                return self.experts[expert](x, step)
+                return pair(x, step)
             selected = rows if step.selected is None else step.selected.index_select(0, rows)
-            return self.experts[expert](x.index_select(0, rows), step.select(selected))
+            return pair(x.index_select(0, rows), step.select(selected))
 
-        return by_expert(x.shape[1], chosen, counts.tolist(), run)
+        return by_expert(x.shape[1], chosen, counts.tolist(), run, self._held)
 
     def linears(self) -> Iterator[tuple[str, Weight]]:
         """Every weight by its name in models.weights; those of an expert start with its number."""
         yield "router", self.router
-        for number, expert in enumerate(self.experts):
+        for number, expert in zip(self._held, self.experts, strict=False):
             yield f"{number}.gate_up", expert.gate_up
             yield f"{number}.down", expert.down
         if self.shared is not None and self.shared_gate is not None:
@@ -112,7 +117,7 @@ class Experts:
             gate_up = [expert.gate_up.tensors() for expert in self.experts]
             down = [expert.down.tensors() for expert in self.experts]
             self.experts = ()
-            self._grouped = self._ops.group(gate_up, down, self._kind)
+            self._grouped = self._ops.group(gate_up, down, self._kind, self._held)
 
     def matrices(self) -> tuple[Matrix | None, Matrix | None]:
         """As FeedForward.matrices: programs that run whole layers do not know experts."""

@@ -209,7 +209,7 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                 key = short_name(name)
                 target = wanted.pop(key, None)
                 if target is None:
-                    elsewhere = (key == HEAD and decoder.spec.tied) or _of_another_stage(key, decoder)
+                    elsewhere = (key == HEAD and decoder.spec.tied) or _of_another_rank(key, decoder)
                     if not UNUSED.search(name) and not elsewhere and not _no_bias(key, get()):
                         unknown.append(name)
                     continue
@@ -233,12 +233,16 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
         progress("weights", total, total)
 
 
-def _of_another_stage(name: str, decoder: Decoder) -> bool:
-    """Whether a tensor that the decoder does not need belongs to another stage of its pipeline."""
+def _of_another_rank(name: str, decoder: Decoder) -> bool:
+    """Whether a tensor that the decoder does not need belongs to another stage of its pipeline, or to experts of another rank."""
+    layers = range(len(decoder.spec.layers))
+    layer = re.match(r"layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?", name)
+    if layer is not None and layer[2] is not None and int(layer[1]) in layers:
+        experts = decoder.spec.layers[int(layer[1])].experts
+        if experts is not None and experts.whole and int(layer[2]) < experts.count:
+            return True
     if decoder.stage.count == 1:
         return False
-    layers = range(len(decoder.spec.layers))
-    layer = re.match(r"layers\.(\d+)\.", name)
     others = set(layers) - set(layers[decoder.stage.layers])
     return name in (EMBEDDING, FINAL_NORM, HEAD) if layer is None else int(layer[1]) in others
 

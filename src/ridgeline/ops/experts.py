@@ -28,8 +28,9 @@ def route(logits: torch.Tensor, per_token: int, normalized: bool) -> Chosen:
     return Chosen(experts, shares / shares.sum(-1, keepdim=True) if normalized else shares)
 
 
-def by_expert(width: int, chosen: Chosen, counts: list[int], run: RunExpert) -> torch.Tensor:
-    """Sum of the chosen experts' outputs times their shares, float32 [T, D = width]. counts: tokens of each expert.
+def by_expert(width: int, chosen: Chosen, counts: list[int], run: RunExpert, held: range) -> torch.Tensor:
+    """Sum of the chosen experts' outputs times their shares, float32 [T, D = width]; of those in `held`. counts: tokens of each
+    expert.
 
     A token's terms are added in the order of the experts, so that its sum does not depend on the other tokens.
     """
@@ -37,14 +38,15 @@ def by_expert(width: int, chosen: Chosen, counts: list[int], run: RunExpert) -> 
     out = torch.zeros(n_tokens, width, device=chosen.shares.device)
     if n_tokens == 1:  # the same sum, without gathering
         for expert, share in sorted(zip(chosen.experts[0].tolist(), chosen.shares[0].tolist(), strict=True)):
-            out += run(expert, None).float() * share
+            if expert in held:
+                out += run(expert, None).float() * share
         return out
     order = chosen.experts.flatten().argsort(stable=True)
     tokens, shares = order // per_token, chosen.shares.flatten().index_select(0, order).unsqueeze(1)
     start = 0
     for expert, count in enumerate(counts):
-        if count:
-            part = slice(start, start := start + count)
+        part = slice(start, start := start + count)
+        if count and expert in held:
             out.index_add_(0, tokens[part], run(expert, tokens[part]).float() * shares[part])
     return out
 
@@ -65,10 +67,10 @@ class Grouped(Protocol):
 
 class ExpertOps(Protocol):
     """formats: number formats of the layers (--quantization) whose experts the device groups. group: takes the
-    tensors of the merged gate and up, and of down, of every expert, as Weight.tensors returns them: (weight [outputs, inputs],) or
-    (e4m3 values, scales [outputs])."""
+    tensors of the merged gate and up, and of down, of the experts in `held`, as Weight.tensors returns them:
+    (weight [outputs, inputs],) or (e4m3 values, scales [outputs])."""
 
     @property
     def formats(self) -> frozenset[str]: ...
 
-    def group(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str) -> Grouped: ...
+    def group(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, held: range) -> Grouped: ...

@@ -28,7 +28,9 @@ PART = 256
 
 def selecting(ops: Ops) -> Ops:
     """Operations whose attention selects pages in layers with KvView.selection. Without programs of whole layers and without
-    capture, because the shapes of a step depend on the data."""
+    capture, because the shapes of a step depend on the data. A GPU has kernels of its own, whose shapes do not."""
+    if ops.attention.selecting is not None:
+        return replace(ops, attention=ops.attention.selecting(ops.attention), programs=Programs())
     return replace(ops, attention=_attention(ops.attention), programs=Programs(), capture=Uncaptured)
 
 

@@ -41,7 +41,8 @@ class KvView:
     window: keys at most window - 1 positions back are seen (None: all). softcap: tanh cap of the scores. scale: of QK^T.
     format: what kv holds; None: the model's dtype. The operations were chosen for it at start-up (AttentionOps.kv_formats).
     scales: [pages, 2, kv_heads, page_tokens, scales of a vector], value = stored * scale; None: a format without scales.
-    selection: None: every query reads all slots that it sees.
+    selection: None: every query reads all slots that it sees. chosen: a kernel of this layer writes `table`, so attention must wait
+    for it before it reads page numbers.
     """
 
     kv: torch.Tensor
@@ -53,6 +54,7 @@ class KvView:
     format: KvFormat | None = None
     scales: torch.Tensor | None = None
     selection: Selection | None = None
+    chosen: bool = False
 
     @property
     def page_tokens(self) -> int:

@@ -394,11 +394,14 @@ class AttentionOps:
         lse_needed lse may be None, and out and lse of tokens without a row are undefined.
     kv_formats: names in KV_FORMATS, beside the model's dtype, that qkv_write writes and that attend, SamplerOps.keep and all
         programs of whole layers read (KvView.format).
+    selecting: these operations with selection of pages in layers with KvView.selection, for a cache in the model's dtype. None:
+        those of ops.selective serve.
     """
 
     qkv_write: Callable[[torch.Tensor, QkvShape, KvView, StepInputs], Heads]
     attend: Attend
     kv_formats: frozenset[str] = frozenset()
+    selecting: Callable[[AttentionOps], AttentionOps] | None = None
 
 
 NormAdd = Callable[[torch.Tensor, torch.Tensor, float, bool, torch.Tensor], torch.Tensor]

@@ -22,6 +22,7 @@ from ridgeline.core.errors import ConfigError, Overloaded, Unavailable
 from ridgeline.core.slo import Slo
 from ridgeline.core.workload import RequestSpec, Workload
 from ridgeline.planner.simulate import Event, Figures, Outcome, Server, VirtualServer
+from ridgeline.planner.surrogate import StepTimes, Surrogate
 from ridgeline.service.autoscale import Autoscaler, Decision, Load, Scaling
 from ridgeline.service.prefix_index import PrefixIndex
 from ridgeline.service.routing import POLICIES, Capacity, Demand, Router, State, Ticket
@@ -49,7 +50,8 @@ class Fleet:
 
     server: each of them. replicas: at the start. policy: a name of routing.POLICIES. limit: most requests in flight at a replica;
     further ones wait in the router, at most max_waiting. scaling: limits of the autoscaler; None: the number stays. seed: of the
-    router's choice between equal replicas.
+    router's choice between equal replicas. surrogate: replicas are those of planner.surrogate, for fleets of hundreds.
+    index_bytes: memory of the router's index of prefixes.
     """
 
     server: Server
@@ -60,6 +62,8 @@ class Fleet:
     scaling: Scaling | None = None
     losses: Sequence[Loss] = ()
     seed: int = 0
+    surrogate: bool = False
+    index_bytes: int = 64 << 20
 
     @property
     def capacity(self) -> Capacity:
@@ -78,6 +82,7 @@ class FleetFigures:
 
     figures: of the answered requests; outcomes: by number of the request. refused: requests without a place. failed: streams that a
     loss cut. retried: requests sent again. prompt_tokens, cached_tokens: looked up and found in the replicas' prefix caches.
+    expected_hit_rate: share of prompt tokens that the router's index expected there.
     replica_s: seconds of all replicas from start to end, loading included. most: replicas at a time. decisions: of the autoscaler
     that changed the number, by time.
     """
@@ -90,6 +95,7 @@ class FleetFigures:
     retried: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    expected_hit_rate: float = 0.0
     seconds: float = 0.0
     busy_s: float = 0.0
     replica_s: float = 0.0
@@ -114,24 +120,31 @@ def _meets(outcome: Outcome, limits: Mapping[str, float | None]) -> bool:
 
 
 def simulate_fleet(fleet: Fleet, workload: Workload) -> FleetFigures:
-    """Serve the workload at its times. Raises ConfigError for an unknown policy, or if a request can never run."""
+    """Serve the workload at its times. Raises ConfigError for an unknown policy, for options of a server that its surrogate does
+    not have, or if a request can never run."""
     if fleet.policy not in POLICIES:
         raise ConfigError(f"--route is {fleet.policy!r}: use {', '.join(POLICIES)}.", param="route")
+    if fleet.surrogate and not Surrogate.stands_for(fleet.server):
+        raise ConfigError(
+            "--surrogate has no --batching but continuous, no --kv-retention and no tiers below the cache: leave one of them out.",
+            param="surrogate",
+        )
     return _Simulation(fleet, workload).run()
 
 
 class _Replica:
-    """A virtual server under its name in the router."""
+    """A virtual server, or its surrogate, under its name in the router."""
 
-    def __init__(self, name: str, server: Server, began: float, now: float) -> None:
-        self.name, self.server, self.began = name, VirtualServer(server), began
-        self.server.advance(now)
+    def __init__(self, name: str, server: VirtualServer | Surrogate, began: float) -> None:
+        self.name, self.server, self.began = name, server, began
         self.tickets: dict[int, Ticket] = {}
         """Requests that it runs, by number."""
         self.begun: set[int] = set()
         """Those whose clients have a token."""
         self.turning = False
-        """A turn is under way, or due."""
+        """A turn of the virtual server is under way, or due."""
+        self.wakes_s = math.inf
+        """Time at which the surrogate is turned next."""
         self.gone = False
 
 
@@ -140,11 +153,12 @@ class _Simulation:
 
     def __init__(self, fleet: Fleet, workload: Workload) -> None:
         self._fleet, self._requests = fleet, workload.requests
-        index = PrefixIndex(chunk_tokens=workload.requests[0].block if workload.requests else 512)
+        index = PrefixIndex(fleet.index_bytes, workload.requests[0].block if workload.requests else 512)
         self._router = Router(POLICIES[fleet.policy], index, seed=fleet.seed, max_waiting=fleet.max_waiting)
         self._autoscaler = Autoscaler(fleet.scaling) if fleet.scaling is not None else None
         self._capacity, self._result = fleet.capacity, FleetFigures(len(workload.requests))
         self._replicas: dict[str, _Replica] = {}
+        self._times = StepTimes(fleet.server)
         self._numbers: dict[Ticket, int] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._made, self._names = count(), count()
@@ -155,8 +169,8 @@ class _Simulation:
         begin = self._requests[0].at_s if self._requests else 0.0
         for _ in range(self._fleet.replicas):
             self._join(begin, begin)
-        for number, spec in enumerate(self._requests):
-            self._at(spec.at_s, partial(self._arrive, number))
+        if self._requests:
+            self._at(begin, partial(self._arrive, 0))
         for loss in self._fleet.losses:
             self._at(begin + loss.at_s, partial(self._lose, loss))
         if self._autoscaler is not None:
@@ -167,7 +181,9 @@ class _Simulation:
             act(now)
         for replica in list(self._replicas.values()):
             self._leave(replica, now)
-        result.seconds, result.retried = now - begin, self._router.totals.retried
+        totals = self._router.totals
+        result.seconds, result.retried = now - begin, totals.retried
+        result.expected_hit_rate = totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else 0.0
         result.figures = Figures.of(list(result.outcomes.values()), result.seconds, result.busy_s)
         return result
 
@@ -178,6 +194,8 @@ class _Simulation:
 
     def _arrive(self, number: int, now: float) -> None:
         spec = self._requests[number]
+        if number + 1 < len(self._requests):
+            self._at(self._requests[number + 1].at_s, partial(self._arrive, number + 1))
         demand = Demand(spec.input, _chunks(spec), session=str(spec.session) if spec.session >= 0 else "")
         try:
             ticket = self._router.arrive(demand, now)
@@ -192,19 +210,37 @@ class _Simulation:
         """The router has sent a request to a replica."""
         assert ticket.replica is not None
         replica, number = self._replicas[ticket.replica.name], self._numbers[ticket]
+        server, spec = replica.server, self._requests[number]
+        replica.tickets[number] = ticket
+        if isinstance(server, Surrogate):
+            server.add(number, spec, spec.at_s, now)
+            self._wake_at(replica, server)
+            return
         if not replica.turning:
-            replica.server.advance(now)
+            server.advance(now)
             replica.turning = True
             self._at(now, partial(self._turn, replica))
-        spec = self._requests[number]
-        replica.server.add(number, spec, spec.at_s)
-        replica.tickets[number] = ticket
+        server.add(number, spec, spec.at_s)
+
+    def _wake_at(self, replica: _Replica, server: Surrogate) -> None:
+        if server.next_s != replica.wakes_s:
+            replica.wakes_s = server.next_s
+            if server.next_s < math.inf:
+                self._at(server.next_s, partial(self._wake, replica))
+
+    def _wake(self, replica: _Replica, now: float) -> None:
+        """End the step of a surrogate, unless it ends at another time by now."""
+        server = replica.server
+        assert isinstance(server, Surrogate)
+        if not replica.gone and replica.wakes_s == now:
+            self._handle(replica, server.turn(), now)
+            self._wake_at(replica, server)
 
     def _turn(self, replica: _Replica, now: float) -> None:
         """Begin a turn. What it did happens at its end, when the next one begins."""
-        if replica.gone:
-            return
         server = replica.server
+        if replica.gone or isinstance(server, Surrogate):
+            return
         server.advance(now)
         before = server.calls
         events = server.turn()
@@ -216,8 +252,12 @@ class _Simulation:
             replica.turning = False
 
     def _turned(self, replica: _Replica, events: Sequence[Event], now: float) -> None:
-        if replica.gone:
-            return
+        if not replica.gone:
+            self._handle(replica, events, now)
+            self._turn(replica, now)
+
+    def _handle(self, replica: _Replica, events: Sequence[Event], now: float) -> None:
+        """Tell the router what a replica did."""
         for event in events:
             ticket = replica.tickets[event.number]
             if event.first:
@@ -229,8 +269,6 @@ class _Simulation:
                 self._send(self._router.finish(ticket, now), now)
         if not replica.tickets and self._router.replicas[replica.name].draining:
             self._leave(replica, now)
-        else:
-            self._turn(replica, now)
 
     def _send(self, tickets: Sequence[Ticket], now: float) -> None:
         for ticket in tickets:
@@ -240,7 +278,9 @@ class _Simulation:
 
     def _join(self, began: float, now: float) -> None:
         """A replica that was started at `began` serves."""
-        replica = _Replica(f"replica {next(self._names)}", self._fleet.server, began, now)
+        server = self._fleet.server
+        made = Surrogate(server, self._times, now) if self._fleet.surrogate else VirtualServer(server, now=now)
+        replica = _Replica(f"replica {next(self._names)}", made, began)
         self._replicas[replica.name] = replica
         self._result.most = max(self._result.most, len(self._replicas))
         self._router.add(replica.name, self._capacity)

@@ -106,7 +106,7 @@ class Times:
         for start in range(0, length, replica.chunk):
             count = min(replica.chunk, length - start)
             parts = {stage: self._chunk(stage, start, count, start + count == length) for stage in totals}
-            sends = self._sends(-(-count // replica.layout.context))
+            sends = self.sends(-(-count // replica.layout.context))
             ready = 0.0
             for index, stage in enumerate(stages):
                 done[index] = ready = max(ready, done[index]) + parts[stage].total
@@ -123,14 +123,7 @@ class Times:
         if ranks > 1:  # each rank multiplies its tokens, and attends with those of all to its keys
             work = _share(work, ranks)._replace(tokens=held, flops=work.flops // ranks)
         parts = stage_parts(self._cost, work._replace(logits=logits if stage.last else 0))
-        links = self._reduces(stage, held, 1 if stage.last and ends else 0)
-        if ranks > 1:
-            links += self._context_links.all_gather(ranks, count * stage.spec.d_model * self._width)
-            for layer, layers in Counter(stage.spec.layers).items():
-                sent = context_bytes(layer, self._width)
-                links += layers * self._context_links.all_gather(ranks, count * sent.inputs)
-                links += layers * self._context_links.all_to_all(ranks, count * sent.results)
-        return parts.plus(Parts(links=links))
+        return parts.plus(Parts(links=self.chunk_links(stage, count, 1 if ends else 0)))
 
     # --- decode steps -----------------------------------------------------------------------------------------------
 
@@ -140,7 +133,7 @@ class Times:
         flying = min(len(stages), batch)
         rows = -(-batch // flying)
         parts = {stage: self._rows(stage, rows, context) for stage in dict.fromkeys(stages)}
-        sends = self._sends(rows)
+        sends = self.sends(rows)
         # A token passes all stages before the next one starts, and the slowest stage serves all micro-batches.
         through = sum(parts[stage].total for stage in stages) + sum(sends)
         busiest = flying * max(parts[stage].total for stage in stages)
@@ -162,14 +155,33 @@ class Times:
         ranks = self.replica.layout.context
         work = stage.meter.work([context + 1] * rows, [1] * rows, rows)
         work = _share(work, ranks)
-        links = self._reduces(stage, rows, rows if stage.last else 0)
+        return stage_parts(self._cost, work._replace(logits=rows if stage.last else 0)).plus(
+            Parts(links=self.row_links(stage, rows))
+        )
+
+    # --- links ------------------------------------------------------------------------------------------------------
+
+    def chunk_links(self, stage: Stage, tokens: int, logits: int) -> float:
+        """Seconds of a stage's collectives in a step that computes `tokens` tokens of prompts."""
+        ranks, links = self.replica.layout.context, self._context_links
+        seconds = self._reduces(stage, -(-tokens // ranks), logits if stage.last else 0)
+        if ranks > 1:
+            seconds += links.all_gather(ranks, tokens * stage.spec.d_model * self._width)
+            for layer, layers in Counter(stage.spec.layers).items():
+                sent = context_bytes(layer, self._width)
+                seconds += layers * links.all_gather(ranks, tokens * sent.inputs)
+                seconds += layers * links.all_to_all(ranks, tokens * sent.results)
+        return seconds
+
+    def row_links(self, stage: Stage, rows: int) -> float:
+        """Seconds of a stage's collectives in a decode step."""
+        ranks = self.replica.layout.context
+        seconds = self._reduces(stage, rows, rows if stage.last else 0)
         if ranks > 1:
             for layer, layers in Counter(stage.spec.layers).items():
                 results = ranks * rows * context_bytes(layer, self._width).results
-                links += layers * self._context_links.all_gather(ranks, results)
-        return stage_parts(self._cost, work._replace(logits=rows if stage.last else 0)).plus(Parts(links=links))
-
-    # --- links ------------------------------------------------------------------------------------------------------
+                seconds += layers * self._context_links.all_gather(ranks, results)
+        return seconds
 
     def _reduces(self, stage: Stage, tokens: int, logits: int) -> float:
         """Seconds of tensor-parallel collectives: two sums per layer, one of the embedding, and maximum and sum of the draw."""
@@ -181,7 +193,7 @@ class Times:
         draw = fabric.all_gather(ranks, logits * ranks * 8.0) if logits else 0.0
         return sums * fabric.all_reduce(ranks, size) + draw
 
-    def _sends(self, tokens: int) -> Sequence[float]:
+    def sends(self, tokens: int) -> Sequence[float]:
         """Seconds after each stage until the next one has its output; 0 after the last one."""
         size = tokens * self.replica.spec.d_model * self._width
         count, stride = len(self.replica.stages), self._stride

@@ -170,6 +170,8 @@ class Replica:
     chunk: int
     """Prompt tokens of a step. Each context-parallel rank runs its share of them."""
     memory: RankMemory
+    plan: MemoryPlan
+    """Of the device that has the least room."""
 
 
 def replica(spec: ModelSpec, layout: Layout, cluster: Cluster, length: int, engine: EngineConfig) -> Replica:
@@ -192,7 +194,7 @@ def replica(spec: ModelSpec, layout: Layout, cluster: Cluster, length: int, engi
             f"memory: weights and workspace take {fixed / GIB:.1f} of {plan.usable_bytes / GIB:.1f} GiB of a device, which leaves "
             f"{left / GIB:.1f} GiB for the cache, too little for a request of {length:,} tokens."
         )
-    return Replica(spec, layout, cluster, parts, plan.max_rows, plan.max_step_tokens, memory)
+    return Replica(spec, layout, cluster, parts, plan.max_rows, plan.max_step_tokens, memory, plan)
 
 
 def _plan(part: Stage, cluster: Cluster, engine: EngineConfig) -> MemoryPlan:

@@ -39,10 +39,17 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A model in a number format, and its cost model on one device."""
+    """A model in a number format, and its cost model on one device. transferred: the factors of the cost model were measured on the
+    device with another model or number format."""
 
     spec: ModelSpec
     cost: CostModel
+    transferred: bool = False
+
+    @property
+    def basis(self) -> str:
+        """What its step times rest on. Uncalibrated: on the figures of data sheets."""
+        return "calibrated" if self.cost.calibrated else "transferred" if self.transferred else "uncalibrated"
 
     @property
     def name(self) -> str:

@@ -216,9 +216,9 @@ class Begun(NamedTuple):
 
 class VirtualServer:
     """One server in virtual time: requests go in, and each turn of its loop moves its clock. source: of pages outside the pool;
-    None: the server's."""
+    None: the server's. now: time at which it begins."""
 
-    def __init__(self, server: Server, source: Source | None = None) -> None:
+    def __init__(self, server: Server, source: Source | None = None, now: float = 0.0) -> None:
         leases = Leases(
             server.layout,
             server.pages,
@@ -232,6 +232,7 @@ class VirtualServer:
             self._scheduler, self._device, steps_in_flight=server.steps_in_flight, clock=lambda: self._device.runner.now
         )
         self._progress: dict[str, _Progress] = {}
+        self.advance(now)
 
     @property
     def now(self) -> float:

@@ -109,11 +109,16 @@ def slower(cost: CostModel, factor: float) -> CostModel:
 
 
 def read_situation(
-    snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], spec: ModelSpec, concurrency: int | None = None
+    snapshot: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    spec: ModelSpec,
+    concurrency: int | None = None,
+    most: int = MAX_REQUESTS,
 ) -> Situation:
     """A situation from a server's figures (GET /dashboard/data) and ended requests (GET /requests).
 
-    spec: the model as served. Raises ConfigError if no request is recorded, or the server is too old to state its options.
+    spec: the model as served. most: requests, the newest ones. Raises ConfigError if no request is recorded, or the server is too
+    old to state its options.
     """
     facts, figures = snapshot["facts"], snapshot["figures"]
     missing = {"model_options", "options", "cost", "max_num_batched_tokens"} - facts.keys()
@@ -128,13 +133,7 @@ def read_situation(
     limits = Limits(
         facts["max_num_seqs"], facts["max_num_batched_tokens"], facts["max_len"], reader_pace(engine.reader_pace)
     )
-    ended = newest(rows)
-    if not ended:
-        raise ConfigError(
-            "No request has ended lately, so there is no load to predict for: run `ridgeline diagnose` while the usual load is on "
-            "the server, or give a run of `ridgeline bench run`.",
-            param="url",
-        )
+    ended = _ended(rows, most)
     row = find(facts["device"]) if kind == "cuda" else None
     tier_pages = int(engine.kv_offload_gb * (1 << 30)) // layout.page_bytes
     saved = figures.get("draft_saved_share", 0.0)
@@ -166,6 +165,18 @@ def read_situation(
     )
 
 
+def _ended(rows: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """The newest requests. Raises ConfigError if there are none."""
+    ended = newest(rows, most)
+    if not ended:
+        raise ConfigError(
+            "No request has ended lately, so there is no load to predict for: run `ridgeline diagnose` while the usual load is on "
+            "the server, or give a run of `ridgeline bench run`.",
+            param="url",
+        )
+    return ended
+
+
 def measured_cost(cost: CostModel, figures: Mapping[str, float], eager: bool = False) -> CostModel:
     """The cost model scaled so that its steps take as long as the measured ones, apart for steps with and without prompt tokens.
 
@@ -180,9 +191,9 @@ def measured_cost(cost: CostModel, figures: Mapping[str, float], eager: bool = F
     return replace(scaled, compute_share=share, attention_share=(cost.attention_share or cost.compute_share) / rest)
 
 
-def newest(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The newest MAX_REQUESTS requests that got a token, in order of arrival. rows: of GET /requests, in any order."""
-    return sorted((row for row in rows if row["ttft_s"] is not None), key=itemgetter("arrived_at"))[-MAX_REQUESTS:]
+def newest(rows: Sequence[Mapping[str, Any]], most: int = MAX_REQUESTS) -> list[Mapping[str, Any]]:
+    """The newest `most` requests that got a token, in order of arrival. rows: of GET /requests, in any order."""
+    return sorted((row for row in rows if row["ttft_s"] is not None), key=itemgetter("arrived_at"))[-most:]
 
 
 def workload_of(ended: Sequence[Mapping[str, Any]]) -> Workload:
@@ -194,10 +205,11 @@ def workload_of(ended: Sequence[Mapping[str, Any]]) -> Workload:
 def figures_of(ended: Sequence[Mapping[str, Any]]) -> Figures:
     """Figures that the clients of recorded requests saw."""
     seconds = max(row["arrived_at"] + row["e2e_s"] for row in ended) - ended[0]["arrived_at"]
-    return Figures.of([_outcome(row) for row in ended], seconds)
+    return Figures.of([outcome_of(row) for row in ended], seconds)
 
 
-def _outcome(row: Mapping[str, Any]) -> Outcome:
+def outcome_of(row: Mapping[str, Any]) -> Outcome:
+    """What the client of a recorded request saw."""
     tpot = math.nan if row["tpot_s"] is None else row["tpot_s"]
     return Outcome(row["ttft_s"], tpot, row["e2e_s"], math.nan, row["output_tokens"])
 

@@ -12,21 +12,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ridgeline.core.config import EngineConfig
-from ridgeline.core.errors import ConfigError
-from ridgeline.core.fit import Deployment
-from ridgeline.core.sizing import Memory
 from ridgeline.core.slo import Latencies, Slo
-from ridgeline.core.workload import RequestSpec, Workload, arrivals, synthetic
-from ridgeline.engine.policy import Limits
+from ridgeline.core.workload import RequestSpec, Workload
 from ridgeline.kv.prefix import Source, extend_chain
-from ridgeline.planner.cluster import Cluster
-from ridgeline.planner.links import LINE_SHARES
-from ridgeline.planner.ranking import Demand, Variant
 from ridgeline.planner.simulate import Begun, Figures, Outcome, Run, Served, Server, request_of, serve
 
 ATTAIN = 0.9
@@ -35,6 +27,8 @@ PRECISION = 0.05
 """The highest rate is searched to this ratio."""
 MOST_STEPS = 24
 """Rates that a search tries at most."""
+LOWEST_RATE = 0.01
+"""Requests per second below which no rate is tried."""
 SPAN_S, LEAST = 12.0, 60
 """Seconds of arrivals that are simulated at a rate, and requests at least: a queue that grows must be seen to grow."""
 
@@ -129,33 +123,48 @@ class Goodput:
         return self.rate / self.ratio.devices
 
 
+def latencies(outcome: Outcome) -> Latencies:
+    """As an SLO reads them. The first content that the user sees is the first token."""
+    tpot = None if math.isnan(outcome.tpot_s) else outcome.tpot_s
+    return Latencies(outcome.ttft_s, outcome.ttft_s, tpot, outcome.e2e_s)
+
+
 def good_share(slo: Slo, outcomes: Sequence[Outcome]) -> float:
     """Share of outcomes within the limits."""
-    good = sum(
-        not slo.verdict(
-            Latencies(outcome.ttft_s, None, None if math.isnan(outcome.tpot_s) else outcome.tpot_s, outcome.e2e_s)
-        )
-        for outcome in outcomes
-    )
+    good = sum(not slo.verdict(latencies(outcome)) for outcome in outcomes)
     return good / len(outcomes) if outcomes else 0.0
+
+
+def highest_rate(keeps: Callable[[float], bool], first: float, factor: float = 2.0) -> float:
+    """The highest rate that keeps the objectives, to PRECISION; 0: even a low one does not. first: the rate to try first. factor:
+    between rates until one keeps them and another one does not."""
+    low, high, rate = 0.0, math.inf, first
+    for _ in range(MOST_STEPS):
+        if keeps(rate):
+            low = rate
+        else:
+            high = rate
+        if high < low * (1 + PRECISION) or high < LOWEST_RATE:
+            break
+        rate = factor * rate if high == math.inf else rate / factor if not low else math.sqrt(low * high)
+    return low
 
 
 def goodput(server: Server, workload: Workload, slo: Slo, ratio: Ratio) -> Goodput:
     """The highest rate that meets the objective. The workload's times are scaled, so that its burstiness stays. It should have
     SPAN_S times that rate of requests: with fewer, the rate is too high."""
-    low, high, rate = 0.0, math.inf, 0.5 * ratio.devices
     best = Figures.of([], 0.0)
-    for _ in range(MOST_STEPS):
+
+    def keeps(rate: float) -> bool:
+        nonlocal best
         arriving = workload.first(max(LEAST, round(rate * SPAN_S))).at_rate(rate)
         served = serve_split(server, arriving, ratio)
-        if good_share(slo, served.outcomes) >= ATTAIN:
-            low, best = rate, Figures.of(*served)
-        else:
-            high = rate
-        if high < low * (1 + PRECISION) or high < 0.01:
-            break
-        rate = 2 * rate if high == math.inf else rate / 2 if not low else math.sqrt(low * high)
-    return Goodput(ratio, low, best)
+        if good := good_share(slo, served.outcomes) >= ATTAIN:
+            best = Figures.of(*served)
+        return good
+
+    rate = highest_rate(keeps, 0.5 * ratio.devices)
+    return Goodput(ratio, rate, best)
 
 
 def compare_ratios(server: Server, workload: Workload, slo: Slo, ratios: Sequence[Ratio] = RATIOS) -> list[Goodput]:
@@ -165,44 +174,3 @@ def compare_ratios(server: Server, workload: Workload, slo: Slo, ratios: Sequenc
         key=lambda result: result.per_device,
         reverse=True,
     )
-
-
-MOST_REQUESTS = 2000
-"""Requests of a planned workload."""
-CHUNKS = (512, 2048)
-"""Further query tokens of a step with which engines that do both are simulated: smaller chunks shorten the waits of running
-answers."""
-
-
-def plan_split(variant: Variant, cluster: Cluster, demand: Demand, engine: EngineConfig) -> list[Goodput]:
-    """The goodput of the ratios that the devices allow, each engine on one device, the best per device first; engines that do both
-    have their best chunk. Arrivals are random. Raises ConfigError that names the option and the remedy."""
-    if not demand.slo:
-        raise ConfigError(
-            "--split compares goodput, which --slo defines: add it, as in ttft=500ms,tpot=50ms.", param="split"
-        )
-    if cluster.count < 2 or not cluster.fabric.reaches(2):
-        reason = "engines hand over from device to device over a known link"
-        raise ConfigError(
-            f"--split, and {cluster} have none: {reason}. Give 2 or more, and --link-gb-s.", param="split"
-        )
-    kind = "cpu" if cluster.device.kind == "cpu" else "cuda"
-    deployment = Deployment(variant.spec, engine, Memory(kind, cluster.device.memory_bytes))
-    plan, missing = deployment.planner(variant.spec, {}).plan(max(demand.length, 1))
-    if missing > 0:
-        raise ConfigError(
-            f"--split simulates engines of one device, and the model does not fit on one {cluster.device.name}: give a smaller "
-            "--quantization or larger devices.",
-            param="split",
-        )
-    limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len)
-    nearest = cluster.fabric.levels[0].link
-    link = nearest.bytes_per_s * LINE_SHARES[nearest.kind]
-    server = Server(variant.cost, plan.layout, plan.n_pages, limits, steps_in_flight=plan.steps_in_flight, link=link)
-    lengths = str(demand.input), str(demand.output)
-    workload = synthetic(MOST_REQUESTS, lengths, 0, 0).at(arrivals(MOST_REQUESTS, 1.0, 1.0, 0))
-    chunks = [limits.step_tokens, *(size for size in CHUNKS if size < limits.step_tokens)]
-    joint = (replace(server, limits=replace(limits, step_tokens=size)) for size in chunks)
-    best = max((goodput(each, workload, demand.slo, RATIOS[0]) for each in joint), key=lambda result: result.rate)
-    ratios = [ratio for ratio in RATIOS[1:] if ratio.devices <= cluster.count]
-    return sorted([best, *compare_ratios(server, workload, demand.slo, ratios)], key=lambda result: -result.per_device)

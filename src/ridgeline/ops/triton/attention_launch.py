@@ -176,7 +176,7 @@ def split(
         part_ptr=part,
         part_lse_ptr=part_lse,
         units=count,
-        planned=int(known is not None),
+        planned=int(known is not None and not view.chosen),
         part_queries=queries,
         AHEAD=config.ahead,
         FUSED=not config.combined,

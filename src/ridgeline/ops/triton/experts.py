@@ -1,7 +1,7 @@
 """Experts on a GPU: routing, grouping and products without the host, so that CUDA graphs capture them.
 
 Four kernels. `_route` chooses the experts of each token. `_sort` orders the (token, choice) pairs by expert and lists the tiles of
-at most ROWS pairs of one expert that the products work on. Its list has a fixed length, pairs // ROWS + experts: expert e's tiles
+at most ROWS pairs of one expert that the products work on. Its list has a fixed length, pairs // ROWS + groups: expert e's tiles
 start at pairs_before(e) // ROWS + e, which leaves room for each expert's last, partly filled tile; unused entries hold -1. `_inner`
 multiplies by gate and up and applies the activation, `_outer` multiplies by down and by the pair's share. A token's terms are
 then added in the order of its choices, so its sum does not depend on the other tokens.
@@ -45,9 +45,11 @@ MANY = Tile(64, 64, 64, 4, 3)
 
 @triton.jit
 def _route(
-    logits_ptr, chosen_ptr, shares_ptr, load_ptr, count, per_token, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The `per_token` likeliest experts of one token, likeliest first; of equal ones the first. See ops.experts.route.
+    logits_ptr, chosen_ptr, shares_ptr, load_ptr, count, per_token, first, held,
+    NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The `per_token` likeliest experts of one token, likeliest first; of equal ones the first. See ops.experts.route. Experts are
+    numbered from `first`, and the `held` others of this rank; all others get the number `held`.
 
     Logits that are not numbers choose the last expert: one request's overflow must not read beyond the weights of all.
     """
@@ -68,17 +70,20 @@ def _route(
     for choice in range(per_token):
         best = tl.max(left, 0)
         expert = tl.minimum(tl.min(tl.where(left == best, at, BLOCK), 0), count - 1)
-        tl.store(chosen_ptr + token * per_token + choice, expert)
+        here = (expert >= first) & (expert < first + held)
+        tl.store(chosen_ptr + token * per_token + choice, tl.where(here, expert - first, held))
         tl.store(shares_ptr + token * per_token + choice, best * scale)
         tl.atomic_add(load_ptr + expert, 1)
         left = tl.where(at == expert, -1.0, left)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])  # start-up compiles one form for all numbers of pairs
 def _sort(
-    chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, pairs, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Order the pairs of one expert behind those of all earlier experts, and list its tiles."""
+    chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, pairs, held,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Order the pairs of one expert behind those of all earlier experts, and list its tiles. Those of number `held`, which are
+    other ranks', are unused."""
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     before = 0
@@ -97,7 +102,7 @@ def _sort(
     tiles = (count + ROWS - 1) // ROWS
     next_first = (before + count) // ROWS + expert + 1
     for tile in range(first_tile, next_first):
-        used = tile < first_tile + tiles
+        used = (tile < first_tile + tiles) & (expert < held)
         tl.store(tile_expert_ptr + tile, tl.where(used, expert, -1))
         tl.store(tile_first_ptr + tile, before + (tile - first_tile) * ROWS)
         tl.store(tile_end_ptr + tile, before + count)
@@ -124,8 +129,9 @@ def _product(x_ptr, row, inside, w_ptr, out_at, outputs, inputs, BLOCK: tl.const
 
 @triton.jit
 def _pairs_of(
-    tile, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, ROWS: tl.constexpr, SORTED: tl.constexpr
-):
+    tile, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, held,
+    ROWS: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
     """(expert, numbers of the pairs [ROWS], which of them exist). expert -1: the tile is unused."""
     at = tl.arange(0, ROWS)
     if SORTED:
@@ -135,6 +141,7 @@ def _pairs_of(
         pair = tl.load(order_ptr + place, mask=inside, other=0)
     else:
         expert = tl.load(chosen_ptr + tile)
+        expert = tl.where(expert < held, expert, -1)
         pair, inside = tile + at * 0, at == 0
     return expert, pair.to(tl.int64), inside
 
@@ -142,13 +149,13 @@ def _pairs_of(
 @triton.jit
 def _inner(
     x_ptr, w_ptr, scale_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
-    width, inputs, per_token,
+    width, inputs, per_token, held,
     KIND: tl.constexpr, SCALED: tl.constexpr, SORTED: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, width] = act(gate) * up of each pair's token; w [experts, 2 width, inputs], gate's rows first."""
     expert, pair, inside = _pairs_of(
-        tl.program_id(0), chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, ROWS, SORTED
+        tl.program_id(0), chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, held, ROWS, SORTED
     )
     if expert >= 0:
         at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
@@ -168,13 +175,13 @@ def _inner(
 @triton.jit
 def _outer(
     x_ptr, w_ptr, scale_ptr, shares_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
-    outputs, width,
+    outputs, width, held,
     SCALED: tl.constexpr, SORTED: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out float32 [pairs, outputs] = share * down(x); w [experts, outputs, width]."""
     expert, pair, inside = _pairs_of(
-        tl.program_id(0), chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, ROWS, SORTED
+        tl.program_id(0), chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, held, ROWS, SORTED
     )
     if expert >= 0:
         at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
@@ -201,51 +208,54 @@ class TritonExperts:
     formats: frozenset[str] = frozenset({"", "fp8-weight"})
     fixed: bool = False
 
-    def group(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str) -> Grouped:
-        return GroupedExperts(gate_up, down, kind, self.fixed)
+    def group(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, held: range) -> Grouped:
+        return GroupedExperts(gate_up, down, kind, held, self.fixed)
 
 
 class GroupedExperts:
-    """The weights of all experts of a layer. Implements Grouped."""
+    """The weights of a layer's experts on this rank. Implements Grouped."""
 
-    __slots__ = ("_gate_up", "_gate_up_scales", "_down", "_down_scales", "_kind", "_fixed")
+    __slots__ = ("_gate_up", "_gate_up_scales", "_down", "_down_scales", "_kind", "_first", "_fixed")
 
-    def __init__(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, fixed: bool) -> None:
+    def __init__(
+        self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, held: range, fixed: bool
+    ) -> None:
         self._gate_up, self._gate_up_scales = stacked(gate_up)
         self._down, self._down_scales = stacked(down)
-        self._kind, self._fixed = KINDS[kind], fixed
+        self._kind, self._first, self._fixed = KINDS[kind], held.start, fixed
 
     def __call__(
         self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool, load: torch.Tensor
     ) -> torch.Tensor:
         (tokens, d_model), (experts, _, width) = x.shape, self._down.shape
-        pairs = tokens * per_token
-        out = torch.empty((pairs, d_model), dtype=torch.float32, device=x.device)
+        pairs, count = tokens * per_token, logits.shape[1]
+        new = torch.empty if experts == count else torch.zeros  # nobody writes the pairs of other ranks' experts
+        out = new((pairs, d_model), dtype=torch.float32, device=x.device)
         if not tokens:
             return out
         inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
         chosen, order = torch.empty((2, pairs), dtype=torch.int32, device=x.device)
         shares = torch.empty(pairs, dtype=torch.float32, device=x.device)
         _route[(tokens,)](
-            logits, chosen, shares, load, experts, per_token,
-            NORMALIZED=normalized, BLOCK=triton.next_power_of_2(experts), num_warps=1,
+            logits, chosen, shares, load, count, per_token, self._first, experts,
+            NORMALIZED=normalized, BLOCK=triton.next_power_of_2(count), num_warps=1,
         )  # fmt: skip
-        tile = FEW if self._fixed or pairs < experts * MMA_ROWS else MANY
+        tile = FEW if self._fixed or pairs < count * MMA_ROWS else MANY
         is_sorted = pairs > FEW_PAIRS
-        tiles = pairs // tile.rows + experts if is_sorted else pairs
+        groups = min(experts + 1, count)  # the last one are the pairs of other ranks' experts, if there are any
+        tiles = pairs // tile.rows + groups if is_sorted else pairs
         places = torch.empty((3, tiles), dtype=torch.int32, device=x.device)
         if is_sorted:
-            block = min(SORTED_AT_ONCE, triton.next_power_of_2(pairs))
-            _sort[(experts,)](chosen, order, *places, pairs, ROWS=tile.rows, BLOCK=block, num_warps=4)
+            _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=SORTED_AT_ONCE, num_warps=4)
         shape = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
         launch = {"num_warps": tile.warps, "num_stages": tile.stages}
         scaled = self._down_scales is not None
         _inner[(tiles, triton.cdiv(width, tile.outputs))](
-            x, self._gate_up, self._gate_up_scales, inner, chosen, order, *places, width, d_model, per_token,
+            x, self._gate_up, self._gate_up_scales, inner, chosen, order, *places, width, d_model, per_token, experts,
             KIND=self._kind, SCALED=scaled, **shape, **launch,
         )  # fmt: skip
         _outer[(tiles, triton.cdiv(d_model, tile.outputs))](
-            inner, self._down, self._down_scales, shares, out, chosen, order, *places, d_model, width,
+            inner, self._down, self._down_scales, shares, out, chosen, order, *places, d_model, width, experts,
             SCALED=scaled, **shape, **launch,
         )  # fmt: skip
         return out.view(tokens, per_token, d_model).sum(1)

@@ -25,6 +25,7 @@ from ridgeline.ops.triton.norm import norm_add, rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.rows import advance, gather, to_host
 from ridgeline.ops.triton.sample import draw, sample
+from ridgeline.ops.triton.selective import selecting
 from ridgeline.ops.triton.verify import last, verify
 from ridgeline.ops.triton.w8a8 import round_inliers
 
@@ -39,7 +40,7 @@ TOKENWISE = TokenwiseOps(rms_norm, norm_add, activate, cap=capped)
 TRITON = Ops(
     name="triton",
     tokenwise=TOKENWISE,
-    attention=AttentionOps(qkv_write, attention, frozenset(QUANTIZED_KV)),
+    attention=AttentionOps(qkv_write, attention, frozenset(QUANTIZED_KV), selecting),
     matmul=MatmulOps(
         unquantized=UNQUANTIZED,
         fp8=FP8_TRITON,
