@@ -119,7 +119,7 @@ def attention(sweep: bool) -> Iterator[dict[str, Any]]:
             bits = KV_FORMATS[name].bits
             kept = tuning.WORD_TILES[bits][DIM], tuning.WORD_PROGRAMS_PER_PROCESSOR
             for keys, warps, stages, each in SWEEP[bits]:
-                tile = Tile(16, keys, warps, stages, 128 if (keys, warps) == (64, 4) else None)
+                tile = Tile(16, keys, warps, stages)
                 tuning.WORD_TILES[bits][DIM], tuning.WORD_PROGRAMS_PER_PROCESSOR = tile, each
                 try:
                     time_us = graphed(batch)

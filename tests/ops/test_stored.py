@@ -151,6 +151,26 @@ def test_triton(invariant: bool, case: Any, kv_format: KvFormat, shape: Callable
     check_write(triton, case, kv_format, shape, DEVICE)
 
 
+def test_triton_reads_words(kv_format: KvFormat, batch: Callable[..., Any]) -> None:
+    """Rows that decode are read as words, with scales of values that differ by orders of magnitude and codes of zero."""
+    pytest.importorskip("triton")
+    from ridgeline.ops.triton import attention
+    from ridgeline.ops.triton.table import TRITON
+
+    case = batch([(70, 1), (33, 1), (64, 1)], head_dim=64)
+    kv = case.view.kv
+    kv[:, 1] *= 10.0 ** (5.0 * torch.rand(*kv[:, 1].shape[:-1], 1) - 4.0)
+    kv[..., ::5] = 0.0
+    view = in_format(case.view, kv_format)
+    assert view.scales is not None
+    assert view.scales[1:, 1].max() > 1000 * view.scales[1:, 1].min()
+    if DEVICE == "cpu" or torch.cuda.get_device_capability()[0] == 9:
+        moved = replace(view, kv=view.kv.to(DEVICE))
+        entry = attention.SPLIT.kernel_for(attention.shape_of(case.q.to(DEVICE), moved, case.step))
+        assert entry is not None and entry[0] == "words" and entry[1].words
+    check_attention(TRITON, case, kv_format, torch.float32, DEVICE)
+
+
 @pytest.mark.gpu
 def test_triton_on_a_gpu(case: Any, kv_format: KvFormat, shape: Callable[..., Any]) -> None:
     test_triton(False, case, kv_format, shape)

@@ -19,8 +19,9 @@ from ridgeline.hardware.table import ACCELERATORS, Accelerator, find
 WITHOUT_KERNEL: Mapping[str, frozenset[str]] = {"cuda": frozenset({"fp8-weight"}), "cpu": frozenset()}
 """Number formats of weights by device type that only the slow PyTorch reference multiplies (MatmulOps.without_kernel)."""
 KV_FORMATS_SERVED: Mapping[str, tuple[str, ...]] = {"cuda": (), "cpu": ()}
-"""Formats of the KV cache by device type that `core.fit` and `diagnose` propose. None yet: the cost model expects that fewer bytes
-take less time, and attention in a format takes longer (benchmarks/results/kv.json)."""
+"""Formats of the KV cache by device type that `core.fit` and `diagnose` propose. None yet: the cost model reads every format at the
+rate of the model's dtype. A GPU reads 8 bits at 0.88 and 4 bits at 0.47 of the read rate, on Hopper only
+(benchmarks/results/kv.json)."""
 PREFERRED: Mapping[str, tuple[str, ...]] = {
     "cuda": ("fp8", "int8", "llm-int8", "w8a8", "int4", "int3"),
     "cpu": ("int8", "fp8", "fp8-weight", "llm-int8", "w8a8", "int4", "int3"),

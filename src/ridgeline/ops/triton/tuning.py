@@ -35,10 +35,10 @@ WORD_TILES = {
         16: Tile(16, 64, 4, 3),
         32: Tile(16, 64, 4, 3),
         64: Tile(16, 64, 4, 3),
-        128: Tile(16, 64, 4, 3, 128),
+        128: Tile(16, 64, 4, 3),
         256: Tile(16, 32, 4, 3),
     },
-    4: {32: Tile(16, 64, 4, 3), 64: Tile(16, 64, 4, 3), 128: Tile(16, 64, 4, 3, 128), 256: Tile(16, 64, 4, 3)},
+    4: {32: Tile(16, 64, 4, 3), 64: Tile(16, 64, 4, 3), 128: Tile(16, 64, 4, 3), 256: Tile(16, 64, 4, 3)},
 }
 WORD_PROGRAMS_PER_PROCESSOR = 4
 # Used if all rows together make less than one program per SM: a program fills an SM, and a row has few parts. Smaller heads lose

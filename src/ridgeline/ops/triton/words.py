@@ -1,12 +1,10 @@
 """Decode attention over keys and values in 8 or 4 bits, read as words of 16 bits.
 
 A word holds 2 or 4 neighbouring elements of one key or value. The matrix load that transposes works on 16 bits, so words are
-transposed, and each place of a word is converted in registers and multiplied by the queries' elements of this place: one product for
-each place. Scales multiply scores and weights instead of elements. Where a vector has several scales, each packed query has a row for
-each of them in the tile (the matrix unit takes 16 rows, and decoding fills few): the row of group g has the query's elements of this
-group and zeros, its scores are multiplied by the group's scales, and the sum over the groups is the score.
-
-Source: scales that multiply scores and weights as in KVQuant (Hooper et al. 2024) and Atom (Zhao et al. 2024).
+transposed, and each place of a word is converted in registers and multiplied by the queries' elements of this place: one product
+for each place. Scales multiply scores and weights instead of elements. Where a vector has several scales, each packed query has a
+row for each of them in the tile (the matrix unit takes 16 rows, and decoding fills few): the row of group g has the query's
+elements of this group and zeros, its scores are multiplied by the group's scales, and the sum over the groups is the score.
 """
 
 # mypy: allow-untyped-defs
@@ -24,55 +22,73 @@ SMALLEST = tl.constexpr(6.103515625e-05)
 
 
 @triton.jit
-def _pair(words, code: tl.constexpr):
-    """The elements at two places of the words by instructions on registers of 32 bits, which hold two words or two float16."""
-    return tl.inline_asm_elementwise(code, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+def _by_asm(words, code: tl.constexpr):
+    """Two words of 16 bits to two float16 by instructions on registers of 32 bits."""
+    return tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _places(
+def _place(
     words, number: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr, element: tl.constexpr, FAST: tl.constexpr
 ):
-    """The elements at the places `number` and `number` + 1 of words, without scales, in the type `element`: stored values of e4m3,
-    else (code + 128) or (code + 8) times the factors 2^-24 and, at odd places of 4 bits, 2^-20 (see _factor). These are the last bits
-    of a float16 below the normal numbers, so that a mask converts them."""
+    """The elements at a place of the words, without their scales, in the type `element`. FAST: two words per instruction."""
     if FAST and element == tl.float16:
-        if FLOAT:
-            return _pair(
-                words,
-                "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a; "
-                "cvt.rn.f16x2.e4m3x2 $1, b;}",
-            )
+        if BITS == 8 and FLOAT:
+            if number == 0:
+                return _by_asm(
+                    words,
+                    "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x4420; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}",
+                )
+            else:
+                return _by_asm(
+                    words,
+                    "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x4431; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}",
+                )
         elif BITS == 8:
-            return _pair(
-                words, "{.reg .b32 t; xor.b32 t, $2, 0x80808080; prmt.b32 $0, t, 0, 0x4240; prmt.b32 $1, t, 0, 0x4341;}"
-            )
+            # (code ^ 128) | 0x6400 is 1024 + 128 + code.
+            if number == 0:
+                return _by_asm(
+                    words,
+                    "{.reg .b32 t, c; mov.b32 c, 0x64806480; lop3.b32 t, $1, 0x00ff00ff, 0x64806480, 0x6a; sub.f16x2 $0, t, c;}",
+                )
+            else:
+                return _by_asm(
+                    words,
+                    "{.reg .b32 t, c; mov.b32 c, 0x64806480; shr.u32 t, $1, 8; lop3.b32 t, t, 0x00ff00ff, 0x64806480, 0x6a; "
+                    "sub.f16x2 $0, t, c;}",
+                )
         elif number == 0:
-            return _pair(words, "and.b32 $0, $2, 0x000f000f; and.b32 $1, $2, 0x00f000f0;")
+            return _by_asm(
+                words,
+                "{.reg .b32 t, c; mov.b32 c, 0x64086408; lop3.b32 t, $1, 0x000f000f, 0x64006400, 0xea; sub.f16x2 $0, t, c;}",
+            )
+        elif number == 1:
+            # 1024 + 16 code, times 1 / 16, minus 72.
+            return _by_asm(
+                words,
+                "{.reg .b32 t, c, d; mov.b32 c, 0x2c002c00; mov.b32 d, 0xd480d480; "
+                "lop3.b32 t, $1, 0x00f000f0, 0x64006400, 0xea; fma.rn.f16x2 $0, t, c, d;}",
+            )
+        elif number == 2:
+            return _by_asm(
+                words,
+                "{.reg .b32 t, c; mov.b32 c, 0x64086408; shr.u32 t, $1, 8; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; "
+                "sub.f16x2 $0, t, c;}",
+            )
         else:
-            return _pair(
-                words, "{.reg .b32 t; shr.u32 t, $2, 8; and.b32 $0, t, 0x000f000f; and.b32 $1, t, 0x00f000f0;}"
+            return _by_asm(
+                words,
+                "{.reg .b32 t, c, d; mov.b32 c, 0x2c002c00; mov.b32 d, 0xd480d480; shr.u32 t, $1, 8; "
+                "lop3.b32 t, t, 0x00f000f0, 0x64006400, 0xea; fma.rn.f16x2 $0, t, c, d;}",
             )
     else:
-        return _place(words, number, BITS, FLOAT, element), _place(words, number + 1, BITS, FLOAT, element)
-
-
-@triton.jit
-def _place(words, number: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr, element: tl.constexpr):
-    codes = (words.to(tl.int32) >> (number * BITS)) & ((1 << BITS) - 1)
-    if FLOAT:
-        return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(element)
-    else:
-        if BITS == 8:
-            codes = codes ^ 128
-        return (codes.to(tl.float32) / _factor(number, BITS, FLOAT)).to(element)
-
-
-@triton.jit
-def _factor(number: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
-    """A code, plus its zero, over what _places returns."""
-    factor: tl.constexpr = 1.0 if FLOAT else (1048576.0 if BITS == 4 and number % 2 == 1 else 16777216.0)
-    return factor
+        codes = (words.to(tl.int32) >> (number * BITS)) & ((1 << BITS) - 1)
+        if BITS == 4:
+            return (codes - 8).to(element)
+        elif FLOAT:
+            return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(element)
+        else:
+            return ((codes ^ 128) - 128).to(element)
 
 
 @triton.jit
@@ -100,7 +116,8 @@ def _load_scales(line, slot, inside, ROWS: tl.constexpr, GROUPS: tl.constexpr, S
 
 @triton.jit
 def _in_rows(scales, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales as float32 of a tile of scores: [1, KEYS] or [ROWS, KEYS]."""
+    """Scales as float32 of a tile of scores: [1, KEYS] or [ROWS, KEYS]. Scales of slots that no query sees may be anything."""
+    scales = tl.maximum(scales.to(tl.float32), SMALLEST)
     if GROUPS == 1:
         return scales[None, :]
     else:
@@ -110,80 +127,48 @@ def _in_rows(scales, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _words_step(
-    q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, zeros, out0, out1, out2, out3, q_zero, scale, cap,
+    q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, out0, out1, out2, out3, scale, cap,
     BITS: tl.constexpr, FLOAT: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """One iteration of online softmax over words of keys [WORDS, KEYS] and of values [KEYS, WORDS]. The running maximum is that of
-    score + log2(scale of the value), so that the weights of codes are at most 1. weight [ROWS, KEYS]: weights of the softmax, summed
-    over iterations only. zeros [ROWS, 8]: sum of the weights of codes, in each column. q_zero [ROWS]: what the zero of the codes adds to the scores."""
+    score + log2(scale of the value), so that the weights of codes are at most 1."""
     ROWS: tl.constexpr = q0.shape[0]
     element: tl.constexpr = q0.dtype
-    k0, k1 = _places(keys, 0, BITS, FLOAT, element, FAST)
-    scores = tl.zeros((ROWS, keys.shape[1]), tl.float32) - q_zero[:, None]
-    scores = tl.dot(q0, k0, scores, input_precision=PRECISION)
-    scores = tl.dot(q1, k1, scores, input_precision=PRECISION)
+    scores = tl.dot(q0, _place(keys, 0, BITS, FLOAT, element, FAST), input_precision=PRECISION)
+    scores = tl.dot(q1, _place(keys, 1, BITS, FLOAT, element, FAST), scores, input_precision=PRECISION)
     if BITS == 4:
-        k2, k3 = _places(keys, 2, BITS, FLOAT, element, FAST)
-        scores = tl.dot(q2, k2, scores, input_precision=PRECISION)
-        scores = tl.dot(q3, k3, scores, input_precision=PRECISION)
-    scores = _over_groups(scores * _in_rows(key_scales.to(tl.float32), ROWS, GROUPS), GROUPS)
+        scores = tl.dot(q2, _place(keys, 2, BITS, FLOAT, element, FAST), scores, input_precision=PRECISION)
+        scores = tl.dot(q3, _place(keys, 3, BITS, FLOAT, element, FAST), scores, input_precision=PRECISION)
+    scores = _over_groups(scores * _in_rows(key_scales, ROWS, GROUPS), GROUPS)
     if CAPPED:
         # tanh(x) = 2 sigmoid(2 x) - 1
-        scores = cap * (2.0 * tl.sigmoid(2.0 * scores * (scale * _factor(0, BITS, FLOAT) / cap)) - 1.0) * LOG2E
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores * (scale / cap)) - 1.0) * LOG2E
     else:
-        scores = scores * (scale * LOG2E * _factor(0, BITS, FLOAT))
-    # Scales of slots that no query sees may be anything.
-    value_scales = _in_rows(tl.maximum(value_scales.to(tl.float32), SMALLEST), ROWS, GROUPS)
-    log2, inverse = _log2_and_inverse(value_scales, FAST)
-    scores = tl.where(seen, scores + log2, float("-inf"))
+        scores = scores * (scale * LOG2E)
+    steps = _in_rows(value_scales, ROWS, GROUPS)
+    scores = tl.where(seen, scores + tl.log2(steps), float("-inf"))
     top = tl.maximum(best, tl.max(scores, 1))
     safe = tl.where(top == float("-inf"), 0.0, top)
-    p = _exp2(scores - safe[:, None], FAST)
-    shrink = _exp2(best - safe, FAST)
-    weight = weight * shrink[:, None] + p * inverse
+    p = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(best - safe)
+    weight = weight * shrink + tl.sum(p * (1.0 / steps), 1)
     p = p.to(element)
-    if FLOAT == 0:
-        ones = tl.full((values.shape[0], zeros.shape[1]), 1.0, element)
-        zeros = tl.dot(p, ones, zeros * shrink[:, None], input_precision=PRECISION)
-    v0, v1 = _places(values, 0, BITS, FLOAT, element, FAST)
-    out0 = tl.dot(p, v0, out0 * shrink[:, None], input_precision=PRECISION)
-    out1 = tl.dot(p, v1, out1 * shrink[:, None], input_precision=PRECISION)
+    out0 = tl.dot(p, _place(values, 0, BITS, FLOAT, element, FAST), out0 * shrink[:, None], input_precision=PRECISION)
+    out1 = tl.dot(p, _place(values, 1, BITS, FLOAT, element, FAST), out1 * shrink[:, None], input_precision=PRECISION)
     if BITS == 4:
-        v2, v3 = _places(values, 2, BITS, FLOAT, element, FAST)
-        out2 = tl.dot(p, v2, out2 * shrink[:, None], input_precision=PRECISION)
-        out3 = tl.dot(p, v3, out3 * shrink[:, None], input_precision=PRECISION)
-    return top, weight, zeros, out0, out1, out2, out3
-
-
-@triton.jit
-def _log2_and_inverse(x, FAST: tl.constexpr):
-    """(log2(x), 1 / x) of normal numbers, approximate to 2^-22 if FAST."""
-    if FAST:
-        log2 = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        out2 = tl.dot(
+            p, _place(values, 2, BITS, FLOAT, element, FAST), out2 * shrink[:, None], input_precision=PRECISION
         )
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        out3 = tl.dot(
+            p, _place(values, 3, BITS, FLOAT, element, FAST), out3 * shrink[:, None], input_precision=PRECISION
         )
-        return log2, inverse
-    else:
-        return tl.log2(x), 1.0 / x
-
-
-@triton.jit
-def _exp2(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
+    return top, weight, out0, out1, out2, out3
 
 
 @triton.jit
 def _moved(x, FAST: tl.constexpr):
-    """x. A loop that carries a value over two iterations is not pipelined; it does not see that a result of assembly is its input."""
+    """x. Triton does not pipeline a loop that carries a value over two iterations, but does not look through assembly."""
     if FAST:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -191,8 +176,26 @@ def _moved(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _queries(q_ptr, tile, element: tl.constexpr):
-    return tl.load(q_ptr, mask=tile, other=0.0).to(element)
+def _queries(q_ptr, tile, BITS: tl.constexpr, element: tl.constexpr):
+    """The queries' elements at each place of the words; in 8 bits the last two are unused."""
+    q0 = tl.load(q_ptr, mask=tile, other=0.0).to(element)
+    q1 = tl.load(q_ptr + 1, mask=tile, other=0.0).to(element)
+    q2, q3 = q1, q1
+    if BITS == 4:
+        q2 = tl.load(q_ptr + 2, mask=tile, other=0.0).to(element)
+        q3 = tl.load(q_ptr + 3, mask=tile, other=0.0).to(element)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _store(target, out0, out1, out2, out3, factor, tile, BITS: tl.constexpr):
+    """Store results times `factor`: those of each place lie beside those of the next."""
+    kind: tl.constexpr = target.dtype.element_ty
+    tl.store(target, (out0 * factor).to(kind), mask=tile)
+    tl.store(target + 1, (out1 * factor).to(kind), mask=tile)
+    if BITS == 4:
+        tl.store(target + 2, (out2 * factor).to(kind), mask=tile)
+        tl.store(target + 3, (out3 * factor).to(kind), mask=tile)
 
 
 @triton.jit(do_not_specialize=[*STEP_SIZES, "planned"])
@@ -246,8 +249,9 @@ def words_kernel(
     WORDS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """As walk.split_kernel, for a cache in 8 or 4 bits. kv_ptr, page_stride, kind_stride, head_stride: in words of 16 bits. QUERIES:
-    packed queries; a tile has GROUPS rows of each. WORDS: words of a vector, padded. FLOAT: codes are e4m3. AHEAD is not used."""
+    """As walk.split_kernel, for a cache in 8 or 4 bits. kv_ptr, page_stride, kind_stride, head_stride: in words of 16 bits.
+    QUERIES: packed queries; a tile has GROUPS rows of each. WORDS: words of a vector, padded. FLOAT: codes are e4m3. AHEAD is not
+    used."""
     head = tl.program_id(0) % kv_heads
     unit = _await_unit(units_ptr, units, tl.program_id(0) // kv_heads, planned, AHEAD, PDL)
     row, begin, end, first_query, n, length, first_unit, count, index = unit
@@ -282,21 +286,9 @@ def words_kernel(
         query_ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
     element: tl.constexpr = tl.float16 if q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
     q_tile = q_ptr + token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + places * at[None, :]
-    q0 = _queries(q_tile, tile, element)
-    q1 = _queries(q_tile + 1, tile, element)
-    q2, q3 = q1, q1
-    if BITS == 4:
-        q1 *= 0.0625
-        q2 = _queries(q_tile + 2, tile, element)
-        q3 = _queries(q_tile + 3, tile, element) * 0.0625
+    q0, q1, q2, q3 = _queries(q_tile, tile, BITS, element)
     best = tl.full((GROUPS * QUERIES,), float("-inf"), tl.float32)
-    weight = tl.zeros((GROUPS * QUERIES, KEYS), tl.float32)
-    zeros = tl.zeros((GROUPS * QUERIES, 8), tl.float32)
-    zero: tl.constexpr = 0.0 if FLOAT else (8.0 if BITS == 4 else 128.0)
-    q_zero = tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1) * (16.0 if BITS == 4 else 1.0)
-    if BITS == 4:
-        q_zero += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1) * 16.0
-    q_zero *= zero / _factor(0, BITS, FLOAT)
+    weight = tl.zeros((GROUPS * QUERIES,), tl.float32)
     out0 = tl.zeros((GROUPS * QUERIES, WORDS), tl.float32)
     out1, out2, out3 = out0, out0, out0
     slot = begin + tl.arange(0, KEYS)
@@ -327,17 +319,11 @@ def words_kernel(
             slot, place, start, end, query_position, query_ancestors, key_positions_ptr + row.to(tl.int64) * key_positions_stride,
             position_ptr + first_query, n, window, TREE, COMPACTED,
         )  # fmt: skip
-        best, weight, zeros, out0, out1, out2, out3 = _words_step(
-            q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, zeros, out0, out1, out2, out3, q_zero, scale, cap,
+        best, weight, out0, out1, out2, out3 = _words_step(
+            q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, out0, out1, out2, out3, scale, cap,
             BITS, FLOAT, GROUPS, CAPPED, PRECISION, PDL,
         )  # fmt: skip
         key_scales, value_scales = next_key_scales, next_value_scales
-    weight = tl.sum(weight, 1)
-    zeros = tl.max(zeros, 1)[:, None] * zero
-    out0 = out0 * _factor(0, BITS, FLOAT) - zeros
-    out1 = out1 * _factor(1, BITS, FLOAT) - zeros
-    out2 = out2 * _factor(2, BITS, FLOAT) - zeros
-    out3 = out3 * _factor(3, BITS, FLOAT) - zeros
     some = weight > 0.0
     lse = tl.where(some, (best + tl.log2(tl.where(some, weight, 1.0))) * LN2, float("-inf"))
     factor = (1.0 / tl.where(some, weight, 1.0))[:, None]
@@ -345,21 +331,12 @@ def words_kernel(
     first_group = real & (line < QUERIES)
     if count == 1:
         target = out_ptr + (token[:, None] * heads + query_head[:, None]) * head_dim + places * at[None, :]
-        kind: tl.constexpr = out_ptr.dtype.element_ty
-        tl.store(target, (out0 * factor).to(kind), mask=tile)
-        tl.store(target + 1, (out1 * factor).to(kind), mask=tile)
-        if BITS == 4:
-            tl.store(target + 2, (out2 * factor).to(kind), mask=tile)
-            tl.store(target + 3, (out3 * factor).to(kind), mask=tile)
+        _store(target, out0, out1, out2, out3, factor, tile, BITS)
         tl.store(lse_ptr + token * heads + query_head, lse, mask=first_group)
     else:
         part_line = tl.program_id(0).to(tl.int64) * part_queries + packed
         part = part_ptr + part_line[:, None] * head_dim + places * at[None, :]
-        tl.store(part, out0 * factor, mask=tile)
-        tl.store(part + 1, out1 * factor, mask=tile)
-        if BITS == 4:
-            tl.store(part + 2, out2 * factor, mask=tile)
-            tl.store(part + 3, out3 * factor, mask=tile)
+        _store(part, out0, out1, out2, out3, factor, tile, BITS)
         tl.store(part_lse_ptr + part_line, lse, mask=first_group)
         if FUSED:
             # All threads must have stored their parts before one thread increments the counter.
