@@ -17,7 +17,7 @@ from ridgeline.service.batches.job import PRIORITY
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.batches.store import Store
 
-from .live import Live, Reply, behaviour, counts, live, says
+from .live import MODEL, Live, Reply, behaviour, counts, live, says
 from .test_batch_store import BODY, CHAT, add_file, line, stored
 
 LIMIT = 1 << 30
@@ -80,6 +80,22 @@ def test_rows_have_the_lowest_priority(tmp_path: Path):
         ledger = server.get("/requests?order=batch").json["data"]
         assert [(row["batch"], row["price_factor"]) for row in ledger] == [(True, 0.5)] * 3
         assert sorted(rows) == [PRIORITY - 10, PRIORITY - 5, PRIORITY] and online < min(rows)
+
+
+def test_rows_may_ask_for_responses(tmp_path: Path):
+    """Each is answered on its own: nothing is kept, so no row goes on from another."""
+    url = "/v1/responses"
+    bodies = {"a": {"input": "hi", "model": MODEL}, "b": {"input": "hi", "previous_response_id": "resp_1"}}
+    rows = [{"custom_id": name, "method": "POST", "url": url, "body": body} for name, body in bodies.items()]
+    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
+        batch = until(server, start(server, b"".join(json.dumps(row).encode() + b"\n" for row in rows), endpoint=url))
+        (answered,) = lines(server, batch["output_file_id"])
+        (refused,) = lines(server, batch["error_file_id"])
+        response = answered["response"]["body"]
+        assert response["output"][0]["content"][0]["text"] == "done"
+        assert server.get(f"{url}/{response['id']}").status == 404
+    assert "previous_response_id" in refused["response"]["body"]["error"]["message"]
+    assert batch["usage"]["output_tokens"] == response["usage"]["output_tokens"] > 0
 
 
 def test_online_requests_are_not_refused_because_of_rows(tmp_path: Path):

@@ -135,6 +135,7 @@ REFUSALS: Sequence[Refusal] = (
         "a GPU selects pages of keys in the model's dtype only so far",
         "use --kv-cache-dtype auto, or --device cpu",
     ),
+    Refusal("selection", "a GPU", "its kernels have not run on a GPU yet", "leave it out, or use --device cpu"),
     Refusal(
         "host memory",
         "no prefix cache",

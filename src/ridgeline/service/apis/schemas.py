@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.service.apis import ollama, responses
+from ridgeline.service.apis import ollama, response_items
 from ridgeline.service.apis.messages import COUNTED, MESSAGES
 from ridgeline.service.schemas import GENERATES, READS_BODY, Details, Schema, record_schema
 
@@ -86,7 +86,7 @@ API_DETAILS: Mapping[str, Details] = {
         errors=READS_BODY,
     ),
     "post /v1/responses": Details(
-        body=record_schema(responses.BODY, {}, ("input",)),
+        body=record_schema(response_items.BODY, {}, ("input",)),
         example={"input": "Hello!", "max_output_tokens": 64},
         answers={_JSON: _ref("Response"), _EVENTS: _OBJECT},
         errors=GENERATES,

@@ -6,11 +6,14 @@ import asyncio
 import time
 import uuid
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.core.errors import RequestError, RidgelineError, Unavailable
 from ridgeline.service.answer import make_body
+from ridgeline.service.apis.response_items import endpoint
+from ridgeline.service.apis.response_store import ResponseStore
 from ridgeline.service.batches.input import (
     BadRow,
     InputIndex,
@@ -25,13 +28,18 @@ from ridgeline.service.batches.objects import Batch, Problem, RequestCounts, Sta
 from ridgeline.service.batches.results import Results
 from ridgeline.service.batches.store import Store, StoredBatch
 from ridgeline.service.choices import usage_dict
+from ridgeline.service.endpoint import Endpoint
 from ridgeline.service.errors import as_ridgeline, error_body
-from ridgeline.service.fields import Fields, Route, read_fields
+from ridgeline.service.fields import Fields
 from ridgeline.service.keys.keyring import Holder
-from ridgeline.service.read_call import read_call
+from ridgeline.service.read_call import CHAT, COMPLETIONS
 from ridgeline.service.state import Service
 
-ENDPOINTS: dict[str, Route] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": endpoint(ResponseStore(0), ""),  # rows go on from nothing, and only the result file keeps them
+}
 """Endpoints whose requests a batch may contain, and how their bodies are read."""
 PRIORITY = 1 << 32
 """Added to the priority of a row: above every number that a request may name, so that every online request is more urgent."""
@@ -147,7 +155,7 @@ class Job:
             value = read_row(read_span(file, self.index.spans[row]), self.batch.endpoint)
         assert not isinstance(value, BadRow)  # bad rows are never pending
         try:
-            return value.custom_id, read_fields(ENDPOINTS[self.batch.endpoint], value.body)
+            return value.custom_id, ENDPOINTS[self.batch.endpoint].fields(value.body)
         except RequestError as error:
             return value.custom_id, error
 
@@ -236,7 +244,7 @@ async def run_row(service: Service, job: Job, row: int, last_attempt: bool) -> R
             raise fields
         job.holder.check_model(*service.card.names(fields.get("model")))
         job.holder.check_budget()
-        call, shape, _ = await read_call(service, ENDPOINTS[job.batch.endpoint], fields, time.time())
+        call, shape, _ = await ENDPOINTS[job.batch.endpoint].call(service, fields, time.time())
         call, _ = job.holder.bind(call)
         call = replace(call, request_id=request_id, priority=PRIORITY + call.priority, batch=True, has_reader=False)
         service.gate.batch_choices += call.choices
