@@ -22,73 +22,55 @@ SMALLEST = tl.constexpr(6.103515625e-05)
 
 
 @triton.jit
-def _by_asm(words, code: tl.constexpr):
-    """Two words of 16 bits to two float16 by instructions on registers of 32 bits."""
-    return tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+def _pair(words, code: tl.constexpr):
+    """The elements at two places of the words by instructions on registers of 32 bits, which hold two words or two float16."""
+    return tl.inline_asm_elementwise(code, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit
-def _place(
+def _places(
     words, number: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr, element: tl.constexpr, FAST: tl.constexpr
 ):
-    """The elements at a place of the words, without their scales, in the type `element`. FAST: two words per instruction."""
+    """The elements at the places `number` and `number` + 1 of words, without scales, in the type `element`: stored values of e4m3,
+    else (code + 128) or (code + 8) times the factors 2^-24 and, at odd places of 4 bits, 2^-20 (see _factor). These are the last
+    bits of a float16 below the normal numbers, so that a mask converts them."""
     if FAST and element == tl.float16:
-        if BITS == 8 and FLOAT:
-            if number == 0:
-                return _by_asm(
-                    words,
-                    "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x4420; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}",
-                )
-            else:
-                return _by_asm(
-                    words,
-                    "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x4431; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}",
-                )
+        if FLOAT:
+            return _pair(
+                words,
+                "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a; "
+                "cvt.rn.f16x2.e4m3x2 $1, b;}",
+            )
         elif BITS == 8:
-            # (code ^ 128) | 0x6400 is 1024 + 128 + code.
-            if number == 0:
-                return _by_asm(
-                    words,
-                    "{.reg .b32 t, c; mov.b32 c, 0x64806480; lop3.b32 t, $1, 0x00ff00ff, 0x64806480, 0x6a; sub.f16x2 $0, t, c;}",
-                )
-            else:
-                return _by_asm(
-                    words,
-                    "{.reg .b32 t, c; mov.b32 c, 0x64806480; shr.u32 t, $1, 8; lop3.b32 t, t, 0x00ff00ff, 0x64806480, 0x6a; "
-                    "sub.f16x2 $0, t, c;}",
-                )
+            return _pair(
+                words, "{.reg .b32 t; xor.b32 t, $2, 0x80808080; prmt.b32 $0, t, 0, 0x4240; prmt.b32 $1, t, 0, 0x4341;}"
+            )
         elif number == 0:
-            return _by_asm(
-                words,
-                "{.reg .b32 t, c; mov.b32 c, 0x64086408; lop3.b32 t, $1, 0x000f000f, 0x64006400, 0xea; sub.f16x2 $0, t, c;}",
-            )
-        elif number == 1:
-            # 1024 + 16 code, times 1 / 16, minus 72.
-            return _by_asm(
-                words,
-                "{.reg .b32 t, c, d; mov.b32 c, 0x2c002c00; mov.b32 d, 0xd480d480; "
-                "lop3.b32 t, $1, 0x00f000f0, 0x64006400, 0xea; fma.rn.f16x2 $0, t, c, d;}",
-            )
-        elif number == 2:
-            return _by_asm(
-                words,
-                "{.reg .b32 t, c; mov.b32 c, 0x64086408; shr.u32 t, $1, 8; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; "
-                "sub.f16x2 $0, t, c;}",
-            )
+            return _pair(words, "and.b32 $0, $2, 0x000f000f; and.b32 $1, $2, 0x00f000f0;")
         else:
-            return _by_asm(
-                words,
-                "{.reg .b32 t, c, d; mov.b32 c, 0x2c002c00; mov.b32 d, 0xd480d480; shr.u32 t, $1, 8; "
-                "lop3.b32 t, t, 0x00f000f0, 0x64006400, 0xea; fma.rn.f16x2 $0, t, c, d;}",
+            return _pair(
+                words, "{.reg .b32 t; shr.u32 t, $2, 8; and.b32 $0, t, 0x000f000f; and.b32 $1, t, 0x00f000f0;}"
             )
     else:
-        codes = (words.to(tl.int32) >> (number * BITS)) & ((1 << BITS) - 1)
-        if BITS == 4:
-            return (codes - 8).to(element)
-        elif FLOAT:
-            return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(element)
-        else:
-            return ((codes ^ 128) - 128).to(element)
+        return _place(words, number, BITS, FLOAT, element), _place(words, number + 1, BITS, FLOAT, element)
+
+
+@triton.jit
+def _place(words, number: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr, element: tl.constexpr):
+    codes = (words.to(tl.int32) >> (number * BITS)) & ((1 << BITS) - 1)
+    if FLOAT:
+        return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(element)
+    else:
+        if BITS == 8:
+            codes = codes ^ 128
+        return (codes.to(tl.float32) / _factor(number, BITS, FLOAT)).to(element)
+
+
+@triton.jit
+def _factor(number: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
+    """A code, plus its zero, over what _places returns."""
+    factor: tl.constexpr = 1.0 if FLOAT else (1048576.0 if BITS == 4 and number % 2 == 1 else 16777216.0)
+    return factor
 
 
 @triton.jit
@@ -127,43 +109,76 @@ def _in_rows(scales, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _words_step(
-    q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, out0, out1, out2, out3, scale, cap,
+    q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, zeros, out0, out1, out2, out3, q_zero, scale, cap,
     BITS: tl.constexpr, FLOAT: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """One iteration of online softmax over words of keys [WORDS, KEYS] and of values [KEYS, WORDS]. The running maximum is that of
-    score + log2(scale of the value), so that the weights of codes are at most 1."""
+    score + log2(scale of the value), so that the weights of codes are at most 1. weight, zeros [ROWS, KEYS]: weights of the softmax
+    and of the codes, summed over iterations only. q_zero [ROWS]: what the zero of the codes adds to the scores."""
     ROWS: tl.constexpr = q0.shape[0]
     element: tl.constexpr = q0.dtype
-    scores = tl.dot(q0, _place(keys, 0, BITS, FLOAT, element, FAST), input_precision=PRECISION)
-    scores = tl.dot(q1, _place(keys, 1, BITS, FLOAT, element, FAST), scores, input_precision=PRECISION)
+    k0, k1 = _places(keys, 0, BITS, FLOAT, element, FAST)
+    scores = tl.dot(q0, k0, input_precision=PRECISION)
     if BITS == 4:
-        scores = tl.dot(q2, _place(keys, 2, BITS, FLOAT, element, FAST), scores, input_precision=PRECISION)
-        scores = tl.dot(q3, _place(keys, 3, BITS, FLOAT, element, FAST), scores, input_precision=PRECISION)
+        k2, k3 = _places(keys, 2, BITS, FLOAT, element, FAST)
+        scores = tl.dot(q2, k2, scores, input_precision=PRECISION)
+        odd = tl.dot(q1, k1, input_precision=PRECISION)
+        odd = tl.dot(q3, k3, odd, input_precision=PRECISION)
+        scores += odd * 0.0625
+    else:
+        scores = tl.dot(q1, k1, scores, input_precision=PRECISION)
+    if FLOAT == 0:
+        scores = scores - q_zero[:, None]
     scores = _over_groups(scores * _in_rows(key_scales, ROWS, GROUPS), GROUPS)
     if CAPPED:
         # tanh(x) = 2 sigmoid(2 x) - 1
-        scores = cap * (2.0 * tl.sigmoid(2.0 * scores * (scale / cap)) - 1.0) * LOG2E
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores * (scale * _factor(0, BITS, FLOAT) / cap)) - 1.0) * LOG2E
     else:
-        scores = scores * (scale * LOG2E)
-    steps = _in_rows(value_scales, ROWS, GROUPS)
-    scores = tl.where(seen, scores + tl.log2(steps), float("-inf"))
+        scores = scores * (scale * LOG2E * _factor(0, BITS, FLOAT))
+    log2, inverse = _log2_and_inverse(_in_rows(value_scales, ROWS, GROUPS), FAST)
+    scores = tl.where(seen, scores + log2, float("-inf"))
     top = tl.maximum(best, tl.max(scores, 1))
     safe = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(scores - safe[:, None])
-    shrink = tl.exp2(best - safe)
-    weight = weight * shrink + tl.sum(p * (1.0 / steps), 1)
+    p = _exp2(scores - safe[:, None], FAST)
+    shrink = _exp2(best - safe, FAST)
+    weight = weight * shrink[:, None] + p * inverse
     p = p.to(element)
-    out0 = tl.dot(p, _place(values, 0, BITS, FLOAT, element, FAST), out0 * shrink[:, None], input_precision=PRECISION)
-    out1 = tl.dot(p, _place(values, 1, BITS, FLOAT, element, FAST), out1 * shrink[:, None], input_precision=PRECISION)
+    if FLOAT == 0:
+        zeros = zeros * shrink[:, None] + p.to(tl.float32)
+    v0, v1 = _places(values, 0, BITS, FLOAT, element, FAST)
+    out0 = tl.dot(p, v0, out0 * shrink[:, None], input_precision=PRECISION)
+    out1 = tl.dot(p, v1, out1 * shrink[:, None], input_precision=PRECISION)
     if BITS == 4:
-        out2 = tl.dot(
-            p, _place(values, 2, BITS, FLOAT, element, FAST), out2 * shrink[:, None], input_precision=PRECISION
+        v2, v3 = _places(values, 2, BITS, FLOAT, element, FAST)
+        out2 = tl.dot(p, v2, out2 * shrink[:, None], input_precision=PRECISION)
+        out3 = tl.dot(p, v3, out3 * shrink[:, None], input_precision=PRECISION)
+    return top, weight, zeros, out0, out1, out2, out3
+
+
+@triton.jit
+def _log2_and_inverse(x, FAST: tl.constexpr):
+    """(log2(x), 1 / x) of normal numbers, approximate to 2^-22 if FAST."""
+    if FAST:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-        out3 = tl.dot(
-            p, _place(values, 3, BITS, FLOAT, element, FAST), out3 * shrink[:, None], input_precision=PRECISION
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-    return top, weight, out0, out1, out2, out3
+        return log2, inverse
+    else:
+        return tl.log2(x), 1.0 / x
+
+
+@triton.jit
+def _exp2(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
 
 
 @triton.jit
@@ -200,55 +215,15 @@ def _store(target, out0, out1, out2, out3, factor, tile, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*STEP_SIZES, "planned"])
 def words_kernel(
-    q_ptr,
-    kv_ptr,
-    scales_ptr,
-    table_ptr,
-    position_ptr,
-    ancestors_ptr,
-    key_positions_ptr,
-    units_ptr,
-    arrivals_ptr,
-    out_ptr,
-    lse_ptr,
-    part_ptr,
-    part_lse_ptr,
-    q_token_stride,
-    q_head_stride,
-    page_stride,
-    kind_stride,
-    head_stride,
-    scale_page_stride,
-    table_stride,
-    key_positions_stride,
-    scale,
-    cap,
-    units,
-    planned,
-    part_queries: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    page_tokens: tl.constexpr,
-    window: tl.constexpr,
-    BITS: tl.constexpr,
-    FLOAT: tl.constexpr,
-    SCALES: tl.constexpr,
-    TREE: tl.constexpr,
-    COMPACTED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    AHEAD: tl.constexpr,
-    FUSED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    q_ptr, kv_ptr, scales_ptr, table_ptr, position_ptr, ancestors_ptr, key_positions_ptr, units_ptr, arrivals_ptr,
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, q_token_stride, q_head_stride, page_stride, kind_stride, head_stride,
+    scale_page_stride, table_stride, key_positions_stride, scale, cap, units, planned, part_queries: tl.constexpr,
+    kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, page_tokens: tl.constexpr,
+    window: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr, SCALES: tl.constexpr, TREE: tl.constexpr,
+    COMPACTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, FUSED: tl.constexpr, PACKED: tl.constexpr,
+    PARTS: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """As walk.split_kernel, for a cache in 8 or 4 bits. kv_ptr, page_stride, kind_stride, head_stride: in words of 16 bits.
     QUERIES: packed queries; a tile has GROUPS rows of each. WORDS: words of a vector, padded. FLOAT: codes are e4m3. AHEAD is not
     used."""
@@ -288,7 +263,13 @@ def words_kernel(
     q_tile = q_ptr + token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + places * at[None, :]
     q0, q1, q2, q3 = _queries(q_tile, tile, BITS, element)
     best = tl.full((GROUPS * QUERIES,), float("-inf"), tl.float32)
-    weight = tl.zeros((GROUPS * QUERIES,), tl.float32)
+    weight = tl.zeros((GROUPS * QUERIES, KEYS), tl.float32)
+    zeros = weight
+    zero: tl.constexpr = 0.0 if FLOAT else (8.0 if BITS == 4 else 128.0)
+    q_zero = tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1)
+    if BITS == 4:
+        q_zero += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
+    q_zero *= zero / _factor(0, BITS, FLOAT)
     out0 = tl.zeros((GROUPS * QUERIES, WORDS), tl.float32)
     out1, out2, out3 = out0, out0, out0
     slot = begin + tl.arange(0, KEYS)
@@ -319,11 +300,17 @@ def words_kernel(
             slot, place, start, end, query_position, query_ancestors, key_positions_ptr + row.to(tl.int64) * key_positions_stride,
             position_ptr + first_query, n, window, TREE, COMPACTED,
         )  # fmt: skip
-        best, weight, out0, out1, out2, out3 = _words_step(
-            q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, out0, out1, out2, out3, scale, cap,
-            BITS, FLOAT, GROUPS, CAPPED, PRECISION, PDL,
+        best, weight, zeros, out0, out1, out2, out3 = _words_step(
+            q0, q1, q2, q3, keys, values, key_scales, value_scales, seen, best, weight, zeros, out0, out1, out2, out3, q_zero,
+            scale, cap, BITS, FLOAT, GROUPS, CAPPED, PRECISION, PDL,
         )  # fmt: skip
         key_scales, value_scales = next_key_scales, next_value_scales
+    weight = tl.sum(weight, 1)
+    zeros = tl.sum(zeros, 1)[:, None] * zero
+    out0 = out0 * _factor(0, BITS, FLOAT) - zeros
+    out1 = out1 * _factor(1, BITS, FLOAT) - zeros
+    out2 = out2 * _factor(2, BITS, FLOAT) - zeros
+    out3 = out3 * _factor(3, BITS, FLOAT) - zeros
     some = weight > 0.0
     lse = tl.where(some, (best + tl.log2(tl.where(some, weight, 1.0))) * LN2, float("-inf"))
     factor = (1.0 / tl.where(some, weight, 1.0))[:, None]
