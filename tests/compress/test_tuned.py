@@ -163,7 +163,8 @@ def test_the_engine_serves_a_model_trained_on_its_grid(model: Path, tiny: Path, 
     states = LayerwiseRunner(folder.spec, 20).states(folder, batches(ids), lambda _: None)[0][0, -1]
     expected = torch.log_softmax(states @ folder.head().T, -1)
     assert token.token == int(expected.argmax())
-    assert list(token.top_logprobs) == pytest.approx(expected.topk(5).values.tolist(), abs=0.05)
+    # The engine rounds inputs to 15 bits, and how sums are rounded differs among processors: far tails may move by more.
+    assert list(token.top_logprobs) == pytest.approx(expected.topk(5).values.tolist(), rel=4e-3, abs=0.05)
 
 
 @pytest.mark.long
