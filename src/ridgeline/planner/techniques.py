@@ -310,13 +310,15 @@ NOT_PREDICTED: tuple[str, ...] = (
     "a KV cache of 8 or 4 bits (--kv-cache-dtype)",
     "files of cached prefixes (--kv-disk)",
     "chosen pages of the KV cache (--kv-selection)",
-    "several processes on CPUs (--tensor-parallel-size, --pipeline-parallel-size)",
+    "several GPUs or processes (--tensor-parallel-size, --pipeline-parallel-size, --context-parallel-size, --expert-parallel)",
+    "weights in host memory (--cpu-offload-gb)",
+    "prefill apart from decode (--prefill-engines)",
     "the batch lane (/v1/batches)",
 )
 """Techniques that the engine has and the diagnosis cannot judge yet."""
 NOT_BUILT: tuple[str, ...] = (
-    "offload of weights to host memory",
-    "several GPUs, context and expert parallelism",
-    "prefill apart from decode",
+    "layers that run on the CPU beside a GPU",
+    "GPUs of several hosts",
+    "prefill apart from decode on GPUs",
 )
 """Techniques that the diagnosis cannot propose, because the engine does not have them yet."""
