@@ -141,9 +141,11 @@ def _score_kernel(
         target = packed_ptr + (row * kv_heads * group + query_head[:, None]) * head_dim + at[None, :]
         tl.store(target, tl.load(source, mask=tile, other=0.0), mask=tile)
         if WRITES:
+            # A row without tokens, which pads the step, need not have a slot.
+            slot = tl.load(slots_ptr + row, mask=length > 0, other=0)
             _write_bounds(
-                kv_ptr, bounds_ptr, tl.load(slots_ptr + row), head, page_stride, head_stride, bounds_page_stride,
-                kv_heads, head_dim, page_tokens, WIDTH, TOKENS,
+                kv_ptr, bounds_ptr, slot, head, page_stride, head_stride, bounds_page_stride, kv_heads, head_dim,
+                page_tokens, WIDTH, TOKENS,
             )  # fmt: skip
 
 
