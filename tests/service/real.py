@@ -49,15 +49,17 @@ def model_of(folder: Path) -> ModelConfig:
 
 
 @contextmanager
-def real_server(folder: Path, config: ServiceConfig, engine: EngineConfig) -> Iterator[Live]:
-    """A server with the model in `folder`, from start to drain."""
+def real_server(
+    folder: Path, config: ServiceConfig, engine: EngineConfig, model: ModelConfig | None = None
+) -> Iterator[Live]:
+    """A server with the model in `folder`, from start to drain. model: how it is read; None: with random weights."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
     async def start():
         metrics = Metrics(MODEL)
-        begin = partial(launch, model_of(folder), engine, metrics.on_step)
+        begin = partial(launch, model or model_of(folder), engine, metrics.on_step)
         supervisor = Supervisor(await begin(), begin, config)
         server = Server(config, supervisor, metrics)
         await server.start(bind(config.host, config.port))

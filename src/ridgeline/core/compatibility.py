@@ -72,6 +72,7 @@ FEATURES: Mapping[str, Feature] = {
         "", lambda choice: any(layer.share_from is not None for layer in choice.layers)
     ),
     "experts": Feature("", lambda choice: any(layer.experts for layer in choice.layers)),
+    "sleep": Feature("enable_sleep_mode", lambda choice: choice.engine.enable_sleep_mode),
     "prefill apart from decode": Feature("", lambda choice: choice.hands_over),
     "a GPU": Feature("", lambda choice: choice.device == "cuda"),
     "a KV format on a GPU": Feature(
@@ -93,6 +94,11 @@ class Refusal(NamedTuple):
 _TENSOR_PARALLEL, _PIPELINE, _CONTEXT_PARALLEL = "tensor parallelism", "a pipeline", "context parallelism"
 _APART = "prefill apart from decode"
 REFUSALS: Sequence[Refusal] = (
+    Refusal("sleep", _TENSOR_PARALLEL, "several ranks do not sleep together so far", "leave the parallel sizes out"),
+    Refusal("sleep", _PIPELINE, "several ranks do not sleep together so far", "leave the parallel sizes out"),
+    Refusal("sleep", _CONTEXT_PARALLEL, "several ranks do not sleep together so far", "leave the parallel sizes out"),
+    Refusal("sleep", _APART, "several engines do not sleep together so far", "leave it out"),
+    Refusal("sleep", "weights in host memory", "these weights have no memory on the GPU to release", "leave it out"),
     Refusal("retention", "layers with windows", "the windows bound the cache already", "use --kv-retention all"),
     Refusal(
         "retention",

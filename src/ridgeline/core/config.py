@@ -114,6 +114,10 @@ class EngineConfig:
     node_rank: int = option(0, "number of this host, from 0; the service runs on host 0, and the others wait for it")
     master_addr: str = option("", "address of host 0 in the network of the hosts")
     master_port: int = option(29500, "port of host 0 for the processes on the other hosts")
+    enable_sleep_mode: bool = option(
+        False,
+        "allow /sleep, which gives the memory of weights and KV cache back, /wake_up and /update_weights_from_disk",
+    )
     calibration: str = option("", "file that `ridgeline calibrate` wrote, for accurate predictions of step times")
 
     @property
@@ -238,6 +242,10 @@ class ServiceConfig:
         "prices of tokens for usage and /requests: input=0.2,output=0.6 in USD per million; read=0.1,write-5m=1.25,write-1h=2,"
         "storage=0 (per token-hour),answer=0.1 as factors of them (default: these factors, and no dollars)",
     )
+    idle_sleep_minutes: float = option(
+        0.0, "minutes without a request after which a model goes to sleep; with --enable-sleep-mode (default: never)"
+    )
+    asleep_requests: str = option("wake", "what a request to a model that sleeps does: wake it, or refuse (status 503)")
     metrics_alias: str = option(
         "",
         "also export metrics under the names of another engine: vllm, old (vllm and names that vLLM has removed), sglang",

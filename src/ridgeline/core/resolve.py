@@ -30,6 +30,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "dummy"),
+    "asleep_requests": ("wake", "refuse"),
     "metrics_alias": ("", "vllm", "old", "sglang"),
     "moderation_mode": ("buffer", "window", "after"),
     "moderation_failure": ("closed", "open"),
@@ -68,6 +69,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "answer_cache_mb": (0.0, 1 << 20),
     "prefill_engines": (0, 64),
     "decode_engines": (0, 64),
+    "idle_sleep_minutes": (0.0, 1 << 20),
     "price_per_hour": (0.0, 1 << 20),
 }
 CHECKS: Mapping[str, Callable[[str], object]] = {

@@ -13,7 +13,6 @@ import torch
 
 from ridgeline.core.calibration import cost_values
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.sizing import MemoryPlan
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KvLayout, ModelSpec
 from ridgeline.core.ticket import NO_POOLS, Pools
@@ -24,8 +23,9 @@ from ridgeline.engine.handover import open_hand_over
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
-from ridgeline.engine.rank import StartTimes, load_rank, plan_rank
+from ridgeline.engine.rank import RankPlan, StartTimes, load_rank, plan_rank
 from ridgeline.engine.scheduler import Scheduler
+from ridgeline.engine.sleep import open_sleeper
 from ridgeline.engine.tiers import check_tiers, keep_pool, open_tiers
 from ridgeline.hardware.ceilings import read_ceilings
 from ridgeline.kv.retention import read_retention
@@ -59,7 +59,8 @@ def assemble(
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
     retention = read_retention(config.kv_retention, plan.page_tokens)
     check_tiers(config, plan.layout, plan.host_bytes)
-    fingerprint = _fingerprint(folder, model, spec, plan.layout, wanted)
+    prints = partial(_fingerprint, model=model, spec=spec, layout=plan.layout, wanted=wanted)
+    fingerprint = prints(folder)
     cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
     times.ends("ceilings")
     with start_group(rank, times) as group:
@@ -78,22 +79,22 @@ def assemble(
         pace_s, n_stages = reader_pace(config.reader_pace), config.pipeline_parallel_size
         limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len, pace_s, n_stages)
         scheduler = Scheduler(plan.layout, leases, limits, policy, loaded.speculation)
+        facts = _facts(rank, loaded.model) | {"fingerprint": fingerprint, "cost": cost_values(cost)}
+        facts |= {"startup_s": times.seconds, "ceilings": ceilings}
         setup = Setup(
             max_len=plan.max_len,
             vocab_size=spec.vocab_size,
             eos_ids=spec.eos_ids,
             fingerprint=fingerprint,
             seed=model.seed,
-            facts=_facts(folder, loaded.model, plan, rank.device)
-            | {"speculate": [*wanted.host, *filter(None, [wanted.device])], "fingerprint": fingerprint}
-            | {"model_options": asdict(model), "options": asdict(config), "cost": cost_values(cost)}
-            | {"ops": rank.ops.name, "startup_s": times.seconds, "ceilings": ceilings},
+            facts=facts,
             grammars=grammars,
             account=DeviceAccount(cost, power, loaded.drafter.work),
             late=loaded.runner.late,
             expert_load=ExpertLoad(loaded.model.decoder.expert_loads()),
             check=group.check,
             hand_overs=hand_overs,
+            sleeper=open_sleeper(rank, loaded, prints, facts),
             closing=partial(keep_pool, leases, loaded.runner.transfers),
         )
         log.debug("ready: %s", setup.facts)
@@ -117,12 +118,12 @@ def _grammars(folder: Path, spec: ModelSpec) -> GrammarCache | None:
     return GrammarCache(compiler)
 
 
-def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.device) -> dict[str, Any]:
+def _facts(rank: RankPlan, loaded: LoadedModel) -> dict[str, Any]:
     """The facts that Ready and the "stats" reply report."""
-    spec = loaded.spec
+    spec, plan, device, wanted = loaded.spec, rank.plan, rank.device, rank.wanted
     defaults = asdict(loaded.generation_defaults)
     return {
-        "root": str(folder),
+        "root": str(rank.folder),
         "architecture": spec.architecture,
         "params": spec.params,
         "dtype": spec.dtype,
@@ -144,4 +145,8 @@ def _facts(folder: Path, loaded: LoadedModel, plan: MemoryPlan, device: torch.de
         "steps_in_flight": plan.steps_in_flight,
         "chosen": plan.chosen,
         "generation_defaults": {name: value for name, value in defaults.items() if value is not None},
+        "speculate": [*wanted.host, *filter(None, [wanted.device])],
+        "model_options": asdict(rank.model),
+        "options": asdict(rank.config),
+        "ops": rank.ops.name,
     }

@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ridgeline.core.errors import RequestError, RidgelineError
@@ -19,6 +19,7 @@ from ridgeline.engine.handover import HandOvers
 from ridgeline.engine.late_compiles import LateCompiles
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.request import Request
+from ridgeline.engine.sleep import ORDERS, Sleeper
 from ridgeline.kv.prefix import chain_root
 from ridgeline.metrics.account import Account, Accounted
 from ridgeline.text.grammar import COMPILE_S, CompiledGrammar
@@ -47,7 +48,7 @@ class Setup:
     fingerprint: hash of the weights and the KV format. Engines share prefixes only if their fingerprints are equal.
     seed: seeds the generator of seeds for requests without one. facts: the content of Ready and of the "stats" reply. check: raises
     EngineFailed if another rank is lost; called in every turn. closing: called before the device is released. hand_overs: prompts
-    that this engine computes for others, or others for it.
+    that this engine computes for others, or others for it. sleeper: releases the memory of weights and cache.
     """
 
     max_len: int
@@ -63,6 +64,7 @@ class Setup:
     check: Callable[[], None] = lambda: None
     closing: Callable[[], None] = lambda: None
     hand_overs: HandOvers = field(default_factory=HandOvers)
+    sleeper: Sleeper = field(default_factory=Sleeper)
 
 
 class Engine:
@@ -159,8 +161,8 @@ class Engine:
         """One request per choice. Raises RequestError for a request that can never run (the service refuses these first)."""
         sampling, setup = message.sampling, self.setup
         length = len(message.tokens)
-        if self._draining:
-            raise RequestError("The engine is shutting down: send the request to another replica.")
+        if self._draining or setup.sleeper.level:
+            raise RequestError("The engine sleeps or is shutting down: wake it up, or use another replica.")
         if not 1 <= length < setup.max_len:
             raise RequestError(f"The prompt has {length} tokens: give 1 to {setup.max_len - 1}.", param="prompt")
         if min(message.tokens) < 0 or max(message.tokens) >= setup.vocab_size:
@@ -233,6 +235,12 @@ class Engine:
             }
         if message.order == "reset_prefix_cache":
             return {"forgotten": leases.reset_prefix_cache()}
+        if message.order in ORDERS:
+            if not self.idle:
+                return {"busy": True}
+            reply, changes = self.setup.sleeper.obey(message.order, message.argument, leases)
+            self.setup = replace(self.setup, **changes)
+            return reply
         if message.order == "drain":
             self._draining = True
             return {}

@@ -32,12 +32,13 @@ from ridgeline.engine.shape import Sizes
 from ridgeline.engine.stage import runner_kind
 from ridgeline.hardware.probe import host_memory
 from ridgeline.hardware.serving import space_here
-from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
+from ridgeline.models.build import DTYPES, LoadedModel, load, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.hub import resolve_model
 from ridgeline.models.weights import Progress
 from ridgeline.ops.choose import choose, choose_invariant
+from ridgeline.ops.releasable import DeviceRange, move
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.speculation.build import choice_of, memory_of_drafters, open_drafters
@@ -100,12 +101,13 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """A rank that is ready to run steps."""
+    """A rank that is ready to run steps. weights: memory of the weights that can be released, on a GPU with --enable-sleep-mode."""
 
     model: LoadedModel
     runner: Runner
     speculation: Speculation
     drafter: DeviceDrafter
+    weights: DeviceRange | None = None
 
 
 def plan_rank(
@@ -129,7 +131,7 @@ def plan_rank(
     plan = size(Deployment(spec, config, memory, model, drafter_memory, space))
     if model.kv_selection:
         check_budget(model.kv_selection, plan.page_tokens)
-    ops = _operations(config, spec, device)
+    ops = operations(config, spec, device)
     times.ends("config")
     return RankPlan(model, config, device, folder, spec, wanted, plan, ops, parts, pools)
 
@@ -137,7 +139,10 @@ def plan_rank(
 def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
     """Load the rank's share of the weights, and make its drafters and its runner."""
     plan, wanted, device = rank.plan, rank.wanted, rank.device
-    loaded = build(rank.folder, model=rank.model, ops=rank.ops, device=device, mesh=mesh, progress=times.progress)
+    loaded = load(rank.folder, model=rank.model, ops=rank.ops, device=device, mesh=mesh, progress=times.progress)
+    loaded.decoder.group_experts()
+    weights = move(loaded.decoder.all_tensors(), device) if rank.config.enable_sleep_mode else None
+    loaded.decoder.finish_loading()
     sizes = Sizes(
         plan.max_rows,
         plan.max_step_tokens,
@@ -147,6 +152,7 @@ def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
         drafts=wanted.sizes if wanted.device else (),
         host_drafts=wanted.max_nodes if wanted.host else 0,
         pool=rank.pools.local_descriptor,
+        releasable=rank.config.enable_sleep_mode,
     )
     encode, dummy = _encoder(rank.folder), rank.model.load_format == "dummy"
     speculation, drafter = open_drafters(wanted, loaded, encode, draft_limits(sizes, rank.spec), dummy)
@@ -154,7 +160,7 @@ def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
     times.ends("weights")
     runner = build_runner(loaded, _layout(rank, mesh), sizes, times.progress, drafter, runner_kind(mesh.stage))
     times.ends("runner")
-    return LoadedRank(loaded, runner, speculation, drafter)
+    return LoadedRank(loaded, runner, speculation, drafter, weights)
 
 
 def _layout(rank: RankPlan, mesh: Mesh) -> KvLayout:
@@ -182,7 +188,7 @@ def _device(config: EngineConfig, number: int) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Ops:
+def operations(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Ops:
     """The operations for the spec's dtype. Raises ConfigError if `deterministic` needs operations that do not exist."""
     dtype = DTYPES[spec.dtype]
     if not config.deterministic:

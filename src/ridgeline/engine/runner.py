@@ -67,7 +67,7 @@ class Runner:
         self._cuda, self._inference = self.device.type == "cuda", torch.inference_mode()
         self.rows = RowTable(layout, sizes.rows, sizes.max_len, model.spec.vocab_size, self.device)
         layers = joined(model.rank_spec.layers, drafter.layers)
-        self.store = KvStore(layout, layers, sizes.blocks, self.device, sizes.pool)
+        self.store = KvStore(layout, layers, sizes.blocks, self.device, sizes.pool, sizes.releasable)
         self.transfers = Transfers(self.store)
         self._step = self.step_kind(model, self.rows, self.store, sizes.step_tokens, drafter)
         self.late = LateCompiles()

@@ -25,6 +25,7 @@ class Sizes:
     drafts: tuple[int, ...] = ()
     host_drafts: int = 0
     pool: int = -1
+    releasable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

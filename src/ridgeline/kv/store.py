@@ -18,6 +18,7 @@ import torch
 
 from ridgeline.core.plan import OWN_BLOCKS, StepPlan, Transfer
 from ridgeline.core.spec import KvFormat, KvGroup, KvLayout, LayerSpec
+from ridgeline.ops.releasable import DeviceRange
 from ridgeline.ops.step import Selection
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 class KvStore:
     """Memory of `blocks` pages and the scratch page, for the layers of one rank. layers: those of `layout` (ModelSpec.on_rank),
     then the layers of a drafter. descriptor: memory file of the pages, which other processes read (kv.transfer); -1: memory of this
-    process.
+    process. releasable: on a GPU the pages are in `range`, whose memory can be given back.
 
     Layout: [page][layer][K | V | scales][head][slot][dim], then the bounds of the page's keys for layers that select pages. A page
     is contiguous, so that one copy moves it, and pages of all groups have the same size. flat: uint8 [pages * page_bytes].
@@ -45,11 +46,14 @@ class KvStore:
         blocks: int,
         device: torch.device,
         descriptor: int = -1,
+        releasable: bool = False,
     ) -> None:
         self.layout = layout
         self.pages = blocks + 1
         # Zeroed: a masked value must not be NaN, because zero times NaN is NaN.
-        self.flat = zeros(self.pages * layout.page_bytes, device, descriptor)
+        size = self.pages * layout.page_bytes
+        self.range = DeviceRange(size, device.index) if releasable and device.type == "cuda" else None
+        self.flat = zeros(size, device, descriptor) if self.range is None else self.range.zeros(size)
         cuts = [self._cut(group, layers) for group in layout.groups]
         self.runs = [runs for runs, _ in cuts]
         parts_of = {index: parts for _, of_layers in cuts for index, parts in of_layers.items()}

@@ -137,10 +137,26 @@ def build(
     mesh: Mesh = ONE_DEVICE,
     progress: Progress | None = None,
 ) -> LoadedModel:
+    """A model that is ready to run: `load`, whose decoder then chooses its programs."""
+    loaded = load(model_dir, model=model, ops=ops, device=device, mesh=mesh, progress=progress)
+    loaded.decoder.finish_loading()
+    return loaded
+
+
+def load(
+    model_dir: Path,
+    *,
+    model: ModelConfig,
+    ops: Ops,
+    device: torch.device,
+    mesh: Mesh = ONE_DEVICE,
+    progress: Progress | None = None,
+) -> LoadedModel:
     """Build a decoder on `device` with its weights, in model.dtype (auto: the checkpoint's) and up to model.max_model_len.
 
     A rank of a mesh builds and loads only its share of the layers. load_format dummy needs only config.json. On the meta device
-    nothing is allocated or read. Raises ConfigError or UnsupportedModel.
+    nothing is allocated or read. Raises ConfigError or UnsupportedModel. Weights may
+    still be moved, until `Decoder.finish_loading`.
     """
     checkpoint, defaults = read_model(model_dir)
     spec = served_spec(checkpoint, model)
@@ -164,5 +180,4 @@ def build(
         load_checkpoint(decoder, model_dir, progress)
     else:
         raise ConfigError(f"--load-format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
-    decoder.finish_loading()
     return LoadedModel(spec, decoder, defaults, ops, mesh)

@@ -94,10 +94,14 @@ class Decoder:
         assert self.spec.tied
         self.head = self._unquantized.adopt(self.embedding.index_select(0, ids))
 
-    def finish_loading(self) -> None:
-        """All weights are loaded and keep their addresses: let the operations choose a program that runs all layers."""
+    def group_experts(self) -> None:
+        """All weights are loaded: hand those of the experts to a device that groups them. Afterwards `all_tensors` is complete."""
         for layer in self.layers:
             layer.feed_forward.finish_loading()
+
+    def finish_loading(self) -> None:
+        """All weights are loaded and keep their addresses: let the operations choose a program that runs all layers."""
+        self.group_experts()
         if (parts := self.parts()) is not None:
             self._run = self._build.ops.programs.layers(parts, self._run)
 
@@ -179,6 +183,11 @@ class Decoder:
             yield from self.head.tensors()
         for layer in self.layers:
             yield from _tensors_of(layer)
+
+    def all_tensors(self) -> list[torch.Tensor]:
+        """`tensors`, and those of a tied head, which operations may have packed."""
+        head = () if self.head is None else self.head.tensors()
+        return [*self.tensors(), *(tensor for tensor in head if self.spec.tied)]
 
     def expert_loads(self) -> list[torch.Tensor]:
         """Experts.load of each layer that has experts."""

@@ -40,6 +40,11 @@ class AnswerCache:
         self.max_bytes, self.bytes = max_bytes, 0
         self._answers: OrderedDict[bytes, bytes] = OrderedDict()
 
+    def clear(self) -> None:
+        """Drop all answers: the model has other weights."""
+        self._answers.clear()
+        self.bytes = 0
+
     def get(self, key: bytes) -> list[Piece] | None:
         """The pieces of an answer. None: it is not stored."""
         data = self._answers.get(key)

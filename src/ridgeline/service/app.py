@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from ridgeline.service import insight, openapi, pages, routes
+from ridgeline.service import insight, openapi, pages, routes, sleep_routes
 from ridgeline.service.apis import messages, ollama, responses
 from ridgeline.service.apis.response_store import ResponseStore
 from ridgeline.service.batches import routes as batch_routes
@@ -36,6 +36,7 @@ def make_app(front: Front) -> web.Application:
     app.router.add_routes(ollama.ROUTES)
     app.router.add_routes(responses.ROUTES)
     app.router.add_routes(routes.ROUTES)
+    app.router.add_routes(sleep_routes.ROUTES)
     app.router.add_routes(batch_routes.ROUTES)
     app.router.add_routes(key_routes.ROUTES)
     app.router.add_routes(insight.ROUTES)
@@ -52,6 +53,7 @@ async def _tick(app: web.Application) -> AsyncIterator[None]:
         while True:
             await asyncio.sleep(_TICK_S)
             app[FRONT].metrics.live.tick()
+            await app[FRONT].sleep_when_idle()
 
     ticking = asyncio.create_task(tick())
     yield

@@ -10,28 +10,43 @@ from aiohttp import web
 from ridgeline.core.errors import Overloaded
 from ridgeline.service.answer import send_body, send_events
 from ridgeline.service.batches import routes as batch_routes
+from ridgeline.service.call import Call
 from ridgeline.service.declared import RUN_ID, read_declared, read_run_id
 from ridgeline.service.endpoint import Endpoint
 from ridgeline.service.guard import FRONT, HOLDER, IGNORED, REQUEST_ID, read_json, request_id
+from ridgeline.service.state import Service
 
 
 async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
     """Read and check the request, submit it to the engine, and answer."""
-    arrival = time.time()
-    service = request.app[FRONT].service()
-    declared, unknown = read_declared(request.headers.items())
+    arrival, front = time.time(), request.app[FRONT]
+    front.check()
+    declared = read_declared(request.headers.items())
     run_id = read_run_id(request.headers.getall(RUN_ID, []))
     fields = await read_json(request, endpoint.fields)
-    if unknown or fields.ignored:
-        request[IGNORED] = (*fields.ignored, *unknown)
+    if declared[1] or fields.ignored:
+        request[IGNORED] = (*fields.ignored, *declared[1])
     if (body_id := fields.get("request_id")) is not None and "x-request-id" not in request.headers:
         request[REQUEST_ID] = request_id(body_id)
-    call, shape, streaming = await endpoint.call(service, fields, arrival)
+    async with front.serving(fields.get("model")) as service:
+        call, shape, streaming = await endpoint.call(service, fields, arrival)
+        call = replace(call, declared=declared[0], request_id=request[REQUEST_ID], run_id=run_id)
+        call = _admitted(request, service, call, fields.get("model"))
+        if (lane := request.app.get(batch_routes.LANE)) is not None:
+            lane.wake()
+        with request[HOLDER].running(call):
+            if streaming is None:
+                return await send_body(service, call, shape)
+            return await send_events(request, service, call, shape, streaming)
+
+
+def _admitted(request: web.Request, service: Service, call: Call, model: str | None) -> Call:
+    """The call as its holder may make it. Raises Overloaded, and what the holder refuses."""
     if call.ignored:
         request[IGNORED] = (*request.get(IGNORED, ()), *call.ignored)
     holder = request[HOLDER]
-    holder.check_model(*service.card.names(fields.get("model")))
-    call, changed = holder.bind(replace(call, declared=declared, request_id=request[REQUEST_ID], run_id=run_id))
+    holder.check_model(*service.card.names(model))
+    call, changed = holder.bind(call)
     if changed:
         request[IGNORED] = (*request.get(IGNORED, ()), *changed)
     service.metrics.live.on_arrival()
@@ -42,9 +57,4 @@ async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
     except Overloaded:
         service.metrics.aborted("overloaded")
         raise
-    if (lane := request.app.get(batch_routes.LANE)) is not None:
-        lane.wake()
-    with holder.running(call):
-        if streaming is None:
-            return await send_body(service, call, shape)
-        return await send_events(request, service, call, shape, streaming)
+    return call

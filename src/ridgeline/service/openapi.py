@@ -23,6 +23,8 @@ from ridgeline.service.guard import FRONT
 from ridgeline.service.keys.routes import DAYS, STEPS
 from ridgeline.service.routes import DETOKENIZE, TOKENIZE
 from ridgeline.service.schemas import GENERATES, READS_BODY, Details, Schema, body_schema, record_schema
+from ridgeline.service.sleep import WAIT_S
+from ridgeline.service.sleep_routes import LEVELS, MODES, UPDATE
 
 ROUTES = web.RouteTableDef()
 VERSION = "3.1.0"
@@ -106,6 +108,31 @@ _ORDER = {
     "description": "The latest or the slowest online requests first, or the latest rows of batches.",
 }
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20, "description": "Number of requests."}
+_MODEL = {"type": "string", "description": "Name of the model. Needed only if the server serves several."}
+_SLEEP: Mapping[str, Schema] = {
+    "level": {
+        "enum": list(LEVELS),
+        "default": LEVELS[0],
+        "description": "1: weights move to host memory. 2: they are read from the model folder again.",
+    },
+    "mode": {
+        "enum": list(MODES),
+        "default": MODES[0],
+        "description": "wait: running requests end by themselves. abort: they end with an error.",
+    },
+    "timeout_s": {
+        "type": "number",
+        "default": WAIT_S,
+        "description": "Seconds in which running requests may end. With mode abort they are ended at once.",
+    },
+    "model": _MODEL,
+}
+_UPDATE_DESCRIPTIONS = {
+    "model_path": "Folder of a model of the same architecture.",
+    "model": str(_MODEL["description"]),
+    "abort_all_requests": "End the running requests, instead of waiting for them.",
+    "timeout_s": str(_SLEEP["timeout_s"]["description"]),
+}
 _PURPOSE = {"type": "string", "description": "Only files with this purpose: batch or batch_output."}
 _FILE_ORDER = {"enum": ["asc", "desc"], "default": "desc", "description": "The oldest or the latest files first."}
 _STEP = {"enum": list(STEPS), "default": "day", "description": "The step of the sums, in UTC."}
@@ -201,6 +228,19 @@ DETAILS: Mapping[str, Details] = {
         errors=(400, 404),
     ),
     "post /reset_prefix_cache": Details(answers={_JSON: {"type": "object"}}, errors=(403, 503)),
+    "post /sleep": Details(
+        _SLEEP,
+        answers={_JSON: {"type": "object"}},
+        errors=(400, 403, 404, 503),
+    ),
+    "post /wake_up": Details({"model": _MODEL}, answers={_JSON: {"type": "object"}}, errors=(403, 404, 503)),
+    "get /is_sleeping": Details({"model": _MODEL}, answers={_JSON: {"type": "object"}}, errors=(403, 404, 503)),
+    "post /update_weights_from_disk": Details(
+        body=record_schema(UPDATE, _UPDATE_DESCRIPTIONS, ("model_path",)),
+        example={"model_path": "/models/step-200"},
+        answers={_JSON: {"type": "object"}},
+        errors=(*READS_BODY, 403),
+    ),
     "get /admin/stats": Details(answers={_JSON: {"type": "object"}}, errors=(403, 503)),
     "get /health": Details(answers={_JSON: _ref("Health")}, errors=(503,)),
     "get /version": Details(answers={_JSON: _ref("Version")}),

@@ -163,13 +163,14 @@ async def stats(request: web.Request) -> web.Response:
 
 async def _body(request: web.Request, known: dict[str, Reader]) -> dict[str, Any]:
     """The body's members, read by `known`, without nulls. Unknown members are named in a response header."""
-    values, ignored = await read_json(request, partial(_read, known))
+    values, ignored = await read_json(request, partial(read_known, known))
     if ignored:
         request[IGNORED] = ignored
     return values
 
 
-def _read(known: dict[str, Reader], body: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+def read_known(known: dict[str, Reader], body: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The members of a body that `known` reads, without nulls, and the names of the others."""
     if not isinstance(body, dict):
         raise RequestError("The body is not a JSON object: send an object.")
     values = {

@@ -389,12 +389,12 @@ class SplitClient:
         await self.lost.wait()
         return self.failure or "all engines have ended"
 
-    async def control(self, order: str, timeout: float = 10.0) -> dict[str, Any]:
+    async def control(self, order: str, timeout: float = 10.0, argument: str = "") -> dict[str, Any]:
         """Send an order to all engines that serve. Numbers of their replies are added; `engines` has each reply."""
         serving = [member for member in self.members if member.serves]
         if not serving:
             raise EngineFailed(f"No engine is ready: {self.failure}.")
-        replies = await asyncio.gather(*(member.client.control(order, timeout) for member in serving))
+        replies = await asyncio.gather(*(member.client.control(order, timeout, argument) for member in serving))
         sums = {name: sum(reply[name] for reply in replies) for name in COUNTS if name in replies[0]}
         each = [
             {"prefill": member.prefill, **{name: reply[name] for name in (*COUNTS, "tiers") if name in reply}}

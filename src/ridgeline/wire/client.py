@@ -101,7 +101,7 @@ class Client(Requests, Protocol):
 
     def submit(self, *requests: Submit) -> Subscription: ...
 
-    async def control(self, order: str, timeout: float = 10.0) -> dict[str, Any]: ...
+    async def control(self, order: str, timeout: float = 10.0, argument: str = "") -> dict[str, Any]: ...
 
     def end_all(self, message: str, reason: str) -> None: ...
 
@@ -298,13 +298,13 @@ class EngineClient:
         self._open[request.id] = receiver
         self.send(request)
 
-    async def control(self, order: str, timeout: float = 10.0) -> dict[str, Any]:
+    async def control(self, order: str, timeout: float = 10.0, argument: str = "") -> dict[str, Any]:
         """Send an order and return the reply. Raises EngineFailed if the engine ends, fails or does not reply in time."""
         self._check()
         name = f"control-{next(self._numbers)}"
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._replies[name] = answer
-        self.send(Control(name, order))
+        self.send(Control(name, order, argument))
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:

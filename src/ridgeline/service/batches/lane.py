@@ -260,7 +260,7 @@ class Lane:
         if not self._window.open(60 * local.tm_hour + local.tm_min):
             return None
         try:
-            return self._front.service()
+            return None if self._front.sleep.away else self._front.service()
         except RidgelineError:
             return None
 

@@ -1,0 +1,127 @@
+"""Whether the engine of a model sleeps, and its ways there and back. An engine sleeps only while no request needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ridgeline.core.config import ServiceConfig
+from ridgeline.core.errors import RequestError, Unavailable
+from ridgeline.wire.client import Client
+
+_LOOK_S = 0.01
+"""Seconds between two looks whether requests have ended."""
+_ORDER_S = 900.0
+"""Seconds in which an engine must have read weights."""
+WAIT_S = 60.0
+"""Seconds in which running requests may end before a model goes to sleep, unless the caller says otherwise."""
+
+
+class Sleep:
+    """Of one engine. Changes run one at a time; requests that arrive meanwhile wait for their end.
+
+    level: 0 while the engine is awake. users: requests that need it. used: when the last one ended, on `clock`.
+    """
+
+    def __init__(
+        self, config: ServiceConfig, client: Callable[[], Client], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.level = self.users = 0
+        self.used = clock()
+        self.wakes = self.sleeps = 0
+        self.wake_s = 0.0
+        """Seconds of the last wake."""
+        self._config, self._client, self._clock = config, client, clock
+        self._changing = asyncio.Lock()
+
+    @property
+    def away(self) -> bool:
+        """The engine sleeps, or is on its way there or back."""
+        return bool(self.level) or self._changing.locked()
+
+    def restarted(self) -> None:
+        """The engine was replaced by another one, which is awake."""
+        self.level, self.used = 0, self._clock()
+
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        """Wake the engine, and keep it awake. Raises Unavailable if it cannot wake, or if requests may not wake it."""
+        if self.away:
+            if self.level and self._config.asleep_requests == "refuse":
+                raise Unavailable("The model sleeps: wake it up with POST /wake_up, then send the request again.")
+            await self.wake()
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self.used = self._clock()
+
+    async def wake(self) -> dict[str, Any]:
+        """Wake the engine if it sleeps. Raises Unavailable with the reason if it cannot wake."""
+        async with self._changing:
+            if not self.level:
+                return {"level": 0}
+            started = self._clock()
+            reply = await self._order("wake_up")
+            self.wakes += 1
+            self.wake_s = self._clock() - started
+            self.used = self._clock()
+            return reply
+
+    async def sleep(self, level: int = 1, *, abort: bool = False, wait_s: float = WAIT_S) -> dict[str, Any]:
+        """Let the running requests end, or end them, and release the engine's memory.
+
+        Raises:
+            Unavailable: requests still run after wait_s seconds, or the engine refuses.
+            RequestError: the server has no --enable-sleep-mode.
+        """
+        async with self._changing:
+            if self.level >= level:
+                return {"level": self.level}
+            await self._end_requests(abort, wait_s)
+            reply = await self._order("sleep", str(level))
+            self.sleeps += 1
+            return reply
+
+    async def update(self, folder: str, *, abort: bool = False, wait_s: float = WAIT_S) -> dict[str, Any]:
+        """Replace the weights by those of a folder. A sleeping engine wakes up.
+
+        Raises as `sleep`, and RequestError for a folder with another architecture.
+        """
+        async with self._changing:
+            await self._end_requests(abort, wait_s)
+            return await self._order("update_weights", folder)
+
+    async def _end_requests(self, abort: bool, wait_s: float) -> None:
+        client, deadline = self._client(), self._clock() + wait_s
+        while self.users or client.open_choices:
+            if abort:
+                client.end_all("An operator has ended the running requests: send the request again.", "aborted")
+            if self._clock() >= deadline:
+                raise Unavailable(
+                    f"Requests still run after {wait_s:g} s: wait longer (timeout_s), or end them (mode=abort)."
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    async def _order(self, order: str, argument: str = "") -> dict[str, Any]:
+        """Send an order as soon as the engine has no request."""
+        while (reply := await self._client().control(order, _ORDER_S, argument)).get("busy"):
+            await asyncio.sleep(_LOOK_S)
+        self.level = int(reply.get("level", self.level))
+        if (problem := reply.get("error")) is not None:
+            if reply.get("status") == 400:
+                raise RequestError(str(problem), param="model_path" if order == "update_weights" else None)
+            raise Unavailable(str(problem))
+        return reply
+
+
+async def sleep_when_idle(sleep: Sleep, minutes: float, clock: Callable[[], float] = time.monotonic) -> bool:
+    """Put an engine to sleep that no request has used for some minutes. Returns whether it did."""
+    if not minutes or sleep.away or sleep.users or clock() - sleep.used < 60 * minutes:
+        return False
+    await sleep.sleep(wait_s=0.0)
+    return True
