@@ -146,6 +146,7 @@ def test_an_idle_model_goes_to_sleep_and_refuses_requests_if_it_is_told_to(tmp_p
         assert reply.status == 503 and "retry-after" in reply.headers and "wake" in reply.json["error"]["message"]
 
 
+@pytest.mark.long
 def test_without_the_option_the_routes_say_so(tmp_path: Path):
     write_checkpoint(tmp_path)
     engine = EngineConfig(device="cpu", threads=1)

@@ -30,7 +30,7 @@ from ridgeline.engine.hosts import check_hosts, run_host
 from ridgeline.engine.policy import admission
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.address import Address
-from ridgeline.service.batches.settings import DayWindow, read_impact
+from ridgeline.service.batches.settings import OFF, DayWindow, read_impact
 from ridgeline.service.keys.settings import check_keys
 from ridgeline.service.launch import begin_engines, check_engines
 from ridgeline.service.listen import bind
@@ -144,6 +144,8 @@ def run(args: Arguments) -> int:
     started = time.perf_counter()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     resolved = resolve_arguments(args)
+    if resolved.service.models:
+        return _serve_models(args, resolved)
     check(resolved)
     if resolved.engine.node_rank:
         return run_host(resolved.engine, resolve_model(resolved.model), lambda line: print(line, file=sys.stderr))
@@ -159,6 +161,26 @@ def run(args: Arguments) -> int:
         stages = cleanup.enter_context(Stages(console))
         announcer = Announcer(args, folder, console, stages, started)
         uvloop.run(server.serve(resolved, folder, listeners, engines, announcer))
+    return 0
+
+
+def _serve_models(args: Arguments, resolved: Resolved) -> int:
+    """Run a server with the models of a file."""
+    from_file = import_module("ridgeline.service.models.file").read_models
+    entries = from_file(Path(resolved.service.models), args.flags, os.environ, args.config)
+    for entry in entries:
+        check(entry.resolved)
+    console = Console(stderr=True)
+
+    def announce(url: str) -> None:
+        names = ", ".join(entry.name for entry in entries)
+        console.print(f"listening on {url}; models: {names}", highlight=False, soft_wrap=True, markup=False)
+
+    with ExitStack() as cleanup:
+        listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]
+        placed = [(entry, resolve_model(entry.resolved.model)) for entry in entries]
+        serve_models = import_module("ridgeline.service.models.serve").serve_models
+        uvloop.run(serve_models(replace(resolved.service, batch_dir=OFF), placed, listeners, announce))
     return 0
 
 

@@ -242,6 +242,15 @@ class ServiceConfig:
         "prices of tokens for usage and /requests: input=0.2,output=0.6 in USD per million; read=0.1,write-5m=1.25,write-1h=2,"
         "storage=0 (per token-hour),answer=0.1 as factors of them (default: these factors, and no dollars)",
     )
+    models: str = option(
+        "", "YAML, TOML or JSON file of several models, which are loaded when a request names them (default: one model)"
+    )
+    models_memory_gb: float | None = option(
+        None, "GiB for the models of --models that are awake at a time (default: one of them is awake at a time)"
+    )
+    models_load_s: float = option(
+        600.0, "seconds that a request waits for its model to be loaded; then it gets status 503"
+    )
     idle_sleep_minutes: float = option(
         0.0, "minutes without a request after which a model goes to sleep; with --enable-sleep-mode (default: never)"
     )

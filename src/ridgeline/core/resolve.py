@@ -69,6 +69,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "answer_cache_mb": (0.0, 1 << 20),
     "prefill_engines": (0, 64),
     "decode_engines": (0, 64),
+    "models_memory_gb": (0.01, 1 << 20),
+    "models_load_s": (0.01, 1 << 20),
     "idle_sleep_minutes": (0.0, 1 << 20),
     "price_per_hour": (0.0, 1 << 20),
 }

@@ -37,3 +37,20 @@ def number(value: float) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def merged(texts: Iterable[str]) -> str:
+    """One text of several: the samples of a family stand together, as the format requires. Families of one name are of one kind."""
+    families: dict[str, list[str]] = {}
+    for text in texts:
+        family: list[str] = []
+        for line in text.splitlines(keepends=True):
+            if line.startswith("# HELP "):
+                name = line.split(" ", 3)[2]
+                known = name in families
+                family = families.setdefault(name, [])
+                if not known:
+                    family.append(line)
+            elif not line.startswith("# TYPE ") or not any(other.startswith("# TYPE ") for other in family[:2]):
+                family.append(line)
+    return "".join(line for family in families.values() for line in family)

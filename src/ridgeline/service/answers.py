@@ -165,8 +165,14 @@ ANSWERS: dict[str, dict[str, Any]] = {
         {**_TIER, "usage": {"anyOf": [_ref("Usage"), {"type": "null"}]}},
     ),
     "Model": _object(
-        {"id": _STRING, "object": {"const": "model"}, "created": _COUNT, "owned_by": _STRING, "max_model_len": _COUNT},
-        {"root": _STRING, "parent": {"type": "null"}},
+        {"id": _STRING, "object": {"const": "model"}, "created": _COUNT, "owned_by": _STRING},
+        {
+            "root": _STRING,
+            "parent": {"type": "null"},
+            "max_model_len": _COUNT,
+            "state": {"enum": ["unloaded", "loading", "awake", "asleep", "failed"]},
+            "problem": _STRING,
+        },
     ),
     "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
     "Tokens": _object(

@@ -52,7 +52,7 @@ async def _tick(app: web.Application) -> AsyncIterator[None]:
     async def tick() -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            app[FRONT].metrics.live.tick()
+            app[FRONT].tick()
             await app[FRONT].sleep_when_idle()
 
     ticking = asyncio.create_task(tick())

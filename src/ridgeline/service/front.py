@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import RidgelineError, Unavailable
 from ridgeline.metrics import Metrics
+from ridgeline.metrics.exposition import gauge, labelled
+from ridgeline.metrics.metrics import PREFIX
 from ridgeline.service.access import Access
-from ridgeline.service.sleep import Sleep, sleep_when_idle
+from ridgeline.service.sleep import Sleep
 from ridgeline.service.state import Service
 from ridgeline.wire.client import Client
 
@@ -35,8 +38,6 @@ class Front(Access):
 
     def open(self, service: Service) -> None:
         """Answer requests with a service whose engine is ready."""
-        if self.client is not service.client or self._lost:
-            self.sleep.restarted()
         self.client = service.client
         self._service = service
         self._lost = ""
@@ -65,24 +66,81 @@ class Front(Access):
         async with self.sleep.awake():
             yield self.service()
 
+    async def known(self, model: str | None) -> Service:
+        """The service for work that needs no engine, such as that of the tokenizer. Raises Unavailable and ModelNotFound."""
+        return self.service()
+
     def of(self, model: str | None) -> Front:
         """The front of a model. Raises Unavailable and ModelNotFound."""
         self.service().card.check(model)
         return self
 
-    def forget_answers(self) -> None:
-        """The weights have changed: drop what the service has kept of old ones."""
-        service = self.service()
+    async def wake(self, model: str | None) -> dict[str, Any]:
+        """Wake a model. Raises Unavailable and ModelNotFound."""
+        return await self.of(model).sleep.wake()
+
+    async def update(self, model: str | None, folder: str, *, abort: bool, wait_s: float) -> dict[str, Any]:
+        """Replace the weights of a model (Sleep.update), and drop what the service has kept of old ones."""
+        front = self.of(model)
+        reply = await front.sleep.update(folder, abort=abort, wait_s=wait_s)
+        service = front.service()
         service.pin_book.reset()
         service.answers.clear()
+        return reply
+
+    def cards(self) -> list[dict[str, Any]]:
+        """The models as /v1/models lists them. Raises Unavailable."""
+        service = self.service()
+        card = service.card
+        return [
+            {
+                "id": card.name,
+                "object": "model",
+                "created": card.created,
+                "owned_by": "ridgeline",
+                "root": card.root,
+                "parent": None,
+                "max_model_len": service.limits.context,
+                "state": "asleep" if self.sleep.level else "awake",
+            }
+        ]
+
+    def card(self, name: str) -> dict[str, Any]:
+        """A model by its name. Raises Unavailable and ModelNotFound."""
+        self.service().card.check(name)
+        return self.cards()[0]
+
+    def render(self) -> bytes:
+        """All metrics in the text format of Prometheus."""
+        state = "asleep" if self.sleep.level else "awake"
+        states = self._states({self.metrics.model_name: state}, ("awake", "asleep"))
+        return self.metrics.render() + states.encode()
+
+    @staticmethod
+    def _states(states: Mapping[str, str], known: Sequence[str]) -> str:
+        """The gauge of each model's state."""
+        samples = [
+            (labelled({"model_name": name, "state": state}), float(state == now))
+            for name, now in states.items()
+            for state in known
+        ]
+        return gauge(f"{PREFIX}:model_state", "1 for the state that a model is in.", samples)
+
+    def idle_for(self, minutes: float) -> bool:
+        """Whether no request has used the engine for some minutes. 0 minutes: never."""
+        return self._service is not None and not self.client.open_choices and self.sleep.idle_for(minutes)
+
+    def tick(self) -> None:
+        """Called once a second: update the live figures."""
+        self.metrics.live.tick()
 
     async def sleep_when_idle(self) -> None:
         """Called once a second. Sends the engine to sleep if no request has used it for long enough."""
-        if self._service is None or self.draining:
+        if self.draining or not self.idle_for(self.config.idle_sleep_minutes):
             return
         try:
-            if await sleep_when_idle(self.sleep, self.config.idle_sleep_minutes):
-                self._service.pin_book.reset()
+            await self.sleep.sleep(wait_s=0.0)
+            self.service().pin_book.reset()
         except RidgelineError as error:
             log.warning("The model does not go to sleep: %s", error.message)
             self.sleep.used += 60 * self.config.idle_sleep_minutes  # not again at once

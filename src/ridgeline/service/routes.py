@@ -64,41 +64,27 @@ async def version(request: web.Request) -> web.Response:
 @ROUTES.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     """All metrics in the text format of Prometheus."""
-    return web.Response(body=request.app[FRONT].metrics.render(), headers={"content-type": CONTENT_TYPE})
+    return web.Response(body=request.app[FRONT].render(), headers={"content-type": CONTENT_TYPE})
 
 
 @ROUTES.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """The model that this server serves."""
-    return json_response({"object": "list", "data": [_card(request.app[FRONT].service())]})
+    """The models that this server serves, with their state."""
+    return json_response({"object": "list", "data": request.app[FRONT].cards()})
 
 
 @ROUTES.get("/v1/models/{name:.+}")
 async def model(request: web.Request) -> web.Response:
     """The model by its name; 404 for another name."""
-    service = request.app[FRONT].service()
-    service.card.check(request.match_info["name"])
-    return json_response(_card(service))
-
-
-def _card(service: Service) -> dict[str, Any]:
-    card = service.card
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "ridgeline",
-        "root": card.root,
-        "parent": None,
-        "max_model_len": service.limits.context,
-    }
+    return json_response(request.app[FRONT].card(request.match_info["name"]))
 
 
 @ROUTES.post("/tokenize")
 async def tokenize_text(request: web.Request) -> web.Response:
     """Token ids of `prompt`, in which special tokens are recognized, or of `messages`, as in a chat completion."""
-    service = request.app[FRONT].service()
+    request.app[FRONT].check()
     body = await _body(request, TOKENIZE)
+    service = await request.app[FRONT].known(body.get("model"))
     _check_model(service, body)
     if ("prompt" in body) == ("messages" in body):
         raise RequestError("Send either prompt or messages.", param="prompt")
@@ -135,8 +121,9 @@ async def _tokenize_messages(request: web.Request, service: Service, body: dict[
 @ROUTES.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids, special tokens included."""
-    service = request.app[FRONT].service()
+    request.app[FRONT].check()
     body = await _body(request, DETOKENIZE)
+    service = await request.app[FRONT].known(body.get("model"))
     _check_model(service, body)
     if "tokens" not in body:
         raise RequestError(f"tokens is missing: send {DETOKENIZE['tokens'].expects}.", param="tokens")
@@ -150,7 +137,7 @@ async def detokenize(request: web.Request) -> web.Response:
 @ROUTES.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Remove all cached prefixes that no request uses, pinned ones included."""
-    service = request.app[FRONT].service()
+    service = request.app[FRONT].of(request.query.get("model")).service()
     service.pin_book.reset()
     return json_response(await service.client.control("reset_prefix_cache"))
 
@@ -158,7 +145,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 @ROUTES.get("/admin/stats")
 async def stats(request: web.Request) -> web.Response:
     """The engine's facts and numbers: free, used and total blocks, running and waiting requests."""
-    return json_response(await request.app[FRONT].service().client.control("stats"))
+    return json_response(await request.app[FRONT].of(request.query.get("model")).service().client.control("stats"))
 
 
 async def _body(request: web.Request, known: dict[str, Reader]) -> dict[str, Any]:

@@ -165,9 +165,12 @@ class Server:
             client = await self._supervisor.restart()
             try:
                 await client.wait_ready()
+                await self.front.sleep.restored(client)
                 service = _renewed(self._service, client)
                 await warm(service, self._prefixes)
             except RidgelineError:
+                if client.failure is None:
+                    raise  # the weights of the last update cannot be read any more: do not serve others
                 continue  # wait_lost reports an engine that does not start
             self._answer(service)
             announce.restarted(self.url)

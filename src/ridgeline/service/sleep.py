@@ -23,7 +23,8 @@ WAIT_S = 60.0
 class Sleep:
     """Of one engine. Changes run one at a time; requests that arrive meanwhile wait for their end.
 
-    level: 0 while the engine is awake. users: requests that need it. used: when the last one ended, on `clock`.
+    level: 0 while the engine is awake. users: requests that need it. used: when the last one ended, on `clock`. folder: of the
+    weights that `update` has read, "" for those of the start.
     """
 
     def __init__(
@@ -31,9 +32,7 @@ class Sleep:
     ) -> None:
         self.level = self.users = 0
         self.used = clock()
-        self.wakes = self.sleeps = 0
-        self.wake_s = 0.0
-        """Seconds of the last wake."""
+        self.folder = ""
         self._config, self._client, self._clock = config, client, clock
         self._changing = asyncio.Lock()
 
@@ -42,9 +41,18 @@ class Sleep:
         """The engine sleeps, or is on its way there or back."""
         return bool(self.level) or self._changing.locked()
 
-    def restarted(self) -> None:
-        """The engine was replaced by another one, which is awake."""
+    async def restored(self, client: Client | None = None) -> None:
+        """The engine was replaced by another one, which is awake and has the weights of the start: read those of the last `update`.
+
+        Raises Unavailable or RequestError if they cannot be read any more.
+        """
         self.level, self.used = 0, self._clock()
+        if self.folder:
+            await self._order("update_weights", self.folder, client)
+
+    def idle_for(self, minutes: float) -> bool:
+        """Whether no request has used the engine for some minutes. 0 minutes: never."""
+        return bool(minutes) and not self.away and not self.users and self._clock() - self.used >= 60 * minutes
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
@@ -65,10 +73,7 @@ class Sleep:
         async with self._changing:
             if not self.level:
                 return {"level": 0}
-            started = self._clock()
             reply = await self._order("wake_up")
-            self.wakes += 1
-            self.wake_s = self._clock() - started
             self.used = self._clock()
             return reply
 
@@ -83,9 +88,7 @@ class Sleep:
             if self.level >= level:
                 return {"level": self.level}
             await self._end_requests(abort, wait_s)
-            reply = await self._order("sleep", str(level))
-            self.sleeps += 1
-            return reply
+            return await self._order("sleep", str(level))
 
     async def update(self, folder: str, *, abort: bool = False, wait_s: float = WAIT_S) -> dict[str, Any]:
         """Replace the weights by those of a folder. A sleeping engine wakes up.
@@ -94,7 +97,9 @@ class Sleep:
         """
         async with self._changing:
             await self._end_requests(abort, wait_s)
-            return await self._order("update_weights", folder)
+            reply = await self._order("update_weights", folder)
+            self.folder = folder
+            return reply
 
     async def _end_requests(self, abort: bool, wait_s: float) -> None:
         client, deadline = self._client(), self._clock() + wait_s
@@ -107,9 +112,10 @@ class Sleep:
                 )
             await asyncio.sleep(_LOOK_S)
 
-    async def _order(self, order: str, argument: str = "") -> dict[str, Any]:
-        """Send an order as soon as the engine has no request."""
-        while (reply := await self._client().control(order, _ORDER_S, argument)).get("busy"):
+    async def _order(self, order: str, argument: str = "", client: Client | None = None) -> dict[str, Any]:
+        """Send an order as soon as the engine has no request. client: of another engine than the current one."""
+        client = client or self._client()
+        while (reply := await client.control(order, _ORDER_S, argument)).get("busy"):
             await asyncio.sleep(_LOOK_S)
         self.level = int(reply.get("level", self.level))
         if (problem := reply.get("error")) is not None:
@@ -117,11 +123,3 @@ class Sleep:
                 raise RequestError(str(problem), param="model_path" if order == "update_weights" else None)
             raise Unavailable(str(problem))
         return reply
-
-
-async def sleep_when_idle(sleep: Sleep, minutes: float, clock: Callable[[], float] = time.monotonic) -> bool:
-    """Put an engine to sleep that no request has used for some minutes. Returns whether it did."""
-    if not minutes or sleep.away or sleep.users or clock() - sleep.used < 60 * minutes:
-        return False
-    await sleep.sleep(wait_s=0.0)
-    return True

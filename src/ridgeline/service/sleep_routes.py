@@ -42,8 +42,8 @@ async def sleep(request: web.Request) -> web.Response:
 @ROUTES.post("/wake_up")
 async def wake_up(request: web.Request) -> web.Response:
     """Give a model its memory back. It answers when the model is ready."""
-    front = request.app[FRONT].of(request.query.get("model"))
-    return json_response({"is_sleeping": False, **await front.sleep.wake()})
+    reply = await request.app[FRONT].wake(request.query.get("model"))
+    return json_response({"is_sleeping": False, **reply})
 
 
 @ROUTES.get("/is_sleeping")
@@ -64,13 +64,12 @@ async def update_weights(request: web.Request) -> web.Response:
         request[IGNORED] = ignored
     if not values.get("model_path"):
         raise RequestError("model_path is missing: send the folder of the new weights.", param="model_path")
-    front = request.app[FRONT].of(values.get("model"))
-    reply = await front.sleep.update(
+    reply = await request.app[FRONT].update(
+        values.get("model"),
         values["model_path"],
         abort=values.get("abort_all_requests", False),
         wait_s=float(values.get("timeout_s", WAIT_S)),
     )
-    front.forget_answers()
     return json_response({"success": True, "message": f"The weights are those of {values['model_path']}.", **reply})
 
 

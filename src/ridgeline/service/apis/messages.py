@@ -99,8 +99,9 @@ async def messages(request: web.Request) -> web.StreamResponse:
 @ROUTES.post("/v1/messages/count_tokens")
 async def count_tokens(request: web.Request) -> web.Response:
     """The number of prompt tokens of a conversation."""
-    service = request.app[FRONT].service()
+    request.app[FRONT].check()
     fields = await read_json(request, _read_counted)
+    service = await request.app[FRONT].known(fields.get("model"))
     with fields.origin.errors():
         service.card.check(fields.get("model"))
         tools = fields.get("tools") or None

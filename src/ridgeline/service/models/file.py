@@ -1,0 +1,118 @@
+"""The models file of `ridgeline serve --models`: the name of each model, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig, option
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.resolve import Resolved, read_file, resolve, split_options
+from ridgeline.service.batches.settings import OFF
+
+SERVICE_OPTIONS = ("chat_template", "allow_special_in_content", "warm_prefix", "idle_sleep_minutes", "asleep_requests")
+"""Options of `ServiceConfig` that a model may have of its own."""
+EVICTIONS = ("sleep", "unload")
+_NOT_TOGETHER = {
+    "model": "name the models in the file",
+    "served_model_name": "the keys of the file are the names",
+    "shadow_rate": "leave it out",
+    "node_rank": "leave it out",
+}
+"""Options that exclude --models, with the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Options of a model of the file, beside those of `ridgeline serve`."""
+
+    memory_gb: float | None = option(None, "GiB that the model takes while it is awake; needed with --models-memory-gb")
+    evict: str = option("sleep", "what happens when others need its memory: sleep, or unload, which ends its process")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A model of the file. memory: bytes that it takes while it is awake, 0 if the file does not say."""
+
+    name: str
+    resolved: Resolved
+    memory: int
+    evict: str
+
+
+def read_models(
+    path: Path, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None
+) -> list[ModelEntry]:
+    """The models of a file, in its order. Raises ConfigError that names file, model, option and remedy.
+
+    Args:
+        flags: options of the command line, for all models. Options of the file take precedence.
+        file: the file of --config.
+    """
+    content = read_file(path)
+    models = content.pop("models", None)
+    if content or not isinstance(models, dict) or not models:
+        raise ConfigError(
+            f"{path.name} must have one key, models, with the options of each model by its name.", param="models"
+        )
+    shared = resolve(flags, environ=environ, file=file)
+    _check_shared(shared)
+    entries = [_read(path.name, str(name), options, (flags, environ, file)) for name, options in models.items()]
+    if (limit := shared.service.models_memory_gb) is not None:
+        for entry in entries:
+            if not 0 < entry.memory <= limit * (1 << 30):
+                raise ConfigError(
+                    f"memory_gb of model {entry.name!r} ({path.name}) is {entry.memory / (1 << 30):g}: with --models-memory-gb "
+                    f"{limit:g}, give each model what it takes, above 0 and at most {limit:g}.",
+                    param="memory_gb",
+                )
+    return entries
+
+
+def _check_shared(shared: Resolved) -> None:
+    """Raise ConfigError for an option that several models cannot have."""
+    values = {**vars_of(shared.model), **vars_of(shared.engine), **vars_of(shared.service)}
+    for name, remedy in _NOT_TOGETHER.items():
+        if values[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} and --models exclude each other: {remedy}.", param=name)
+    if shared.service.batch_dir not in ("", OFF):
+        raise ConfigError("--batch-dir needs a server with one model: leave --models out.", param="batch_dir")
+
+
+def vars_of(config: object) -> dict[str, Any]:
+    """The fields of a configuration by name."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
+
+
+def _read(
+    origin: str, name: str, options: Any, given: tuple[Mapping[str, Any], Mapping[str, str], Path | None]
+) -> ModelEntry:
+    label = f"model {name!r} ({origin})"
+    if not isinstance(options, dict):
+        raise ConfigError(f"The options of {label} are not a mapping: give model and others by name.", param="models")
+    flags, environ, file = given
+    options = {str(key).replace("-", "_"): value for key, value in options.items()}
+    try:
+        placed = Placed(
+            **split_options({key: options.pop(key) for key in ("memory_gb", "evict") if key in options}, Placed)[0]
+        )
+        own = {field.name for config in (ModelConfig, EngineConfig) for field in fields(config)} | set(SERVICE_OPTIONS)
+        for key in options:
+            if key not in own and key in {field.name for field in fields(ServiceConfig)}:
+                raise ConfigError(f"{key} is the same for all models: give it as an option of the server.", param=key)
+        if placed.evict not in EVICTIONS:
+            raise ConfigError(f"evict is {placed.evict!r}: give {' or '.join(EVICTIONS)}.", param="evict")
+        if placed.memory_gb is not None and not 0 < placed.memory_gb < 1 << 20:
+            raise ConfigError(f"memory_gb is {placed.memory_gb}: give a positive number of GiB.", param="memory_gb")
+        if placed.evict == "sleep":
+            options.setdefault("enable_sleep_mode", True)
+        resolved = resolve({**flags, **options}, environ=environ, file=file)
+        if placed.evict == "sleep" and not resolved.engine.enable_sleep_mode:
+            raise ConfigError("evict is sleep without enable_sleep_mode: use evict: unload.", param="evict")
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error.message}", param=error.param) from None
+    own_service = {"served_model_name": name, "api_keys": "", "usage_file": "", "batch_dir": OFF, "models": ""}
+    resolved = replace(resolved, service=replace(resolved.service, **own_service))
+    return ModelEntry(name, resolved, int((placed.memory_gb or 0.0) * (1 << 30)), placed.evict)
