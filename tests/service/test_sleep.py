@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -104,6 +106,19 @@ def test_another_architecture_is_refused_by_its_field_and_the_old_weights_stay(
     reply = sleepy.send("POST", "/update_weights_from_disk", {"model_path": str(changed)})
     assert reply.status == 400 and "safetensors" in reply.json["error"]["message"]
     assert text(sleepy) == before
+
+
+@pytest.mark.long
+def test_an_engine_that_replaces_a_lost_one_has_the_weights_of_the_last_update(changed: Path):
+    folder = shipped_model()
+    config = ServiceConfig(port=0, served_model_name=MODEL)
+    with real_server(folder, config, ENGINE, ModelConfig(str(folder))) as server:
+        assert server.send("POST", "/update_weights_from_disk", {"model_path": str(changed)}).status == 200
+        after = text(server)
+        lost = server.server.front.client
+        os.kill(server.engine.process.pid, signal.SIGKILL)
+        server.until(lambda: server.server.front.client is not lost and server.server.front.trouble is None, 30)
+        assert text(server) == after
 
 
 def test_sleep_waits_for_running_requests_or_ends_them(sleepy: Live):

@@ -98,9 +98,11 @@ def _read(
         placed = Placed(
             **split_options({key: options.pop(key) for key in ("memory_gb", "evict") if key in options}, Placed)[0]
         )
-        own = {field.name for config in (ModelConfig, EngineConfig) for field in fields(config)} | set(SERVICE_OPTIONS)
+        known = {field.name for config in (ModelConfig, EngineConfig) for field in fields(config)} | set(
+            SERVICE_OPTIONS
+        )
         for key in options:
-            if key not in own and key in {field.name for field in fields(ServiceConfig)}:
+            if key not in known and key in {field.name for field in fields(ServiceConfig)}:
                 raise ConfigError(f"{key} is the same for all models: give it as an option of the server.", param=key)
         if placed.evict not in EVICTIONS:
             raise ConfigError(f"evict is {placed.evict!r}: give {' or '.join(EVICTIONS)}.", param="evict")
@@ -113,6 +115,6 @@ def _read(
             raise ConfigError("evict is sleep without enable_sleep_mode: use evict: unload.", param="evict")
     except ConfigError as error:
         raise ConfigError(f"{label}: {error.message}", param=error.param) from None
-    own_service = {"served_model_name": name, "api_keys": "", "usage_file": "", "batch_dir": OFF, "models": ""}
-    resolved = replace(resolved, service=replace(resolved.service, **own_service))
+    service = replace(resolved.service, served_model_name=name, api_keys="", usage_file="", batch_dir=OFF, models="")
+    resolved = replace(resolved, service=service)
     return ModelEntry(name, resolved, int((placed.memory_gb or 0.0) * (1 << 30)), placed.evict)

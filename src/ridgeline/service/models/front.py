@@ -45,11 +45,11 @@ class ModelsFront(Front):
         """A model by its name; without one, that which was used last, or the first. Raises ModelNotFound."""
         if name is None:
             return self._last or next(iter(self.models.values()))
-        found = self.models.get(name) or self.models.get(name.removesuffix(":latest"))
-        if found is None:
+        match = self.models.get(name) or self.models.get(name.removesuffix(":latest"))
+        if match is None:
             known = ", ".join(map(repr, self.models))
             raise ModelNotFound(f"The model {name[:80]!r} does not exist: this server serves {known}.", param="model")
-        return found
+        return match
 
     def check(self) -> None:
         if self.draining:
