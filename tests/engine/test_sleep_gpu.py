@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ridgeline.core.compatibility import REFUSALS
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
@@ -19,6 +20,9 @@ from .test_streamed_gpu import SHAPE
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        ("sleep", "a GPU") in {refusal[:2] for refusal in REFUSALS}, reason="the table refuses sleep on a GPU"
+    ),
 ]
 KV_BYTES = 1 << 30
 

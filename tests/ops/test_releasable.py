@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ridgeline.core.errors import DoesNotFit, EngineFailed
-from ridgeline.ops.releasable import PIECE, DeviceRange, move, release_pages
+from ridgeline.ops.releasable import PIECE, DeviceRange, move, move_into, moved_bytes, release_pages
 
 GRANULARITY = 2 << 20
 
@@ -112,6 +112,34 @@ def test_pages_of_a_cpu_are_released_and_can_be_written_again():
     assert int(tensors[0][4 << 20]) == 0
     tensors[0].fill_(9)
     assert int(views[1][4 << 20]) == 9
+
+
+class Buffer:
+    """A place on a CPU. end: bytes asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.memory, self.end = torch.empty(size, dtype=torch.uint8), 0
+
+    def grow(self, end: int) -> None:
+        self.end = max(self.end, end)
+
+    def tensor(self) -> torch.Tensor:
+        return self.memory
+
+
+def test_moved_tensors_keep_values_forms_and_what_they_share():
+    matrix = torch.randn(33, 7)
+    tensors = [matrix, torch.randn(5).bfloat16(), matrix, matrix[3:9, 2:5], matrix.t(), torch.arange(9), torch.empty(0)]
+    values, forms = [tensor.clone() for tensor in tensors], [(tensor.shape, tensor.stride()) for tensor in tensors]
+    place = Buffer(moved_bytes(tensors))
+    move_into(place, tensors)
+    assert all(torch.equal(*pair) for pair in zip(tensors, values, strict=True))
+    assert [(tensor.shape, tensor.stride()) for tensor in tensors] == forms
+    inside = range(place.memory.data_ptr(), place.memory.data_ptr() + place.end)
+    assert all(tensor.data_ptr() in inside for tensor in tensors[:-1]) and place.end <= len(place.memory)
+    assert all(tensor.data_ptr() % 512 == place.memory.data_ptr() % 512 for tensor in (matrix, tensors[1], tensors[5]))
+    place.memory.zero_()
+    assert not matrix.any() and not tensors[3].any() and not tensors[4].any()
 
 
 def test_weights_of_a_cpu_stay_where_they_are():

@@ -208,7 +208,8 @@ def test_a_request_does_not_wait_longer_than_it_may(tiny: dict[str, Any], tmp_pa
         ({"a": {}}, {"models_memory_gb": 4}, "memory_gb of model 'a'"),
         ({"a": {"memory_gb": 5}}, {"models_memory_gb": 4}, "at most 4"),
         ({"a": {}}, {"model": "x"}, "--model and --models exclude each other"),
-        ({"a": {"enable_sleep_mode": False}}, {}, "use evict: unload"),
+        ({"a": {"enable_sleep_mode": False, "evict": "sleep"}}, {"device": "cpu"}, "use evict: unload"),
+        ({"a": {"evict": "sleep", "tensor_parallel_size": 2}}, {"device": "cpu"}, "several ranks .* use evict: unload"),
         ({"a": 3}, {}, "options of model 'a'"),
         ({}, {}, "must have one key, models"),
     ],
@@ -223,6 +224,13 @@ def test_options_of_the_file_precede_those_of_the_command_line(tmp_path: Path):
     assert (first.resolved.engine.threads, second.resolved.engine.threads) == (2, 3)
     assert first.resolved.engine.device == second.resolved.engine.device == "cpu"
     assert first.resolved.service.served_model_name == "a" and first.resolved.engine.enable_sleep_mode
+
+
+def test_a_model_that_cannot_sleep_is_unloaded(tmp_path: Path):
+    models = {"a": {}, "b": {"tensor_parallel_size": 2}}
+    first, second = read_models(write(tmp_path, models), {"device": "cpu"}, {})
+    assert (first.evict, second.evict) == ("sleep", "unload")
+    assert first.resolved.engine.enable_sleep_mode and not second.resolved.engine.enable_sleep_mode
 
 
 def test_merged_series_keep_each_family_together():

@@ -28,6 +28,7 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.engine.hosts import check_hosts, run_host
 from ridgeline.engine.policy import admission
+from ridgeline.hardware.probe import nvidia_gpus
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.address import Address
 from ridgeline.service.batches.settings import OFF, DayWindow, read_impact
@@ -167,7 +168,7 @@ def run(args: Arguments) -> int:
 def _serve_models(args: Arguments, resolved: Resolved) -> int:
     """Run a server with the models of a file."""
     from_file = import_module("ridgeline.service.models.file").read_models
-    entries = from_file(Path(resolved.service.models), args.flags, os.environ, args.config)
+    entries = from_file(Path(resolved.service.models), args.flags, os.environ, args.config, bool(nvidia_gpus()))
     for entry in entries:
         check(entry.resolved)
     console = Console(stderr=True)

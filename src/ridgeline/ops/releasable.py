@@ -15,7 +15,7 @@ import mmap
 from collections.abc import Iterable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint64
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -170,30 +170,45 @@ class _Array:
         }
 
 
-@torch.no_grad()
-def move(tensors: Sequence[torch.Tensor], device: torch.device) -> DeviceRange | None:
-    """Move the memory of tensors of a GPU into a range. The tensor objects stay, so that all who hold them see the new address.
+class Place(Protocol):
+    """Memory at fixed addresses, of which the first bytes are there."""
 
-    Tensors that share memory share it afterwards. Before the end at most PIECE bytes are held twice. None on a CPU, which releases
-    pages of any memory.
-    """
+    def grow(self, end: int) -> None:
+        """Provide the first `end` bytes."""
+
+    def tensor(self) -> torch.Tensor:
+        """All of it, uint8 [size]."""
+
+
+def move(tensors: Sequence[torch.Tensor], device: torch.device) -> DeviceRange | None:
+    """Move the memory of tensors of a GPU into a range (`move_into`). None on a CPU, which releases pages of any memory."""
     if device.type != "cuda":
         return None
-    shared: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            shared.setdefault(_memory(tensor).data_ptr(), []).append(tensor)
-    sizes = [_memory(group[0]).nbytes() for group in shared.values()]
-    place = DeviceRange(sum(-(-size // ALIGNED) * ALIGNED for size in sizes), device.index)
+    place = DeviceRange(moved_bytes(tensors), device.index)
+    move_into(place, tensors)
+    return place
+
+
+def moved_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes that `move_into` takes."""
+    return sum(-(-_memory(group[0]).nbytes() // ALIGNED) * ALIGNED for group in _sharing(tensors))
+
+
+@torch.no_grad()
+def move_into(place: Place, tensors: Sequence[torch.Tensor]) -> None:
+    """Move the memory of tensors. The tensor objects stay, so that all who hold them see the new address.
+
+    Tensors that share memory share it afterwards. Before the end at most PIECE bytes, and the largest tensor, are held twice.
+    """
     place.grow(1)
     whole, first, moved = place.tensor(), 0, 0
-    for group, size in zip(shared.values(), sizes, strict=True):
+    for group in _sharing(tensors):
+        size = _memory(group[0]).nbytes()
         place.grow(first + size)
         target = whole[first : first + size]
         target.copy_(torch.empty(0, dtype=torch.uint8, device=whole.device).set_(_memory(group[0])))
         for tensor in group:
             start = tensor.storage_offset() * tensor.itemsize
-            # The view begins at the group's first byte, so that offsets stay.
             part = target[start : start + _span(tensor) * tensor.itemsize].view(tensor.dtype)
             tensor.set_(part.as_strided(tensor.shape, tensor.stride(), part.storage_offset()))  # type: ignore[call-overload]
         first += -(-size // ALIGNED) * ALIGNED
@@ -202,7 +217,15 @@ def move(tensors: Sequence[torch.Tensor], device: torch.device) -> DeviceRange |
             torch.cuda.empty_cache()  # the old memory
             moved = 0
     torch.cuda.empty_cache()
-    return place
+
+
+def _sharing(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensor objects by the memory that they share, each once: a tied head may be the embedding itself."""
+    shared: dict[int, list[torch.Tensor]] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        if tensor.numel():
+            shared.setdefault(_memory(tensor).data_ptr(), []).append(tensor)
+    return list(shared.values())
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ridgeline.core.compatibility import Choice, refusals
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig, option
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import Resolved, read_file, resolve, split_options
@@ -29,7 +31,10 @@ class Placed:
     """Options of a model of the file, beside those of `ridgeline serve`."""
 
     memory_gb: float | None = option(None, "GiB that the model takes while it is awake; needed with --models-memory-gb")
-    evict: str = option("sleep", "what happens when others need its memory: sleep, or unload, which ends its process")
+    evict: str | None = option(
+        None,
+        "what happens when others need its memory: sleep, or unload, which ends its process (default: sleep where it is possible)",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,18 @@ class ModelEntry:
 
 
 def read_models(
-    path: Path, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None
+    path: Path,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Path | None = None,
+    has_gpu: bool = False,
 ) -> list[ModelEntry]:
     """The models of a file, in its order. Raises ConfigError that names file, model, option and remedy.
 
     Args:
         flags: options of the command line, for all models. Options of the file take precedence.
         file: the file of --config.
+        has_gpu: this machine has a GPU, which --device auto chooses.
     """
     content = read_file(path)
     models = content.pop("models", None)
@@ -59,7 +69,11 @@ def read_models(
         )
     shared = resolve(flags, environ=environ, file=file)
     _check_shared(shared)
-    entries = [_read(path.name, str(name), options, (flags, environ, file)) for name, options in models.items()]
+    read = partial(resolve, environ=environ, file=file)
+    entries = [
+        _read(f"model {str(name)!r} ({path.name})", str(name), options, lambda given: read({**flags, **given}), has_gpu)
+        for name, options in models.items()
+    ]
     if (limit := shared.service.models_memory_gb) is not None:
         for entry in entries:
             if not 0 < entry.memory <= limit * (1 << 30):
@@ -87,34 +101,48 @@ def vars_of(config: object) -> dict[str, Any]:
 
 
 def _read(
-    origin: str, name: str, options: Any, given: tuple[Mapping[str, Any], Mapping[str, str], Path | None]
+    label: str, name: str, options: Any, read: Callable[[Mapping[str, Any]], Resolved], has_gpu: bool
 ) -> ModelEntry:
-    label = f"model {name!r} ({origin})"
+    """A model of the file. label: names it in errors. read: resolves options that the file gives."""
     if not isinstance(options, dict):
         raise ConfigError(f"The options of {label} are not a mapping: give model and others by name.", param="models")
-    flags, environ, file = given
     options = {str(key).replace("-", "_"): value for key, value in options.items()}
     try:
-        placed = Placed(
-            **split_options({key: options.pop(key) for key in ("memory_gb", "evict") if key in options}, Placed)[0]
-        )
-        known = {field.name for config in (ModelConfig, EngineConfig) for field in fields(config)} | set(
-            SERVICE_OPTIONS
-        )
-        for key in options:
-            if key not in known and key in {field.name for field in fields(ServiceConfig)}:
-                raise ConfigError(f"{key} is the same for all models: give it as an option of the server.", param=key)
-        if placed.evict not in EVICTIONS:
-            raise ConfigError(f"evict is {placed.evict!r}: give {' or '.join(EVICTIONS)}.", param="evict")
-        if placed.memory_gb is not None and not 0 < placed.memory_gb < 1 << 20:
-            raise ConfigError(f"memory_gb is {placed.memory_gb}: give a positive number of GiB.", param="memory_gb")
-        if placed.evict == "sleep":
-            options.setdefault("enable_sleep_mode", True)
-        resolved = resolve({**flags, **options}, environ=environ, file=file)
-        if placed.evict == "sleep" and not resolved.engine.enable_sleep_mode:
-            raise ConfigError("evict is sleep without enable_sleep_mode: use evict: unload.", param="evict")
+        given = {key: options.pop(key) for key in ("memory_gb", "evict") if key in options}
+        placed = Placed(**split_options(given, Placed)[0])
+        _check(options, placed)
+        resolved = read(options)
+        refused = _cannot_sleep(resolved, has_gpu)
+        evict = placed.evict or ("unload" if refused else "sleep")
+        if evict == "sleep" and (refused or options.get("enable_sleep_mode") is False):
+            raise ConfigError(
+                f"evict is sleep, but {refused or 'enable_sleep_mode is off'}: use evict: unload.", param="evict"
+            )
+        if evict == "sleep":
+            resolved = read({**options, "enable_sleep_mode": True})
     except ConfigError as error:
         raise ConfigError(f"{label}: {error.message}", param=error.param) from None
     service = replace(resolved.service, served_model_name=name, api_keys="", usage_file="", batch_dir=OFF, models="")
-    resolved = replace(resolved, service=service)
-    return ModelEntry(name, resolved, int((placed.memory_gb or 0.0) * (1 << 30)), placed.evict)
+    return ModelEntry(name, replace(resolved, service=service), int((placed.memory_gb or 0.0) * (1 << 30)), evict)
+
+
+def _check(options: Mapping[str, Any], placed: Placed) -> None:
+    """Raise ConfigError for options that a model cannot have of its own, and for values that cannot be."""
+    known = {field.name for config in (ModelConfig, EngineConfig) for field in fields(config)} | {*SERVICE_OPTIONS}
+    for key in options:
+        if key not in known and key in {field.name for field in fields(ServiceConfig)}:
+            raise ConfigError(f"{key} is the same for all models: give it as an option of the server.", param=key)
+    if placed.evict not in (None, *EVICTIONS):
+        raise ConfigError(f"evict is {placed.evict!r}: give {' or '.join(EVICTIONS)}.", param="evict")
+    if placed.memory_gb is not None and not 0 < placed.memory_gb < 1 << 20:
+        raise ConfigError(f"memory_gb is {placed.memory_gb}: give a positive number of GiB.", param="memory_gb")
+
+
+def _cannot_sleep(resolved: Resolved, has_gpu: bool) -> str:
+    """Why a model cannot sleep, as the table of refusals says; "" if it can."""
+    on_gpu = resolved.engine.device == "cuda" or (resolved.engine.device == "auto" and has_gpu)
+    engine = replace(resolved.engine, enable_sleep_mode=True)
+    choice = Choice(
+        resolved.model, engine, (), "cuda" if on_gpu else "cpu", hands_over=resolved.service.prefill_engines > 0
+    )
+    return next((refusal.reason for refusal in refusals(choice) if refusal.feature == "sleep"), "")
