@@ -107,7 +107,8 @@ CASES = {
 }
 
 
-SHORT = {("few blocks", "two stages"), ("drafts", "both"), ("whole experts", "two ranks")}
+SHORT = {("drafts", "both"), ("whole experts", "two ranks")}
+"""The others are long: `drafts` has two stages of two ranks each, with prefix hits and preemption."""
 TENSOR, PIPELINE, CONTEXT = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "context"))
 DIVIDED = {"sequence_parallel": True}
 WAYS = {

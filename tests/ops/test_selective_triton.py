@@ -74,7 +74,7 @@ def test_of_equal_bounds_the_first_pages_are_chosen(batch: Callable[..., object]
     assert pages[0] == [[*held[:3], *held[17:19]]] * KV_HEADS
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["contiguous", "merged"])
+@pytest.mark.parametrize("merged", [pytest.param(False, marks=pytest.mark.long), True], ids=["contiguous", "merged"])
 def test_attention_over_chosen_pages(batch: Callable[..., object], merged: bool) -> None:
     """merged: queries are views of the projection's result. Layers share a step, its plan too."""
     case, view = selected(batch)
