@@ -47,6 +47,21 @@ class ModelConfig:
         "GiB of the layers' weights that stay in host memory and are copied to the GPU in every step, for models larger than its "
         "memory (default: none)",
     )
+    enable_lora: bool = option(
+        False, "requests may name a LoRA adapter as their model; adapters are loaded and unloaded while the server runs"
+    )
+    lora_modules: str = option(
+        "",
+        "LoRA adapters to load at the start, NAME=FOLDER with a checkpoint of PEFT; repeat it, or separate by commas (implies "
+        "--enable-lora)",
+        "--lora",
+    )
+    max_loras: int | None = option(
+        None, "LoRA adapters that may be loaded at a time (default: 8, or as many as --lora-modules names)"
+    )
+    max_lora_rank: int | None = option(
+        None, "largest rank of a LoRA adapter, up to 256 (default: 16, or the largest of --lora-modules)"
+    )
     max_model_len: int | None = option(
         None, "maximum tokens of prompt plus answer (default: the model's)", "--context-length", "-c"
     )

@@ -47,7 +47,7 @@ class Join:
     tokens: all tokens known so far (the prompt and, after a preemption, its output). computed: tokens whose keys and values
     already lie in pages of the same plan (a prefix hit, a fork). limit: maximum tokens of the row (prompt + max_tokens).
     stop_ids: tokens that end it. seed, choice: with the position they determine the noise of each draw, whatever else is in the
-    batch.
+    batch. adapter: slot of its adapter, 0 for none.
     """
 
     row: int
@@ -60,6 +60,7 @@ class Join:
     seed: int
     choice: int
     sampling: SamplingParams
+    adapter: int = 0
 
 
 OWN_BLOCKS = "own blocks"

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ridgeline.core.adapters import read_modules
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.quantization import check_format
@@ -37,6 +38,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),
+    "max_loras": (1, 1 << 10),
+    "max_lora_rank": (1, 256),
     "max_num_seqs": (1, 1 << 16),
     "max_num_batched_tokens": (1, 1 << 24),
     "gpu_memory_utilization": (0.01, 1.0),
@@ -75,6 +78,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "price_per_hour": (0.0, 1 << 20),
 }
 CHECKS: Mapping[str, Callable[[str], object]] = {
+    "lora_modules": read_modules,
     "quantization": check_format,
     "slo": Slo.parse,
     "reader_pace": reader_pace,

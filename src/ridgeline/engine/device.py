@@ -151,7 +151,15 @@ class DeviceStep:
             None if tree is None else tree.ancestors,
         )
         step = StepInputs(
-            rows, q_start, gathered.length, gathered.position, row_of, batch.shape.max_query, max_length, ancestors
+            rows,
+            q_start,
+            gathered.length,
+            gathered.position,
+            row_of,
+            batch.shape.max_query,
+            max_length,
+            ancestors,
+            adapters=self.rows.adapters,
         )
         return gathered, step
 
@@ -171,7 +179,14 @@ class DeviceStep:
         tokens = self.rows.tokens[compaction.row, end - count : end]
         position = torch.arange(end - count, end, dtype=torch.int32, device=device)
         step = StepInputs(
-            row, self._count[:2] * count, length, position, torch.zeros_like(position), count, compaction.slots
+            row,
+            self._count[:2] * count,
+            length,
+            position,
+            torch.zeros_like(position),
+            count,
+            compaction.slots,
+            adapters=self.rows.adapters,
         )
         scratch = (position % self.rows.page_tokens).long().expand(len(self.rows.tables), -1)
         pages, targets = (

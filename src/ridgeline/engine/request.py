@@ -86,6 +86,8 @@ class Request:
     """Prefixes of the prompt to be pinned: tokens, and seconds of their lifetime. In the order of the prompt."""
     client: str = ""
     """Who sent it: clients share the service when requests wait."""
+    adapter: int = 0
+    """Slot of its adapter, 0 for none."""
     charged: int = 0
     """Its service that Fairness has counted."""
     constraint: Constraint | None = None

@@ -76,6 +76,7 @@ class RowTable:
             part[: math.prod(shape)].view(shape) for part, shape in zip(self._memory.split(sizes), shapes, strict=True)
         )
         self.tokens, self.ints, self.knobs, self.tables = tokens, ints, knobs.view(torch.float32), tables
+        self.adapters = self.ints[:, Int.ADAPTER]
         self.ints[0, Int.KNOWN] = 1
         self.ints[0, Int.DONE] = 1
         self.ints[0, Int.LIMIT] = max_len
@@ -231,7 +232,7 @@ def _ints(join: Join) -> list[int]:
     moving = (join.computed, join.computed, len(join.tokens), 0)
     sampling = join.sampling
     bounds = (join.limit, join.prompt_len, sampling.min_tokens, sampling.top_k)
-    return [*moving, *bounds, *row_key(join.seed, join.choice), *stops]
+    return [*moving, *bounds, *row_key(join.seed, join.choice), join.adapter, *stops]
 
 
 def _knobs(join: Join) -> list[float]:

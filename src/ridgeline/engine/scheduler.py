@@ -377,6 +377,7 @@ class Scheduler:
                 request.seed,
                 request.choice,
                 request.sampling,
+                request.adapter,
             )
         )
 

@@ -1,0 +1,147 @@
+"""What LoRA adapters add to linears: products grouped by the adapter of each token.
+
+y[t] += B[s] A[s] x[t] for a token t of a row with the adapter in slot s (Hu et al. 2021, arXiv:2106.09685, section 4.1); the scale
+is part of B. Tokens are sorted by slot, so that each adapter is multiplied once for all of its tokens, as in Punica (Chen et al.
+2023, arXiv:2310.18547, section 4) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285, section 5).
+
+This module is the path of a CPU and the definition. ops.triton.adapters has the kernels of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from ridgeline.ops.capture import Capture, Captured
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.table import LayerParts, Ops, Programs, RunLayers
+
+
+@dataclass(slots=True)
+class Bank:
+    """The slots of adapters, numbered from 1; 0 means none. rank: the largest possible. loaded: slots that hold an adapter."""
+
+    slots: int
+    rank: int
+    loaded: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """A and B of one linear for all slots, in the model's dtype. A slot holds matrices of its own rank r, without padding.
+
+    a: [slots + 1, parts * max_rank * inputs]; a slot's begin is [parts * r, inputs], the parts of a merged linear one after the
+    other. b: [slots + 1, outputs * max_rank]; a slot's begin is [outputs, r]. ends: last output of each part, exclusive.
+    ranks: r of each slot; 0: the adapter does not change this linear. device_ranks: the same, int32 on the device.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    inputs: int
+    ends: tuple[int, ...]
+    ranks: list[int]
+    device_ranks: torch.Tensor
+
+    def of(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [parts * r, inputs] and B [outputs, r] of a slot, as views."""
+        rank, rows = self.ranks[slot], len(self.ends) * self.ranks[slot]
+        a = self.a[slot, : rows * self.inputs].view(rows, self.inputs)
+        return a, self.b[slot, : self.ends[-1] * rank].view(self.ends[-1], rank)
+
+
+class AdapterOps(Protocol):
+    """How a device adds what adapters add."""
+
+    def group(self, bank: Bank, step: StepInputs) -> Any:
+        """The tokens of a step that run through a linear, by slot; None: no adapter changes any of them."""
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, group: Any) -> torch.Tensor:
+        """y [T, outputs] plus what the adapters add for x [T, inputs]. May overwrite y. group: of the step of these tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Tokens with an adapter, sorted by slot. tokens: int64 [n]; None: all tokens of the step, in order. parts: of each slot, its
+    first token among these and the token behind its last one."""
+
+    tokens: torch.Tensor | None
+    parts: Sequence[tuple[int, int, int]]
+
+
+class HostGroups:
+    """AdapterOps of a device whose host may read which adapters a step uses."""
+
+    def group(self, bank: Bank, step: StepInputs) -> Groups | None:
+        if not bank.loaded or step.adapters is None:
+            return None
+        if (cached := step.derived.get("adapters")) is None:
+            step.derived["adapters"] = cached = (_groups(step, step.adapters),)
+        return cached[0]  # type: ignore[no-any-return]
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, group: Groups) -> torch.Tensor:
+        mine = x if group.tokens is None else x.index_select(0, group.tokens)
+        added = y if group.tokens is None else y.new_zeros(len(mine), y.shape[1])
+        for slot, start, end in group.parts:
+            if not (rank := pairs.ranks[slot]):
+                continue
+            a, b = pairs.of(slot)
+            inner = mine[start:end] @ a.T
+            begin = 0
+            for place, stop in enumerate(pairs.ends):
+                part = inner[:, place * rank : (place + 1) * rank]
+                added[start:end, begin:stop].addmm_(part, b[begin:stop].T)
+                begin = stop
+        return y if group.tokens is None else y.index_add_(0, group.tokens, added)
+
+
+def _groups(step: StepInputs, adapters: torch.Tensor) -> Groups | None:
+    slots = adapters[step.rows[step.row_of_inputs()]]
+    numbers, counts = (column.tolist() for column in slots.unique(return_counts=True))
+    if numbers == [0] or not numbers:
+        return None
+    parts, place = [], 0
+    for number, count in zip(numbers, counts, strict=True):
+        if number:
+            parts.append((number, place, place := place + count))
+    if len(numbers) == 1:
+        return Groups(None, parts)
+    order = slots.argsort(stable=True)
+    return Groups(order[len(order) - place :], parts)
+
+
+def adapter_ops(device: torch.device) -> AdapterOps:
+    """The operations of a device."""
+    return HostGroups()
+
+
+def adapting(ops: Ops, bank: Bank, groups: AdapterOps) -> Ops:
+    """Operations of a decoder with adapters: programs that run whole layers, and captured steps, serve only steps without them."""
+
+    def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
+        program = ops.programs.layers(parts, run)
+
+        def chosen(stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
+            return (program if groups.group(bank, step) is None else run)(stream, views, step)
+
+        return chosen
+
+    return replace(ops, programs=replace(ops.programs, layers=layers), capture=_capture(ops.capture, bank))
+
+
+def _capture(capture: Capture, bank: Bank) -> Callable[[Callable[..., Any]], Captured]:
+    return lambda work: _WithoutAdapters(capture(work), work, bank)
+
+
+class _WithoutAdapters:
+    """Captured work that is replayed while no adapter is loaded, and runs anew otherwise."""
+
+    __slots__ = ("_bank", "_captured", "_work")
+
+    def __init__(self, captured: Captured, work: Callable[..., Any], bank: Bank) -> None:
+        self._captured, self._work, self._bank = captured, work, bank
+
+    def replay(self, *arguments: Any) -> Any:
+        return (self._work if self._bank.loaded else self._captured.replay)(*arguments)

@@ -1,0 +1,101 @@
+"""Linears with LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on top of a number format, which does not know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.ops.adapters import AdapterOps, Bank, Pairs
+from ridgeline.ops.step import StepInputs
+from ridgeline.ops.table import Activation, Matrix, Scaled, TokenwiseOps, apply_norm
+from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, WeightFormat
+
+Factors = tuple[torch.Tensor, torch.Tensor]
+"""A [rank, inputs] and B [outputs, rank] of one projection, unsharded, with the scale in B."""
+
+
+class AdaptedWeight(Weight):
+    """A linear whose result differs by the adapter of a token's row. On several ranks each has the part of A or B that belongs to
+    its part of the base weight, so that what is added is divided, or summed, with the result of the base."""
+
+    __slots__ = ("expects", "_base", "_bank", "_ops", "_tokenwise", "_dtype", "_cut", "pairs", "part_shapes")
+
+    def __init__(self, form: AdaptedFormat, shape: LinearShape, share: Share) -> None:
+        self._base = form.base.create(shape, share)
+        self.expects: Mapping[tuple[int, str], Expected] = self._base.expects
+        self._bank, self._ops, self._tokenwise, self._dtype = form.bank, form.ops, form.tokenwise, form.dtype
+        self._cut = cut = Cut.of(shape, share)
+        self.part_shapes = [(part.rows, shape.d_in) for part in shape.parts]
+        """Outputs and inputs of each part, unsharded."""
+        slots, rank, (outputs, inputs) = form.bank.slots + 1, form.bank.rank, cut.size
+        a = torch.zeros(slots, len(cut.rows) * rank * inputs, dtype=form.dtype, device=form.device)
+        b = torch.zeros(slots, outputs * rank, dtype=form.dtype, device=form.device)
+        ends = tuple(rows.stop for rows in cut.stacked_rows)
+        device_ranks = torch.zeros(slots, dtype=torch.int32, device=form.device)
+        self.pairs = Pairs(a, b, inputs, ends, [0] * slots, device_ranks)
+
+    def store(self, slot: int, parts: Sequence[Factors | None]) -> None:
+        """Give a slot the factors of each part of this linear; None: the adapter does not change the part."""
+        pairs, cut = self.pairs, self._cut
+        rank = max((len(factors[0]) for factors in parts if factors is not None), default=0)
+        pairs.ranks[slot] = rank
+        a, b = pairs.of(slot)
+        a.zero_()
+        b.zero_()
+        for place, factors in enumerate(parts):
+            if factors is not None:
+                own = len(factors[0])
+                a[place * rank : place * rank + own].copy_(factors[0][:, cut.columns])
+                b[cut.stacked_rows[place], :own].copy_(factors[1][cut.rows[place]])
+        pairs.device_ranks[slot].fill_(rank)
+
+    # --- Weight -------------------------------------------------------------------------------------------------------
+
+    def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
+        self._base.load(part, name, tensor)
+
+    def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
+        y = self._base.apply(x, step)
+        group = None if step is None else self._ops.group(self._bank, step)
+        return y if group is None else self._ops.add(y, self._tensor(x), self.pairs, group)
+
+    def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
+        total = self._base.add(x, stream, step)
+        group = None if step is None else self._ops.group(self._bank, step)
+        return total if group is None else self._ops.add(total, self._tensor(x), self.pairs, group)
+
+    def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
+        if step is None or self._ops.group(self._bank, step) is None:
+            return self._base.activate(x, kind, step)
+        return self._tokenwise.activate(self.apply(x, step), kind)
+
+    def _tensor(self, x: Activation) -> torch.Tensor:
+        if isinstance(x, Scaled):
+            return (x.values.float() * x.scales.unsqueeze(1)).to(self._dtype)
+        return apply_norm(x, self._tokenwise.rms_norm)
+
+    def matrix(self) -> Matrix | None:
+        """The weights of the base, for programs that run steps without adapters (ops.adapters.adapting)."""
+        return self._base.matrix()
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those of the base; `pairs` has the adapters'."""
+        return self._base.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedFormat:
+    """A format whose linears have adapters. dtype: of the model."""
+
+    base: WeightFormat
+    bank: Bank
+    ops: AdapterOps
+    tokenwise: TokenwiseOps
+    dtype: torch.dtype
+    device: torch.device
+    name: str = "adapted"
+
+    def create(self, shape: LinearShape, share: Share) -> AdaptedWeight:
+        return AdaptedWeight(self, shape, share)
