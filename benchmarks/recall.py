@@ -2,16 +2,17 @@
 
     python benchmarks/recall.py STAGE ... --work WORK [--only retention,formats,selection] [--out benchmarks/results/kv.json]
 
-| stage | what it does | time on 2 cores |
-| --- | --- | --- |
-| train | trains two models of 3 layers on the task, at mixed lengths; a stopped training goes on from its last state | 3 min each |
-| measure | recall of both, served by the engine, at each length | 15 min |
+| stage | what it does |
+| --- | --- |
+| train | trains two models of 3 layers on the task, at mixed lengths, a minute or two of processor time each |
+| measure | recall of both, served by the engine, at each length |
 
-The task: a context of random filler has PAIRS pairs (a key, its value) at random places; then come questions (a mark and a key),
-and the token after the key should be its value. One of 64 values is right by chance. Contexts are as long as --lengths say.
+The task: a context of random filler has 16 pairs (a key, its value) at random places; then come questions (a mark and a key), and
+the token after the key should be its value. One of 64 values is right by chance.
 
 One model has three layers that read everything; it shows formats and retention. In the other one the first two layers have a
 window of 16 tokens, so that only the last one can reach the pairs: it shows selection, which leaves the first two layers alone.
+A stopped training goes on from its last state, and a finished model is not trained again.
 
 Retention drops slots once the prompt is computed. `value` is the recall of questions that come after that; `recall_asked` is that
 of the same questions if the prompt ends with them too, so that the last tokens of the prompt look at the pairs.
@@ -47,12 +48,16 @@ MODEL = Path(__file__).resolve().parents[1] / "src" / "ridgeline" / "assets" / "
 """The shipped model, whose tokenizer the models have."""
 BEGIN, MARK, KEYS, VALUES, FILLER = 0, 5, range(100, 228), range(300, 364), range(400, 464)
 """Token ids of the task: before the context, before a key that is asked for, and the ranges of the others."""
-PAIRS, QUESTIONS, LISTS = 16, 8, 32
-"""Pairs of a context, questions about them, and contexts of a figure."""
+PAIRS, QUESTIONS = 16, 8
+"""Pairs of a context, and questions about them."""
 SHORT, LONG = (8, 16, 32), (64, 128, 256, 512, 1024, 2048, 4096)
 """Lengths of contexts in training: at first, and later."""
 BATCH = 2048
 """Tokens of a step in training."""
+WIDTH, DIM = 128, 64
+"""Of the residual stream and of a head."""
+LOOK_BACK, MATCH = 5.0, 1.4
+"""Sizes of the heads that the training starts with."""
 MODELS = {"full": None, "local": 16}
 """Model -> window of its first two layers."""
 FORMATS = ("auto", "fp8", "int8", "int4")
@@ -68,14 +73,15 @@ def config_of(window: int | None) -> dict[str, Any]:
         "architectures": ["RidgelineForCausalLM"],
         "model_type": "ridgeline",
         "vocab_size": 512,
-        "hidden_size": 64,
+        "hidden_size": WIDTH,
         "num_hidden_layers": 3,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "head_dim": 32,
+        "head_dim": DIM,
         "intermediate_size": 128,
         "max_position_embeddings": 8192,
-        "rope_theta": 1e6,
+        "rope_theta": 1e7,
+        "attention_bias": True,
         "sliding_window": window,
         "layer_types": [near, near, "full_attention"],
     }
@@ -109,6 +115,27 @@ def batch(number: int, short: int) -> Tensor:
     return torch.from_numpy(np.stack((np.concatenate((ids, questions), 1), labels)))
 
 
+def start_with_heads(student: TrainableDecoder) -> None:
+    """Start the training with the two attention heads that recall consists of, because they take longest to learn (induction heads,
+    Olsson et al. 2022): a head of the first layer looks at the previous token and writes its embedding beside that of its own
+    token, and a head of the last layer looks for this copy. What a token answers is learned, and all of it goes on learning."""
+    first, last = student.layers[0].self_attn, student.layers[-1].self_attn
+    rotary = student.rotary_0
+    assert isinstance(rotary, Tensor)
+    with torch.no_grad():
+        student.embed_tokens.weight[:, DIM:] = 0.0
+        # Queries look where keys are turned back by one position.
+        first.q_proj.bias[: DIM // 2] = LOOK_BACK
+        first.k_proj.bias[:] = LOOK_BACK * rotary[1].flatten()
+        first.v_proj.weight[:] = torch.eye(DIM, WIDTH)
+        first.o_proj.weight[DIM:, :DIM] = 0.02 * torch.eye(DIM)
+        # Only pairs of elements that turn little over the whole context compare tokens.
+        slow = torch.acos(rotary[1, 0].double()) * max(LONG) < 1
+        same = MATCH * torch.diag(torch.cat((slow, slow)).float())
+        last.q_proj.weight[:DIM, :DIM] = same
+        last.k_proj.weight[:] = torch.cat((torch.zeros(DIM, DIM), same), 1)
+
+
 def answer_loss(model: TrainableDecoder, rows: Tensor) -> Tensor:
     """Mean nats per answer."""
     asked = rows[1] >= 0
@@ -123,7 +150,8 @@ def train(args: argparse.Namespace) -> None:
             continue
         torch.manual_seed(0)
         student = TrainableDecoder(read_spec(config), 2 * max(LONG))
-        training = Training(Schedule(args.steps, 20), 1e-2, 3e-3, 0.01, log_every=20, save_every=100)
+        start_with_heads(student)
+        training = Training(Schedule(args.steps, 20), 5e-3, 5e-3, 0.01, log_every=20, save_every=40)
 
         def loss(rows: Tensor, student: nn.Module = student) -> Tensor:
             assert isinstance(student, TrainableDecoder)
@@ -138,22 +166,22 @@ def train(args: argparse.Namespace) -> None:
 # --- recall of what the engine serves ---------------------------------------------------------------------------------
 
 
-def windows_of(length: int, asked: bool) -> tuple[list[Window], NDArray[np.int64]]:
-    """Contexts of so many tokens with their questions, scored from the first question on, and the values [LISTS, QUESTIONS]. asked:
-    the questions stand at the end of the prompt too."""
-    ids, keys, values = contexts(LISTS, length, PAIRS, np.random.default_rng(length + 10**6))
-    questions = np.stack((np.full_like(keys, MARK), keys), 2)[:, :QUESTIONS].reshape(LISTS, -1)
+def windows_of(length: int, lists: int, asked: bool) -> tuple[list[Window], NDArray[np.int64]]:
+    """`lists` contexts of so many tokens with their questions, scored from the first question on, and the values [lists,
+    QUESTIONS]. asked: the questions stand at the end of the prompt too."""
+    ids, keys, values = contexts(lists, length, PAIRS, np.random.default_rng(length + 10**6))
+    questions = np.stack((np.full_like(keys, MARK), keys), 2)[:, :QUESTIONS].reshape(lists, -1)
     prompt = np.concatenate((ids, questions), 1) if asked else ids
     # A token after the last key: its scores are those of the last answer.
-    end = np.full((LISTS, 1), MARK)
+    end = np.full((lists, 1), MARK)
     whole = np.concatenate((prompt, questions, end), 1).tolist()
     return [Window(tuple(row), prompt.shape[1], n) for n, row in enumerate(whole)], values[:, :QUESTIONS]
 
 
-def recall(engine: LocalEngine, length: int, asked: bool = False) -> tuple[NDArray[np.float64], float]:
+def recall(engine: LocalEngine, length: int, lists: int, asked: bool = False) -> tuple[NDArray[np.float64], float]:
     """Share of right answers of each context, and the mean of the slots held at its end. One request at a time, because a step that
     runs another prompt does not select."""
-    windows, values = windows_of(length, asked)
+    windows, values = windows_of(length, lists, asked)
     right, held = [], []
     for window, wanted in zip(windows, values, strict=True):
         (scores,), slots = forced(engine, [window])
@@ -164,7 +192,8 @@ def recall(engine: LocalEngine, length: int, asked: bool = False) -> tuple[NDArr
 
 class Measurement:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.work, self.lengths = Path(args.work), [int(length) for length in args.lengths.split(",")]
+        self.work, self.lists = Path(args.work), args.lists
+        self.lengths = [int(length) for length in args.lengths.split(",")]
 
     def served(self, model: str, kv_format: str = "auto", selection: int = 0, retention: str = "all") -> LocalEngine:
         wanted = ModelConfig(
@@ -179,14 +208,14 @@ class Measurement:
     def row(self, name: str, length: int, asked: bool, **served: Any) -> dict[str, Any]:
         engine = self.served(**served)
         try:
-            shares, slots = recall(engine, length)
+            shares, slots = recall(engine, length, self.lists)
             estimate = bootstrap_mean(shares)
             figures = {
                 "row": f"recall-{name}-{length}", "value": round(estimate.value, 4), "unit": "share of right answers",
                 "interval": interval(estimate), "context": length, "answers": shares.size * QUESTIONS, "slots": round(slots, 1),
             }  # fmt: skip
             if asked:
-                figures["recall_asked"] = round(float(recall(engine, length, asked=True)[0].mean()), 4)
+                figures["recall_asked"] = round(float(recall(engine, length, self.lists, asked=True)[0].mean()), 4)
             return figures | {"model": f"recall-{served['model']}"}
         finally:
             engine.close()
@@ -238,8 +267,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("stages", nargs="+", choices=STAGES)
     parser.add_argument("--work", required=True, help="folder of the models")
     parser.add_argument("--models", default=",".join(MODELS), help=f"to train, of {', '.join(MODELS)}")
-    parser.add_argument("--steps", type=int, default=900, help="of each training")
-    parser.add_argument("--lengths", default="512,2048,4096", help="tokens of the contexts that are measured")
+    parser.add_argument("--steps", type=int, default=160, help="of each training")
+    parser.add_argument("--lengths", default="512,4096", help="tokens of the contexts that are measured")
+    parser.add_argument("--lists", type=int, default=16, help=f"contexts of a figure, each with {QUESTIONS} questions")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")

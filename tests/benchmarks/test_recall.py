@@ -33,7 +33,7 @@ def test_a_batch_counts_only_answers() -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_questions_stand_after_the_prompt(asked: bool) -> None:
-    windows, values = windows_of(64, asked)
+    windows, values = windows_of(64, 5, asked)
     for window, wanted in zip(windows, values.tolist(), strict=True):
         keys = [window.ids[window.first + 2 * question + 1] for question in range(QUESTIONS)]
         assert window.first == 64 + 2 * QUESTIONS * asked
@@ -45,7 +45,7 @@ def test_questions_stand_after_the_prompt(asked: bool) -> None:
 def test_a_trained_model_is_measured_with_every_format_policy_and_budget(tmp_path: Path) -> None:
     arguments = Namespace(
         work=tmp_path, models="full,local", steps=2, lengths="512", only="formats,retention,selection",
-        out=str(tmp_path / "r.json"), commit="",
+        out=str(tmp_path / "r.json"), commit="", lists=1,
     )  # fmt: skip
     recall.train(arguments)
     recall.measure(arguments)
