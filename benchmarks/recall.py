@@ -56,12 +56,13 @@ BATCH = 2048
 """Tokens of a step in training."""
 WIDTH, DIM = 128, 64
 """Of the residual stream and of a head."""
-LOOK_BACK, MATCH = 5.0, 1.4
-"""Sizes of the heads that the training starts with."""
-MODELS = {"full": None, "local": 16}
-"""Model -> window of its first two layers."""
+MATCH = 1.4
+"""Size of the head that the training starts with in the last layer."""
+MODELS = {"full": (None, 8.0), "local": (16, 5.0)}
+"""Model -> window of its first two layers, and the size of the head that its training starts with in the first layer: without a
+window it has to be ahead of all other tokens."""
 FORMATS = ("auto", "fp8", "int8", "int4")
-RATIOS = (2, 4, 8, 16)
+RATIOS, BUDGETS = (2, 4, 8), (2, 4, 8, 16, 32, 64)
 PAGE = 16
 
 
@@ -115,7 +116,7 @@ def batch(number: int, short: int) -> Tensor:
     return torch.from_numpy(np.stack((np.concatenate((ids, questions), 1), labels)))
 
 
-def start_with_heads(student: TrainableDecoder) -> None:
+def start_with_heads(student: TrainableDecoder, look_back: float) -> None:
     """Start the training with the two attention heads that recall consists of, because they take longest to learn (induction heads,
     Olsson et al. 2022): a head of the first layer looks at the previous token and writes its embedding beside that of its own
     token, and a head of the last layer looks for this copy. What a token answers is learned, and all of it goes on learning."""
@@ -125,8 +126,8 @@ def start_with_heads(student: TrainableDecoder) -> None:
     with torch.no_grad():
         student.embed_tokens.weight[:, DIM:] = 0.0
         # Queries look where keys are turned back by one position.
-        first.q_proj.bias[: DIM // 2] = LOOK_BACK
-        first.k_proj.bias[:] = LOOK_BACK * rotary[1].flatten()
+        first.q_proj.bias[: DIM // 2] = look_back
+        first.k_proj.bias[:] = look_back * rotary[1].flatten()
         first.v_proj.weight[:] = torch.eye(DIM, WIDTH)
         first.o_proj.weight[DIM:, :DIM] = 0.02 * torch.eye(DIM)
         # Only pairs of elements that turn little over the whole context compare tokens.
@@ -145,12 +146,13 @@ def answer_loss(model: TrainableDecoder, rows: Tensor) -> Tensor:
 def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     for name in args.models.split(","):
-        folder, config = Path(args.work) / name, config_of(MODELS[name])
+        window, look_back = MODELS[name]
+        folder, config = Path(args.work) / name, config_of(window)
         if (folder / "model.safetensors").is_file():
             continue
         torch.manual_seed(0)
         student = TrainableDecoder(read_spec(config), 2 * max(LONG))
-        start_with_heads(student)
+        start_with_heads(student, look_back)
         training = Training(Schedule(args.steps, 20), 5e-3, 5e-3, 0.01, log_every=20, save_every=40)
 
         def loss(rows: Tensor, student: nn.Module = student) -> Tensor:
@@ -228,7 +230,7 @@ class Measurement:
     def retention(self) -> Iterator[dict[str, Any]]:
         for length in self.lengths:
             for name, text in POLICIES.items():
-                for ratio in RATIOS[:3]:
+                for ratio in RATIOS:
                     policy = text.format(length // ratio)
                     yield self.row(f"{name}-{ratio}x", length, True, model="full", retention=policy) | {
                         "retention": policy
@@ -237,7 +239,7 @@ class Measurement:
     def selection(self) -> Iterator[dict[str, Any]]:
         for length in self.lengths:
             yield self.row("selection-all", length, False, model="local")
-            for ratio in RATIOS:
+            for ratio in BUDGETS:
                 if (budget := length // ratio) >= 4 * PAGE:
                     row = self.row(f"selection-{ratio}x", length, False, model="local", selection=budget)
                     yield row | {"budget": budget}
@@ -268,7 +270,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", required=True, help="folder of the models")
     parser.add_argument("--models", default=",".join(MODELS), help=f"to train, of {', '.join(MODELS)}")
     parser.add_argument("--steps", type=int, default=160, help="of each training")
-    parser.add_argument("--lengths", default="512,4096", help="tokens of the contexts that are measured")
+    parser.add_argument("--lengths", default="512,1024,2048,4096", help="tokens of the contexts that are measured")
     parser.add_argument("--lists", type=int, default=16, help=f"contexts of a figure, each with {QUESTIONS} questions")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
