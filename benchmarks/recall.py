@@ -180,16 +180,21 @@ def windows_of(length: int, lists: int, asked: bool) -> tuple[list[Window], NDAr
     return [Window(tuple(row), prompt.shape[1], n) for n, row in enumerate(whole)], values[:, :QUESTIONS]
 
 
-def recall(engine: LocalEngine, length: int, lists: int, asked: bool = False) -> tuple[NDArray[np.float64], float]:
-    """Share of right answers of each context, and the mean of the slots held at its end. One request at a time, because a step that
-    runs another prompt does not select."""
+def recall(
+    engine: LocalEngine, length: int, lists: int, asked: bool = False
+) -> tuple[NDArray[np.float64], float, float]:
+    """Share of right answers of each context; the mean probability of a right value (0 where it is none of the MAX_LOGPROBS most
+    probable tokens); and the mean of the slots held at the end. One request at a time, because a step that runs another prompt does
+    not select."""
     windows, values = windows_of(length, lists, asked)
-    right, held = [], []
+    right, probable, held = [], [], []
     for window, wanted in zip(windows, values, strict=True):
         (scores,), slots = forced(engine, [window])
-        right.append(np.mean(scores.top_ids[2::2, 0] == wanted))
+        matches = scores.top_ids[2::2] == wanted[:, None]
+        right.append(matches[:, 0].mean())
+        probable.append((matches * np.exp(scores.top_logprobs[2::2])).sum(1).mean())
         held.append(slots)
-    return np.array(right), float(np.mean(held))
+    return np.array(right), float(np.mean(probable)), float(np.mean(held))
 
 
 class Measurement:
@@ -210,11 +215,12 @@ class Measurement:
     def row(self, name: str, length: int, asked: bool, **served: Any) -> dict[str, Any]:
         engine = self.served(**served)
         try:
-            shares, slots = recall(engine, length, self.lists)
+            shares, probability, slots = recall(engine, length, self.lists)
             estimate = bootstrap_mean(shares)
             figures = {
                 "row": f"recall-{name}-{length}", "value": round(estimate.value, 4), "unit": "share of right answers",
-                "interval": interval(estimate), "context": length, "answers": shares.size * QUESTIONS, "slots": round(slots, 1),
+                "interval": interval(estimate), "probability": round(probability, 4), "context": length,
+                "answers": shares.size * QUESTIONS, "slots": round(slots, 1),
             }  # fmt: skip
             if asked:
                 figures["recall_asked"] = round(float(recall(engine, length, self.lists, asked=True)[0].mean()), 4)
