@@ -57,17 +57,24 @@ def stage_parts(cost: CostModel, work: StepWork) -> Parts:
 
 
 class ContextBytes(NamedTuple):
-    """Bytes of a token that context-parallel ranks pass on in a layer. inputs: queries, keys and values. results: outputs of
-    attention with their log-sum-exp, in float32."""
+    """Bytes of a token that context-parallel ranks pass on in a layer.
+
+    Queries travel: inputs, queries, keys and values; results, outputs of attention with their log-sum-exp, in float32. Keys travel:
+    written, of a token of the step, keys, values and as many query heads as keys; keys, keys and values of a token that attention
+    reads.
+    """
 
     inputs: int
     results: int
+    written: int
+    keys: int
 
 
 def context_bytes(layer: LayerSpec, width: int) -> ContextBytes:
     """width: bytes of an element of the model's dtype."""
-    inputs = (layer.n_heads + 2 * layer.written_heads) * layer.head_dim * width
-    return ContextBytes(inputs, layer.n_heads * (layer.head_dim + 1) * 4)
+    vector, written = layer.head_dim * width, layer.written_heads
+    inputs, results = (layer.n_heads + 2 * written) * vector, layer.n_heads * (layer.head_dim + 1) * 4
+    return ContextBytes(inputs, results, 3 * written * vector, 2 * layer.n_kv_heads * vector)
 
 
 def _share(work: StepWork, ranks: int) -> StepWork:
