@@ -142,9 +142,8 @@ class Gathering:
             order = division.order(view.slots.device).flatten()
             tokens = order.clamp(max=division.count - 1)
             slots = self.held(view.slots.index_select(0, tokens), view.page_tokens)
-            slots = torch.where(
-                order < division.count, slots, slots % view.page_tokens
-            )  # padding goes to the scratch page
+            # Padding goes to the scratch page.
+            slots = torch.where(order < division.count, slots, slots % view.page_tokens)
             position, row_of = (tensor.index_select(0, tokens) for tensor in (step.position, step.row_of))
             step.derived[key] = known = (slots, replace(step, position=position, row_of=row_of, selected=None))
         return replace(view, slots=known[0]), known[1]
@@ -180,8 +179,10 @@ class Gathering:
         return known
 
     def _gathered(self, view: KvView, step: StepInputs) -> KvView:
-        """The rows' pages of all ranks. A rank's part of a page is a page, because it is a run of slots. They have just arrived, so no
-        kernel may read them before the kernels before it have ended (KvView.chosen)."""
+        """The rows' pages of all ranks. A rank's part of a page is a page, because it is a run of slots.
+
+        The keys have just arrived: no kernel may read them before the kernels before it have ended (KvView.chosen).
+        """
         count, rows, size = self._pages(view, step), len(step.rows), self.ranks.size
         key = ("gathered pages", view.table.data_ptr(), count)
         if (known := step.derived.get(key)) is None:
