@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ridgeline.core.cost import CostModel, StepWork
+from ridgeline.core.sizing import GATHERED_SLOTS
 from ridgeline.core.spec import DTYPE_BYTES, LayerSpec
 from ridgeline.planner.layouts import Replica, Stage
 
@@ -127,10 +128,10 @@ class Times:
         held = -(-count // ranks)
         logits = (1 if ends else 0) if stage.last else count
         work = stage.meter.work([start + count], [count], logits)
-        if ranks > 1:  # each rank multiplies its tokens, and attends with those of all to its keys
+        if ranks > 1:  # each rank multiplies its tokens, and runs its part of attention
             work = _share(work, ranks)._replace(tokens=held, flops=work.flops // ranks)
         parts = stage_parts(self._cost, work._replace(logits=logits if stage.last else 0))
-        return parts.plus(Parts(links=self.chunk_links(stage, count, 1 if ends else 0)))
+        return parts.plus(Parts(links=self.chunk_links(stage, count, 1 if ends else 0, start + count)))
 
     # --- decode steps -----------------------------------------------------------------------------------------------
 
@@ -168,16 +169,21 @@ class Times:
 
     # --- links ------------------------------------------------------------------------------------------------------
 
-    def chunk_links(self, stage: Stage, tokens: int, logits: int) -> float:
-        """Seconds of a stage's collectives in a step that computes `tokens` tokens of prompts."""
+    def chunk_links(self, stage: Stage, tokens: int, logits: int, slots: int = 0) -> float:
+        """Seconds of a stage's collectives in a step that computes `tokens` tokens of prompts, whose requests hold `slots` tokens
+        with them (0: `tokens`). Keys travel as ops.gathered decides."""
         ranks, links = self.replica.layout.context, self._context_links
         seconds = self._reduces(stage, -(-tokens // ranks), logits if stage.last else 0)
         if ranks > 1:
             seconds += links.all_gather(ranks, tokens * stage.spec.d_model * self._width)
             for layer, layers in Counter(stage.spec.layers).items():
-                sent = context_bytes(layer, self._width)
-                seconds += layers * links.all_gather(ranks, tokens * sent.inputs)
-                seconds += layers * links.all_to_all(ranks, tokens * sent.results)
+                sent, read = context_bytes(layer, self._width), max(slots, tokens)
+                if read <= GATHERED_SLOTS:
+                    seconds += layers * links.all_gather(ranks, tokens * sent.written)
+                    seconds += layers * links.all_gather(ranks, read * sent.keys)
+                else:
+                    seconds += layers * links.all_gather(ranks, tokens * sent.inputs)
+                    seconds += layers * links.all_to_all(ranks, tokens * sent.results)
         return seconds
 
     def row_links(self, stage: Stage, rows: int) -> float:
