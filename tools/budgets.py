@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_060
+HEART_STATEMENTS = 7_061
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -89,6 +89,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "several ranks: attention from its parts",
     "ops/striped.py": "several ranks: attention to keys that they hold together",
+    "ops/gathered.py": "several ranks: keys that travel to the queries of a prompt",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",
     "ops/stored.py": "formulas of the reference for KV formats with scales",
     "ops/cpu": "operations of a CPU",
