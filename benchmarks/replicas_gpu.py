@@ -8,9 +8,9 @@ one: `ridgeline serve` on the first GPU. two: `ridgeline up` with a replica on e
 --decode-engines 1`. Each part starts its server, then looks for the highest rate at which nine of ten requests meet --slo.
 
 conv: the lengths of 1,000 conversations of the Azure trace. long: each second prompt has --long tokens and an answer of 128, the
-others have 256 tokens and an answer of 256. Arrivals are random (Poisson) with one seed; requests are sent for --run-s seconds: a share
-of 0.9 of 120 requests is known to 0.05. Rates rise by 1.3 until a run misses, or fall until one meets; then the gap is halved while
-there is time. Prompts are token ids that no other run has. A GPU has random weights in the shape of --model, a CPU the shipped model.
+others have 256 tokens and an answer of 256. Arrivals are random (Poisson) with one seed; requests are sent for --run-s seconds.
+Rates rise by 1.3 until a run misses, or fall until one meets; then the gap is halved while there is time. Prompts are token ids
+that no other run has. A GPU has random weights in the shape of --model, a CPU the shipped model.
 
 Rows: replicas-PART-WORKLOAD has the best run that met the SLO (met: false if none did; then the run of the lowest rate), and
 replicas-PART-WORKLOAD-RATE each run. replicas-handover-TOKENS: lone prompts on `split` by the counters of the server: milliseconds
