@@ -94,7 +94,7 @@ class PeerMemory:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         stream = c_void_p(self._stream.cuda_stream)
         for target, source, size in runs:
-            _call("cuMemcpyDtoDAsync_v2", c_uint64(target), c_uint64(source), c_size_t(size), stream)
+            _call("cuMemcpyAsync", c_uint64(target), c_uint64(source), c_size_t(size), stream)
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
