@@ -64,6 +64,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "kv/offload.py": "tiers below the KV cache: their index, with the option --kv-offload-gb",
     "kv/transfer.py": "prompts computed by another engine, with the option --prefill-engines",
     "kv/peer_pools.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
+    "kv/host_pages.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
     "ops/peer_memory.py": "memory of GPUs that processes share",
     "engine/sleep.py": "releases and reads the weights, by orders of operators",
     "ops/releasable.py": "memory that a sleeping engine gives back",

@@ -151,6 +151,7 @@ def pulled(engine: Engine) -> tuple[int, int]:
 CASES = {
     "grouped heads": ("llama-gqa", {}, {}),
     "from the memory of the other device": ("llama-gqa", {"memory": HostMemory()}, {}),
+    "through host memory": ("llama-gqa", {"memory": HostMemory("share")}, {}),
     "windows": ("gemma3", {}, {}),
     "int8 cache": ("llama-gqa", {"kv_cache_dtype": "int8"}, {}),
     "drafts": ("llama-gqa", {}, {"speculate": "reference+lookahead"}),

@@ -29,6 +29,9 @@ class HostMemory:
     def close(self, word: bytes) -> None:
         self.opened.remove(word)
 
+    def pin(self, address: int, size: int) -> None:
+        self._check("pin")
+
     def copy(self, runs: Sequence[Run]) -> Past:
         self._check("copy")
         self.runs += runs

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -151,7 +152,9 @@ class TierTransfers(Transfers):
         self.memory = memory.view(slots + 1, page_bytes)
         self._link: Link = CudaLink(pages) if self._pinned else PlainLink(pages)
         self._reader, self.origin = reader, origin
-        self._threads = ThreadPoolExecutor(READERS, "kv-read")
+        # Pinned memory belongs to the current device of the thread.
+        initializer = partial(torch.cuda.set_device, pages.device) if self._pinned else None
+        self._threads = ThreadPoolExecutor(READERS, "kv-read", initializer)
         self.loads: dict[int, Load] = {}
         self._stores: dict[int, Event] = {}
 

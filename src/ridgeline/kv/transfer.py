@@ -44,11 +44,12 @@ class Place(NamedTuple):
 class Transport(Protocol):
     """Moves pages between pools."""
 
-    def export(self, pages: Sequence[int]) -> list[int]:
-        """Checks of own pages, which travel in the ticket. The pages keep their content until they are released."""
+    def export(self, pages: Sequence[int]) -> list[tuple[int, int]]:
+        """For each of the own pages the number under which others find it, and its check; both travel in the ticket. The pages
+        keep their content until they are released. None at all if there is no room for them."""
 
     def release(self, pages: Sequence[int]) -> None:
-        """The content of exported pages may change from now on. Called once for each export."""
+        """The content of exported pages may change from now on. Called once for each export that had room."""
 
     def pull(self, place: Place, target: memoryview) -> bool:
         """Copy a page of another engine. False: it is lost or has changed. Any thread may call this."""
@@ -65,9 +66,9 @@ class SharedPools:
         """The bytes of the own pool; other engines read them from now on."""
         self._pool = pool
 
-    def export(self, pages: Sequence[int]) -> list[int]:
+    def export(self, pages: Sequence[int]) -> list[tuple[int, int]]:
         size = self._page_bytes
-        return [zlib.crc32(self._pool[page * size : (page + 1) * size]) for page in pages]
+        return [(page, zlib.crc32(self._pool[page * size : (page + 1) * size])) for page in pages]
 
     def release(self, pages: Sequence[int]) -> None:
         """Nothing to do: a page that has changed has another checksum."""
@@ -121,16 +122,19 @@ class HandOver(Source):
 
     def export(self, name: str, chain: Sequence[bytes], index: PrefixIndex, pool: BlockPool) -> Ticket:
         """Keep the blocks of a prompt for another engine until `release(name)` or the deadline. chain: of its full blocks. The
-        ticket is empty if the blocks are not in the index."""
+        ticket is empty if the blocks are not in the index, or if the transport has no room for them."""
         length, tables = index.match(chain, len(chain))
         blocks = [block for table in tables for block in table if block]
+        exported = self._transport.export(blocks)
+        if not exported:
+            return Ticket(self._local, (), (), ())
         for block in blocks:
             pool.share(block)
         self._exports[name] = _Export(blocks, self._clock() + self._deadline_s)
         self.counts.stored += len(blocks)
-        check_of = dict(zip(blocks, self._transport.export(blocks), strict=True)) | {0: 0}
-        pages = tuple(zip(*tables, strict=True)) if length else ()
-        checks = tuple(tuple(check_of[page] for page in row) for row in pages)
+        place_of = dict(zip(blocks, exported, strict=True)) | {0: (0, 0)}
+        rows = [[place_of[block] for block in row] for row in zip(*tables, strict=True)]
+        pages, checks = (tuple(tuple(place[part] for place in row) for row in rows) for part in (0, 1))
         return Ticket(self._local, tuple(chain[:length]), pages, checks)
 
     def release(self, name: str, index: PrefixIndex, pool: BlockPool) -> None:

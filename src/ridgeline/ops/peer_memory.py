@@ -89,6 +89,11 @@ class PeerMemory:
         address = self._opened.pop(word) - int(_OFFSET.unpack_from(word, _HANDLE)[0])
         _call("cuIpcCloseMemHandle", c_uint64(address))
 
+    def pin(self, address: int, size: int) -> None:
+        """Let the GPU copy to host memory of this process. Raises RuntimeError if the system refuses."""
+        with torch.cuda.device(self._device):
+            _call("cuMemHostRegister_v2", c_void_p(address), c_size_t(size), c_uint(0))
+
     def copy(self, runs: Sequence[Run]) -> torch.cuda.Event:
         """Enqueue copies after all work of the current stream. Returns the event after them."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
