@@ -203,6 +203,22 @@ def test_the_engine_of_a_prompt_dies_before_its_first_token() -> None:
     run(test, p0={"stuck": True})
 
 
+def test_an_engine_of_prompts_that_is_alone_goes_on_itself() -> None:
+    """It has the pages: the release of what it kept does not end the request."""
+
+    async def test(cluster: Cluster) -> None:
+        prefill, decode = cluster.engines
+        await decode.die()
+        while cluster.client.members[1].serves:
+            await asyncio.sleep(0.001)
+        deltas = await heard(cluster.submit())
+        assert tokens_of(deltas) == expected() and deltas[-1].finish == "length"
+        assert [submit.ticket for submit in prefill.submits] == [None, None] and prefill.submits[1].drawn
+        await cluster.settled()
+
+    run(test)
+
+
 def test_what_the_client_did_wrong_is_not_tried_again() -> None:
     async def test(cluster: Cluster) -> None:
         deltas = await heard(cluster.submit())
