@@ -29,6 +29,9 @@ class HostMemory:
     def close(self, word: bytes) -> None:
         self.opened.remove(word)
 
+    def bind(self) -> None:
+        pass
+
     def pin(self, address: int, size: int) -> None:
         self._check("pin")
 

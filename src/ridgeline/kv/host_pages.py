@@ -32,6 +32,8 @@ _POLL_S = 0.0002
 class Memory(Protocol):
     """ops.peer_memory.PeerMemory."""
 
+    def bind(self) -> None: ...
+
     def pin(self, address: int, size: int) -> None: ...
 
     def copy(self, runs: Sequence[Run]) -> Event: ...
@@ -110,6 +112,7 @@ class HostPages:
 
     def _publish(self) -> None:
         """Set the stamps of copies that have ended. Runs in a thread."""
+        self._memory.bind()
         while True:
             event, ends = self._copies.get()
             while not event.query():

@@ -32,6 +32,7 @@ import torch
 
 from ridgeline.core.plan import Transfer
 from ridgeline.core.ticket import Pools
+from ridgeline.kv import host_pages
 from ridgeline.kv.copies import Event, Load, Past, TierTransfers
 from ridgeline.kv.host_pages import HOST_BYTES, HostPages, is_pending
 from ridgeline.kv.store import KvStore
@@ -50,7 +51,7 @@ WAIT_S = 5.0
 _POLL_S = 0.0005
 
 
-class Memory(Protocol):
+class Memory(host_pages.Memory, Protocol):
     """ops.peer_memory.PeerMemory."""
 
     def share(self, address: int) -> bytes: ...
@@ -58,10 +59,6 @@ class Memory(Protocol):
     def open(self, word: bytes) -> int: ...
 
     def close(self, word: bytes) -> None: ...
-
-    def pin(self, address: int, size: int) -> None: ...
-
-    def copy(self, runs: Sequence[Run]) -> Event: ...
 
 
 class _Head(NamedTuple):

@@ -89,6 +89,10 @@ class PeerMemory:
         address = self._opened.pop(word) - int(_OFFSET.unpack_from(word, _HANDLE)[0])
         _call("cuIpcCloseMemHandle", c_uint64(address))
 
+    def bind(self) -> None:
+        """Make the GPU the current device of the calling thread."""
+        torch.cuda.set_device(self._device)
+
     def pin(self, address: int, size: int) -> None:
         """Let the GPU copy to host memory of this process. Raises RuntimeError if the system refuses."""
         with torch.cuda.device(self._device):
