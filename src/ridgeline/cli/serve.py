@@ -123,7 +123,7 @@ def check(resolved: Resolved) -> None:
     """
     admission(resolved.engine.batching)
     check_hosts(resolved.engine)
-    check_engines(resolved.service, resolved.engine)
+    check_engines(resolved.service)
     check_files(read_wanted(resolved.engine))
     Address.read(resolved.service)
     DayWindow.parse(resolved.service.batch_window)

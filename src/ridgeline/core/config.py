@@ -217,7 +217,7 @@ class ServiceConfig:
     )
     moderation_api_key: str | None = option(None, "key that is sent to the endpoint of --moderation")
     prefill_engines: int = option(
-        0, "engine processes that compute prompts for --decode-engines (default: one engine does both); on CPUs"
+        0, "engine processes that compute prompts for --decode-engines (default: one engine does both)"
     )
     decode_engines: int = option(0, "engine processes that draw the tokens after the first; with --prefill-engines")
     slo: str = option(
