@@ -19,7 +19,11 @@ PROGRAMS = {
     "pytest-xdist": "plugin of pytest: runs tests in several processes",
 }
 """Distributions that are used and never imported, with their use."""
-MODULES = {"pyyaml": "yaml"}
+MODULES = {
+    "pyyaml": "yaml",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+}
 """Distribution -> its module, where replacing - by _ does not give it."""
 DEVELOPMENT = ("src", "tests", "tools", "benchmarks", "training")
 
