@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_061
+HEART_STATEMENTS = 7_065
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -63,6 +63,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "kv/disk.py": "tiers below the KV cache: files, with the option --kv-disk",
     "kv/offload.py": "tiers below the KV cache: their index, with the option --kv-offload-gb",
     "kv/transfer.py": "prompts computed by another engine, with the option --prefill-engines",
+    "engine/profiler.py": "profiles, by orders of operators",
     "engine/sleep.py": "releases and reads the weights, by orders of operators",
     "ops/releasable.py": "memory that a sleeping engine gives back",
     "engine/handover.py": "prompts computed by another engine, with the option --prefill-engines",
