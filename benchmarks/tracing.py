@@ -118,6 +118,7 @@ def main() -> None:
             "row": f"tracing-{arm}",
             "value": round(statistics.median(rates[arm])),
             "unit": "streams/s",
+            "target": None,
             "cpu_us_per_stream": round(statistics.median(costs[arm])),
             "tokens": TOKENS,
             "clients": CLIENTS,
