@@ -53,7 +53,7 @@ def test_exceptions_stay_in_their_line() -> None:
     ("arguments", "environment", "said"),
     [
         ("'info', 'text'", {}, "INFO a: said\n"),
-        ("'info'", {"RIDGELINE_LOG_FORMAT": "json"}, '"said"}\n'),  # as in an engine process
+        ("'info'", {"_RIDGELINE_LOG_FORMAT": "json"}, '"said"}\n'),  # as in an engine process
         ("'warning', 'json'", {}, ""),
     ],
 )

@@ -50,7 +50,7 @@ class OtlpTracing(Tracing):
             return NO_TRACE
         resource = request.match_info.route.resource
         route = "" if resource is None else resource.canonical
-        attributes = {"http.request.method": request.method, "http.route": route, "url.path": request.path}
+        attributes = {"http.request.method": request.method, "http.route": route, "url.path": request.path[:200]}
         return OtlpTrace(self._tracer, route, attributes, _W3C.extract(request.headers, Context()))
 
     def close(self) -> None:
