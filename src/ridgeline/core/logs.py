@@ -13,7 +13,7 @@ from typing import Any
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 FORMAT_VARIABLE = "_RIDGELINE_LOG_FORMAT"
-"""Environment variable by which the processes that a server starts learn its format. It is no option: those begin with RIDGELINE_."""
+"""Environment variable by which the processes that a server starts learn its format. Options begin with RIDGELINE_: it is none."""
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task answers; "" outside of requests."""
