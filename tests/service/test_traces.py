@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import time
 
 import pytest
@@ -14,7 +16,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.service.trace import NO_TRACING, endpoint_url, make_tracing
 
 from .collector import collecting
-from .live import behaviour, live, says
+from .live import behaviour, counts, live, says
 from .replicas import drops, routed, streams
 
 TRACE_ID, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -85,6 +87,24 @@ def test_errors_and_unsampled_requests() -> None:
     (span,) = collector.spans
     assert span.attributes["error.type"] == "401" and span.attributes["ridgeline.request_id"] == "mine"
     assert not span.is_error  # an error of the caller, by the conventions of servers
+
+
+def test_answers_that_break_off_say_why() -> None:
+    with (
+        collecting() as collector,
+        live(behaviour(counts, fail_after=300), otlp_traces_endpoint=collector.url) as server,
+    ):
+        with socket.create_connection(("127.0.0.1", server.port)) as leaving:
+            body = json.dumps({"prompt": "hi", "max_tokens": 1000, "stream": True}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+            leaving.sendall(f"{head}content-type: application/json\r\nx-request-id: leaves\r\n\r\n".encode() + body)
+            assert leaving.recv(100)
+        server.until(lambda: not server.server.front.active)
+        server.complete(headers={"x-request-id": "fails"}, max_tokens=1000, stream=True)
+    spans = {span.attributes.get("ridgeline.request_id"): span for span in collector.spans}
+    assert spans["leaves"].attributes["error.type"] == "cancelled" and spans["leaves"].is_error
+    assert spans["fails"].attributes["http.response.status_code"] == 200 and spans["fails"].is_error
+    assert spans["fails"].attributes["error.type"] == "error"
 
 
 async def test_router_without_a_replica_that_answers() -> None:

@@ -67,6 +67,8 @@ class OtlpTrace(Trace):
         )
         self._context = set_span_in_context(self._span, Context())
         self._attempts = 0
+        self._cut = ""
+        """Why the answer broke off, if it did."""
 
     @property
     def headers(self) -> Mapping[str, str]:  # type: ignore[override]
@@ -80,8 +82,8 @@ class OtlpTrace(Trace):
         operation = "text_completion" if self._route in _COMPLETIONS else "chat"
         self._span.update_name(f"{operation} {model}")
         self._span.set_attributes({"gen_ai.operation.name": operation, **request_attributes(record, sampling, model)})
+        self._cut = record.cut
         if record.cut:
-            self._span.set_attribute("error.type", record.cut)
             self._span.set_status(StatusCode.ERROR, record.cut_reason or record.cut)
         spent, at = record.spent, record.arrived_at
         shares = {"ridgeline.device_s": spent.device_s, "ridgeline.preemptions": spent.preempted}
@@ -111,8 +113,8 @@ class OtlpTrace(Trace):
 
     def end(self, request_id: str, status: int) -> None:
         self._span.set_attributes({"http.response.status_code": status, "ridgeline.request_id": request_id})
-        if status >= _ERROR:
-            self._span.set_attribute("error.type", str(status))
+        if self._cut or status >= _ERROR:
+            self._span.set_attribute("error.type", self._cut or str(status))
         if status >= _SERVER_ERROR:
             self._span.set_status(StatusCode.ERROR)
         self._span.end(time.time_ns())
