@@ -34,6 +34,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "metrics_alias": ("", "vllm", "old", "sglang"),
     "moderation_mode": ("buffer", "window", "after"),
     "moderation_failure": ("closed", "open"),
+    "pooling": ("auto", "last", "mean", "cls"),
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),

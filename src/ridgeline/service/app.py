@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from ridgeline.service import insight, openapi, pages, routes, sleep_routes
+from ridgeline.service import insight, openapi, pages, routes, sleep_routes, vector_routes
 from ridgeline.service.apis import messages, ollama, responses
 from ridgeline.service.apis.response_store import ResponseStore
 from ridgeline.service.batches import routes as batch_routes
@@ -32,6 +32,7 @@ def make_app(front: Front) -> web.Application:
     app.cleanup_ctx.append(_run_lane)
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
+    app.router.add_routes(vector_routes.ROUTES)
     app.router.add_routes(messages.ROUTES)
     app.router.add_routes(ollama.ROUTES)
     app.router.add_routes(responses.ROUTES)

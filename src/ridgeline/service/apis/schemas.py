@@ -7,6 +7,7 @@ from typing import Any
 
 from ridgeline.service.apis import ollama, response_items
 from ridgeline.service.apis.messages import COUNTED, MESSAGES
+from ridgeline.service.embeddings import BODY as EMBEDDINGS_BODY
 from ridgeline.service.schemas import GENERATES, READS_BODY, Details, Schema, record_schema
 
 _JSON, _EVENTS, _LINES = "application/json", "text/event-stream", "application/x-ndjson"
@@ -28,6 +29,15 @@ def _list(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
+_EMBEDDING_WORDS = {
+    "input": "A text, a list of texts, a list of token ids, or a list of such lists.",
+    "encoding_format": "float, or base64 of float32 numbers, the lowest byte first.",
+    "dimensions": "How many numbers of a vector are kept, from the first one.",
+    "normalize": "Scale vectors to length 1 (default: as the model's files say).",
+    "add_special_tokens": "Add the tokens that the tokenizer adds to a text (default: true).",
+    "priority": "Requests with a lower number run first.",
+    "cache_salt": "Prefixes are shared only among equal salts.",
+}
 _OLLAMA = {"model": _STRING, "created_at": _STRING, "done": {"type": "boolean"}}
 _OLLAMA_END = {
     "done_reason": {"enum": ["stop", "length", "content_filter"]},
@@ -35,7 +45,24 @@ _OLLAMA_END = {
     "prompt_eval_count": _COUNT,
     "eval_count": _COUNT,
 }
+_POOLED_USAGE = _object({"prompt_tokens": _COUNT, "total_tokens": _COUNT})
 API_ANSWERS: dict[str, Schema] = {
+    "Embeddings": _object(
+        {
+            "object": {"const": "list"},
+            "data": _list(
+                _object(
+                    {
+                        "object": {"const": "embedding"},
+                        "index": _COUNT,
+                        "embedding": {"type": ["array", "string"], "items": {"type": "number"}},
+                    }
+                )
+            ),
+            "model": _STRING,
+            "usage": _POOLED_USAGE,
+        }
+    ),
     "Message": _object(
         {
             "id": _STRING,
@@ -73,6 +100,12 @@ API_ANSWERS: dict[str, Schema] = {
 }
 
 API_DETAILS: Mapping[str, Details] = {
+    "post /v1/embeddings": Details(
+        body=record_schema(EMBEDDINGS_BODY, _EMBEDDING_WORDS, ("input",)),
+        example={"input": ["Hello!", "Good morning!"]},
+        answers={_JSON: _ref("Embeddings")},
+        errors=GENERATES,
+    ),
     "post /v1/messages": Details(
         body=record_schema(MESSAGES, {}, ("max_tokens", "messages")),
         example={"max_tokens": 64, "messages": _HI},
