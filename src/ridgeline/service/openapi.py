@@ -364,6 +364,6 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def _tag(path: str) -> str:
-    if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
+    if path.startswith(("/v1/", "/v2/")) or path in ("/tokenize", "/detokenize", "/rerank", "/score"):
         return "inference"
     return "pages" if path in OPEN and path != "/health" else "operation"
