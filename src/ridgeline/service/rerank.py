@@ -23,7 +23,7 @@ _TEXTS = f"a string or a list of at most {MAX_INPUTS - 1} strings"
 def _read_documents(name: str, value: Any) -> list[str]:
     if not isinstance(value, list) or not 1 <= len(value) < MAX_INPUTS:
         raise wrong(name, value if not isinstance(value, list) else f"{len(value)} documents", _DOCUMENTS)
-    texts = [item.get("text") if isinstance(item, dict) else item for item in value]
+    texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in value]
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise wrong(f"{name}[{index}]", value[index], 'a string or an object {"text": ...}')
@@ -113,9 +113,10 @@ class Ranking(_Cosines):
     def whole(self) -> dict[str, Any]:
         scores = self.cosines()
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._most]
-        results = [{"index": index, "relevance_score": scores[index]} for index in order]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
         if self._shows_text:
-            results = [{**result, "document": {"text": self._documents[result["index"]]}} for result in results]
+            for result in results:
+                result["document"] = {"text": self._documents[result["index"]]}
         return {"id": self.call.id, "model": self._model, "results": results, "usage": self.tokens()}
 
 
