@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.core.config import EngineConfig
 from ridgeline.core.sampling import Pooling, SamplingParams
 from ridgeline.engine.local import LocalEngine
 from ridgeline.wire.messages import Delta, Submit
@@ -90,6 +90,8 @@ def test_hidden_states_of_transformers(family: str, tmp_path: Path) -> None:
         {"tensor_parallel_size": 2, "sequence_parallel": True},
         {"kv_cache_memory": 13 * 12_288},
         {"deterministic": True},
+        {"steps_in_flight": 1},
+        {"steps_in_flight": 1, "kv_cache_memory": 13 * 12_288},
         {"speculate": "reference+lookahead"},
         {"kv_retention": "heavy:keep=16,window=4", "block_size": 4},
     ],
@@ -97,8 +99,15 @@ def test_hidden_states_of_transformers(family: str, tmp_path: Path) -> None:
 )
 def test_with_other_features(options: dict[str, Any], tmp_path: Path) -> None:
     theirs = save("llama-gqa", tmp_path)
-    config = {field: getattr(CONFIG, field) for field in CONFIG.__slots__} | options
-    with opened(tmp_path, EngineConfig(**config), max_model_len=128) as engine:
+    with opened(tmp_path, replace(CONFIG, **options), max_model_len=128) as engine:
+        check(theirs, engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True])
+def test_on_a_gpu(eager: bool, tmp_path: Path) -> None:
+    theirs = save("llama-gqa", tmp_path)
+    with opened(tmp_path, replace(CONFIG, device="cuda", enforce_eager=eager), max_model_len=128) as engine:
         check(theirs, engine)
 
 

@@ -19,7 +19,7 @@ PROGRAMS = {
     "pytest-xdist": "plugin of pytest: runs tests in several processes",
 }
 """Distributions that are used and never imported, with their use."""
-MODULES = {"pyyaml": "yaml"}
+MODULES = {"pyyaml": "yaml", "pydantic-ai-slim": "pydantic_ai"}
 """Distribution -> its module, where replacing - by _ does not give it."""
 DEVELOPMENT = ("src", "tests", "tools", "benchmarks", "training")
 

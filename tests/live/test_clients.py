@@ -43,7 +43,9 @@ def near(ours: Any, theirs: list[list[float]]) -> None:
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 def test_litellm(server: Served, vectors: list[list[float]], provider: str) -> None:
-    litellm = pytest.importorskip("litellm")
+    pytest.importorskip("litellm")
+    import litellm
+
     asked: dict[str, Any] = {
         "model": f"{provider}/{MODEL}",
         "api_base": f"{server.url}/v1",
@@ -70,7 +72,9 @@ def test_litellm(server: Served, vectors: list[list[float]], provider: str) -> N
 
 
 def test_litellm_ranks(server: Served) -> None:
-    litellm = pytest.importorskip("litellm")
+    pytest.importorskip("litellm")
+    import litellm
+
     ranked = litellm.rerank(
         model=f"hosted_vllm/{MODEL}",
         api_base=server.url,
@@ -84,7 +88,9 @@ def test_litellm_ranks(server: Served) -> None:
 
 
 def test_langchain(server: Served, vectors: list[list[float]]) -> None:
-    langchain_openai = pytest.importorskip("langchain_openai")
+    pytest.importorskip("langchain_openai")
+    import langchain_openai
+
     place: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "none", "model": MODEL, "max_retries": 0}
     model = langchain_openai.ChatOpenAI(**place, temperature=0, max_tokens=24)
     answer = model.invoke("What is the weather in Paris?")
@@ -102,12 +108,14 @@ def test_langchain(server: Served, vectors: list[list[float]]) -> None:
 
 
 async def test_pydantic_ai(server: Served, vectors: list[list[float]]) -> None:
-    pydantic_ai = pytest.importorskip("pydantic_ai")
-    models = pytest.importorskip("pydantic_ai.models.openai")
-    provider = pytest.importorskip("pydantic_ai.providers.openai").OpenAIProvider(
-        base_url=f"{server.url}/v1", api_key="none"
-    )
-    model, settings = models.OpenAIChatModel(MODEL, provider=provider), {"temperature": 0, "max_tokens": 24}
+    pytest.importorskip("pydantic_ai")
+    import pydantic_ai
+    from pydantic_ai.embeddings.openai import OpenAIEmbeddingModel
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
+    model, settings = OpenAIChatModel(MODEL, provider=provider), {"temperature": 0, "max_tokens": 24}
     agent = pydantic_ai.Agent(model, model_settings=settings)
     answer = await agent.run("Tell me a story about a lighthouse.")
     assert answer.output and answer.usage.output_tokens == 24
@@ -118,6 +126,6 @@ async def test_pydantic_ai(server: Served, vectors: list[list[float]]) -> None:
     assert isinstance(called.output, Weather)
     calls = [part for message in called.all_messages() for part in message.parts if part.part_kind == "tool-call"]
     assert calls, "the output is the arguments of a tool call"
-    embedding = pytest.importorskip("pydantic_ai.embeddings.openai").OpenAIEmbeddingModel(MODEL, provider=provider)
+    embedding = OpenAIEmbeddingModel(MODEL, provider=provider)
     result = await pydantic_ai.Embedder(embedding).embed_documents(TEXTS)
     near(result.embeddings, vectors)

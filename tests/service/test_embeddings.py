@@ -101,6 +101,14 @@ def test_metrics_have_the_requests(endless: Live):
     assert (row["prompt_tokens"], row["output_tokens"], row["cut"]) == (2 * len(ids("hello")), 0, "")
 
 
+def test_an_answer_is_cached_and_no_judge_is_asked():
+    """A judge that cannot be reached would withdraw every text."""
+    with live(behaviour(counts), answer_cache_mb=1.0, moderation="http://127.0.0.1:9/none") as server:
+        first, again = (server.send("POST", "/v1/embeddings", {"input": ["hello", "the end"]}).json for _ in range(2))
+        assert first["data"] == again["data"] and len(first["data"]) == 2
+        assert len(server.engine.submits) == 2
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
