@@ -69,7 +69,7 @@ def check(theirs: Any, engine: LocalEngine) -> dict[str, int]:
     return {name: delta.cached for name, delta in deltas.items()}
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen3-window"])
+@pytest.mark.parametrize("family", ["qwen3-window", pytest.param("llama-gqa", marks=pytest.mark.long)])
 def test_hidden_states_of_transformers(family: str, tmp_path: Path) -> None:
     theirs = save(family, tmp_path)
     with opened(tmp_path, CONFIG) as engine:
