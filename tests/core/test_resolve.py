@@ -99,6 +99,7 @@ SAID = {
     "slo": "ttft=200ms",
     "price_per_hour": "2.5",
     "warm_prefix": "prefixes.jsonl",
+    "pooling": "mean",
     "response_store_mb": "16",
     "answer_cache_mb": "16",
     "enable_sleep_mode": "true",

@@ -251,6 +251,11 @@ class ServiceConfig:
         "prices of tokens for usage and /requests: input=0.2,output=0.6 in USD per million; read=0.1,write-5m=1.25,write-1h=2,"
         "storage=0 (per token-hour),answer=0.1 as factors of them (default: these factors, and no dollars)",
     )
+    pooling: str = option(
+        "auto",
+        "tokens whose hidden states make an embedding: last, mean or cls (default: those that the model's modules.json names, else "
+        "last)",
+    )
     models: str = option(
         "", "YAML, TOML or JSON file of several models, which are loaded when a request names them (default: one model)"
     )

@@ -132,6 +132,7 @@ def _facts(rank: RankPlan, loaded: LoadedModel) -> dict[str, Any]:
         "matrix_dtype": spec.matrix_dtype,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "vocab_size": spec.vocab_size,
+        "d_model": spec.d_model,
         "eos_ids": list(spec.eos_ids),
         "max_len": plan.max_len,
         "max_num_seqs": plan.max_rows,
