@@ -37,6 +37,8 @@ SAID = {
     "kv_retention": "window:keep=256",
     "kv_selection": "512",
     "expert_parallel": "true",
+    "redundant_experts": "2",
+    "expert_load": "load.txt",
     "cpu_offload_gb": "2.5",
     "kv_offload_gb": "4",
     "kv_disk": "blocks",

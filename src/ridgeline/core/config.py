@@ -42,6 +42,14 @@ class ModelConfig:
         "the processes of --tensor-parallel-size divide the experts of a layer among them, instead of the width of each",
         "--enable-expert-parallel",
     )
+    redundant_experts: int = option(
+        0,
+        "with --expert-parallel on CPUs: so many experts of each layer are on every rank, those with most tokens in --expert-load; "
+        "the ranks divide their tokens",
+    )
+    expert_load: str = option(
+        "", "file with the tokens of each expert: what /metrics of a server of the same model answers"
+    )
     cpu_offload_gb: float = option(
         0.0,
         "GiB of the layers' weights that stay in host memory and are copied to the GPU in every step, for models larger than its "

@@ -309,7 +309,7 @@ class Engine:
         record = step, running, waiting, *token_counts, *cache, *waste, host, loop.device_s, *work, *drafts, late
         stats = StepStats(*record, *account[4:])
         if steps and (tokens := self.setup.expert_load.take(step)):
-            stats.expert_tokens = tokens
+            stats.expert_tokens, stats.rank_tokens = tokens, self.setup.expert_load.by_rank(tokens)
         if step % _WASTE_EVERY == 0 or not scheduler.running:
             stats.tiers = [
                 (tier.name, tier.stored, tier.loaded, tier.dropped) for tier in scheduler.leases.source.tiers()

@@ -175,6 +175,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Tiers below the KV cache: name; blocks stored, loaded and dropped since the engine's start. Empty in most records."""
     pins: list[tuple[str, str, int]] = []
     """kv.pins.Pins.readings. Empty in most records."""
+    rank_tokens: list[list[int]] = []
+    """The part of expert_tokens that each rank computes, by layer, with --expert-parallel."""
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):
