@@ -284,7 +284,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--run-s", type=float, default=8.0, help="seconds in which the requests of a run are sent")
     parser.add_argument("--long", type=int, default=4096, help="tokens of the long prompts of `long`")
     parser.add_argument("--context", type=int, default=16_384)
-    parser.add_argument("--lone", default="8192,2048", help="tokens of the lone prompts that `split` hands over")
+    parser.add_argument("--lone", default="8192", help="tokens of the lone prompts that `split` hands over")
     parser.add_argument("--seconds", type=float, default=95.0, help="of each part, start included")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
