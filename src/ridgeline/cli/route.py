@@ -11,10 +11,10 @@ import os
 from contextlib import ExitStack
 
 import uvloop
-from rich.console import Console
 
 from ridgeline.bench.load import raise_file_limit
 from ridgeline.cli.flags import Arguments, Parser, add_options, parser_for
+from ridgeline.cli.show import server_console
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
@@ -44,7 +44,7 @@ def run(args: Arguments) -> int:
     router = read_router(options, "flag")
     service = check_shared(resolve(args.flags, environ=os.environ, file=args.config).service)
     raise_file_limit()
-    console = Console(stderr=True)
+    console = server_console()
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(service.host, service.port)]
 

@@ -23,7 +23,7 @@ import uvloop
 from rich.console import Console
 
 from ridgeline.cli.flags import Arguments, Parser, parser_for
-from ridgeline.cli.show import Stages, configuration, engine_options, stages_text
+from ridgeline.cli.show import Stages, configuration, engine_options, server_console, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.engine.hosts import check_hosts, run_host
@@ -158,7 +158,7 @@ def run(args: Arguments) -> int:
             cleanup.callback(engine.process.kill)  # no effect if the service has stopped it
         # Imported late, so that this import runs while the engine process imports torch.
         server = import_module("ridgeline.service.server")
-        console = Console(stderr=True)
+        console = server_console()
         stages = cleanup.enter_context(Stages(console))
         announcer = Announcer(args, folder, console, stages, started)
         uvloop.run(server.serve(resolved, folder, listeners, engines, announcer))
@@ -171,7 +171,7 @@ def _serve_models(args: Arguments, resolved: Resolved) -> int:
     entries = from_file(Path(resolved.service.models), args.flags, os.environ, args.config, bool(nvidia_gpus()))
     for entry in entries:
         check(entry.resolved)
-    console = Console(stderr=True)
+    console = server_console()
 
     def announce(url: str) -> None:
         names = ", ".join(entry.name for entry in entries)

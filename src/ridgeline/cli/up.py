@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import uvloop
-from rich.console import Console
 
 from ridgeline.bench.load import raise_file_limit
 from ridgeline.cli.flags import Arguments, Parser, parser_for
+from ridgeline.cli.show import server_console
 from ridgeline.service.fleet.file import read_fleet
 from ridgeline.service.fleet.kubernetes import manifest
 from ridgeline.service.fleet.launcher import Launcher, LocalLauncher
@@ -45,7 +45,7 @@ def run(args: Arguments) -> int:
         print(json.dumps(manifest(file, image), indent=2))
         return 0
     raise_file_limit()
-    console = Console(stderr=True)
+    console = server_console()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
