@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,7 +18,9 @@ from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import admission
 from ridgeline.service.call import Call
+from ridgeline.service.fleet.balancer import probed_socket
 from ridgeline.service.fleet.launcher import LocalLauncher
+from ridgeline.service.listen import bind
 
 from .replicas import EVENTS, FakeReplica, Script, breaks, drops, refuses, routed, streams
 
@@ -129,3 +132,18 @@ def test_each_place_has_a_folder_of_its_own_for_pages() -> None:
     launcher = LocalLauncher({"port": 0, "kv_disk": "/pages"}, (), None, print)
     assert launcher.options(1) == {"port": 0, "kv_disk": "/pages/place-1"}
     assert LocalLauncher({"port": 0}, (), None, print).options(1) == {"port": 0}
+
+
+def test_silent_connections_are_probed() -> None:
+    """Otherwise a request whose other end is gone without a word waits for hours: of a replica 30 s, of a client 2 min."""
+    (listener,) = bind("127.0.0.1", 0)
+    with listener, probed_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", listener.getsockname())) as made:
+        listener.listen()
+        made.connect(listener.getsockname())
+        accepted, _ = listener.accept()
+        with accepted:
+            for sock, seconds in ((made, 30), (accepted, 120)):
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+                idle, pause, count = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+                assert idle + pause * count == seconds
