@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import aiohttp
 
@@ -18,6 +19,10 @@ TIMEOUT_S = 75.0
 ANSWERED, ERROR, CUT, LOST, TWICE, WRONG = "answered", "clear error", "cut off", "lost", "twice", "wrong"
 """Ends of a request: its whole answer; an error with a message, after a part of a stream or instead of an answer; the end of its
 connection; none; two of them; another answer."""
+
+LONG = 10
+"""Prompts that together need more blocks than an engine has: cached ones move to host memory and to files."""
+WORDS = "the small old red bird house river train child winter garden song light door stone tells finds sees opens and of".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +34,13 @@ class Question:
 def questions() -> list[Question]:
     """Prompts of both endpoints, as streams and as one body. Temperature 0 and float32 make each answer the same at any time."""
     fixed = {"temperature": 0, "ignore_eos": True}
-    texts = (
-        "Once upon a time",
-        "The engine of the old train",
-        "Ten small birds sat on a wire and one of them said" * 8,
-    )
+    chance = random.Random(1)
+    texts = ["Once upon a time", "The engine of the old train"]
+    texts += [" ".join(chance.choice(WORDS) for _ in range(90)) for _ in range(LONG)]
     asked = []
     for number, text in enumerate(texts):
         for stream in (False, True):
-            body = {"max_tokens": 12 + 14 * number, "stream": stream, **fixed}
+            body = {"max_tokens": 12 + 10 * (number % 4), "stream": stream, **fixed}
             asked.append(Question("/v1/completions", {"prompt": text, **body}))
             message = {"role": "user", "content": text}
             asked.append(Question("/v1/chat/completions", {"messages": [message], **body}))
@@ -179,8 +182,10 @@ class Load:
 
     async def _post(self, question: Question, name: str) -> tuple[int, bytes, float]:
         """Status, body, and the seconds that the client is asked to wait before another request."""
-        headers = {"x-request-id": name}
-        async with self._session.post(self.url + question.path, json=question.body, headers=headers) as reply:
+        headers, body = {"x-request-id": name}, question.body
+        if crc32(name.encode()) % 2:  # no prefix of it is cached: the caches on disk have something to write
+            body = body | {"cache_salt": name}
+        async with self._session.post(self.url + question.path, json=body, headers=headers) as reply:
             data, wait_s = await reply.read(), min(2.0, float(reply.headers.get("retry-after", 0)))
             if reply.headers.get("x-request-id") != name:
                 return 0, b"the answer to another request: " + data, wait_s

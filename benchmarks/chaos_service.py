@@ -405,7 +405,7 @@ class Service:
         }
         return {
             "processes": len(self.marked()),
-            "descriptors": {role: max(sum(descriptors(pid).values()) for pid in pids) for role, pids in roles.items()},
+            "descriptors": {role: max(descriptors(pid).total() for pid in pids) for role, pids in roles.items()},
             "mb": {role: max(map(resident_mb, pids)) for role, pids in roles.items()},
         }
 
