@@ -35,8 +35,8 @@ from common import cpu_name, provenance, write_rows
 
 CLIENTS = 5
 SLACK = {"descriptors": 2 * CLIENTS, "mb": 60.0}
-"""By how much a process may hold more at the end than a fresh one: kept connections, at most as many as clients to each replica; MB.
-What leaks with every fault is more."""
+"""By how much a process may hold more at the end than a fresh one: kept connections, as many as clients for each replica; MB. What
+leaks with every fault is more."""
 REST_S = 90.0
 """Idle connections are kept for at most 75 s."""
 GRACE_S = 1.0
