@@ -79,7 +79,7 @@ class Bench:
         """Seconds to the first token of a prompt, and how many of its tokens came from the cache."""
         first, cached = 0.0, 0
         started = time.perf_counter()
-        self.engine.submit(Submit(name, prompt, SAMPLING, time.time()))
+        self.engine.submit(Submit(name, prompt, SAMPLING, time.monotonic()))
         for delta in self.engine.deltas():
             if delta.error:
                 raise RuntimeError(delta.error)
@@ -92,14 +92,14 @@ class Bench:
         names = [f"decoder {number}" for number in range(self.args.decoders)]
         endless = SamplingParams(temperature=1.0, max_tokens=DECODED, ignore_eos=True)
         for number, name in enumerate(names):
-            self.engine.submit(Submit(name, [number + 5] * 16, endless, time.time(), cache=False))
+            self.engine.submit(Submit(name, [number + 5] * 16, endless, time.monotonic(), cache=False))
         times: list[float] = []
         sent = 0
         for delta in self.engine.deltas():
             if delta.id == names[0] and not delta.finish:
                 times.append(time.perf_counter())
                 if len(times) == BEFORE:
-                    self.engine.submit(Submit("reloaded", prompt, SAMPLING, time.time()))
+                    self.engine.submit(Submit("reloaded", prompt, SAMPLING, time.monotonic()))
                     sent = len(times)
             elif delta.id == "reloaded" and delta.finish:
                 for name in names:

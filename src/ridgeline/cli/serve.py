@@ -22,7 +22,7 @@ import uvloop
 from rich.console import Console
 
 from ridgeline.cli.flags import Arguments, Parser, parser_for
-from ridgeline.cli.show import Stages, announcer, configuration, engine_options, stages_text
+from ridgeline.cli.show import Stages, announcer, configuration, engine_options, server_console, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.logs import configure_logging
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
@@ -183,7 +183,7 @@ def run(args: Arguments) -> int:
         server = import_module("ridgeline.service.server")
         announce: Announcer | LogAnnouncer = LogAnnouncer()
         if resolved.service.log_format == "text":
-            console = Console(stderr=True)
+            console = server_console()
             announce = Announcer(args, folder, console, cleanup.enter_context(Stages(console)), started)
         uvloop.run(server.serve(resolved, folder, listeners, engines, announce))
     return 0

@@ -161,7 +161,7 @@ class Server:
             self.front.close(lost)
             announce.restarting(lost)
             self.front.metrics.engine_restarted()
-            self._service.pin_book.restarted(time.time())
+            self._service.pin_book.restarted(time.monotonic())
             self.front.metrics.on_step(_NOTHING_RUNS)
             # End the reference engine, too: the next engine is sized by the free memory.
             await self._end_shadowing()

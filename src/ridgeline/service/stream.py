@@ -118,7 +118,7 @@ async def _repeated(
     """The pieces of a stored answer. The engine does not see the call."""
     ledger = Ledger(call, service.metrics)
     try:
-        usage.received, usage.repeated, usage.cached = time.time(), True, usage.prompt
+        usage.received, usage.repeated, usage.cached = time.monotonic(), True, usage.prompt
         ledger.repeat(usage.received, [piece.finish for piece in stored if piece.finish])
         for piece in stored:
             usage.completion += piece.count
@@ -205,7 +205,7 @@ class _Run:
 
     def released(self) -> None:
         """The newest tokens may be sent now."""
-        self._usage.received = time.time()
+        self._usage.received = time.monotonic()
 
     def withdraw(self, index: int) -> None:
         """Withdraw a choice, and end it if it still runs."""

@@ -26,7 +26,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """Prompt token ids, at least one."""
     sampling: SamplingParams
     arrival: float
-    """Unix seconds when the service received the request."""
+    """Monotonic seconds (of this machine) when the service received the request."""
     priority: int = 0
     """Lower values run first."""
     salt: str = ""

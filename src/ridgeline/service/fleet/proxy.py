@@ -38,6 +38,8 @@ _NOT_READY = frozenset({502, 503, 504})
 _DEFAULT_PAUSE_S = 0.5
 _STREAMED_BODY = 1 << 18
 """Bytes above which a body is written in pieces, so that other streams go on."""
+_WHOLE_BYTES = 1 << 20
+"""Up to this length an answer of known length is read before any of it is passed on."""
 
 log = logging.getLogger(__name__)
 
@@ -147,13 +149,15 @@ class Passing:
 
     async def _pass(self, upstream: Upstream, exchange: Exchange, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         """Pass an answer on as it comes."""
-        content, request = reply.content, self._request
-        chunk = await content.readany()
+        content, request, length = reply.content, self._request, reply.headers.get("content-length")
+        # One that is complete at once is passed on when all of it is here, so that it is sent again if it breaks off.
+        whole = length is not None and int(length) <= _WHOLE_BYTES
+        chunk = await (content.read() if whole else content.readany())
         self._balancer.first_byte(self._ticket)
         self._body = b""
         await self._held.aclose()
         response = web.StreamResponse(status=reply.status, headers=_returned(reply.headers, self._name))
-        if (length := reply.headers.get("content-length")) is not None:
+        if length is not None:
             response.content_length = int(length)
         self._response = response
         try:
