@@ -98,7 +98,6 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("sleep", _PIPELINE, "several ranks do not sleep together so far", "leave the parallel sizes out"),
     Refusal("sleep", _CONTEXT_PARALLEL, "several ranks do not sleep together so far", "leave the parallel sizes out"),
     Refusal("sleep", _APART, "several engines do not sleep together so far", "leave it out"),
-    Refusal("sleep", "a GPU", "releasing memory of a GPU has not run on one yet", "leave it out, or use --device cpu"),
     Refusal("sleep", "weights in host memory", "these weights have no memory on the GPU to release", "leave it out"),
     Refusal("retention", "layers with windows", "the windows bound the cache already", "use --kv-retention all"),
     Refusal(
@@ -142,7 +141,6 @@ REFUSALS: Sequence[Refusal] = (
         "a GPU selects pages of keys in the model's dtype only so far",
         "use --kv-cache-dtype auto, or --device cpu",
     ),
-    Refusal("selection", "a GPU", "its kernels have not run on a GPU yet", "leave it out, or use --device cpu"),
     Refusal(
         "host memory",
         "no prefix cache",
