@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_177
+HEART_STATEMENTS = 7_184
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -64,6 +64,9 @@ BESIDE_HEART: Mapping[str, str] = {
     "kv/disk.py": "tiers below the KV cache: files, with the option --kv-disk",
     "kv/offload.py": "tiers below the KV cache: their index, with the option --kv-offload-gb",
     "kv/transfer.py": "prompts computed by another engine, with the option --prefill-engines",
+    "kv/peer_pools.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
+    "kv/host_pages.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
+    "ops/peer_memory.py": "memory of GPUs that processes share",
     "engine/sleep.py": "releases and reads the weights, by orders of operators",
     "ops/releasable.py": "memory that a sleeping engine gives back",
     "engine/handover.py": "prompts computed by another engine, with the option --prefill-engines",
@@ -92,6 +95,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "several ranks: attention from its parts",
     "ops/striped.py": "several ranks: attention to keys that they hold together",
+    "ops/gathered.py": "several ranks: keys that travel to the queries of a prompt",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",
     "ops/stored.py": "formulas of the reference for KV formats with scales",
     "ops/cpu": "operations of a CPU",
@@ -104,6 +108,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/drafting.py": "measures: FLOPs and bytes of drafters",
     "core/fit.py": "start-up: options with which a model fits",
     "core/host_weights.py": "start-up: weights that stay in host memory",
+    "core/logs.py": "log lines",
     "core/memory.py": "memory of the grammar processes",
     "core/operations.py": "calculators",
     "core/plural.py": "messages of commands",

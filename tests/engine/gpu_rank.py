@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,8 +18,11 @@ from zlib import crc32
 import torch
 
 from ridgeline.core.errors import EngineFailed
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.striped import split_tokens, striped
+from ridgeline.ops.triton.table import TRITON
 from ridgeline.parallel.gpu import GpuGroup
-from ridgeline.parallel.mesh import Meeting, connect
+from ridgeline.parallel.mesh import Meeting, Mesh, connect
 
 TIMEOUT_S = 60.0
 SIZES = (8, 64, 4096, 8192, 8192 + 32, 65_536, 524_288, 4 << 20, 64 << 20)
@@ -102,6 +106,30 @@ def moved(group: GpuGroup, rank: int, size: int) -> list[list[float]]:
     return [parts.flatten().tolist(), swapped.flatten().tolist(), message.tolist()]
 
 
+def prompt(mesh: Mesh) -> float:
+    """The largest difference of a chunk's attention over context-parallel ranks, whose keys travel, to that of one GPU. Heads and
+    chunk are such that the kernel for long chunks runs on both."""
+    rank, size, slots, tokens, page = mesh.rank, mesh.size, 1500, 1024, 64
+    chance, pages = torch.Generator().manual_seed(5), -(-slots // (page * size))
+    kv = torch.randn(pages + 1, 2, 2, page * size, 128, generator=chance).to(torch.bfloat16).cuda()
+    q = torch.randn(tokens, 8, 128, generator=chance).to(torch.bfloat16).cuda()
+    table = torch.stack((torch.zeros(pages), torch.randperm(pages, generator=chance) + 1)).int().cuda()
+    position = torch.arange(slots - tokens, slots, dtype=torch.int32).cuda()
+    row, q_start, length = (torch.tensor(entries, dtype=torch.int32).cuda() for entries in ([1], [0, tokens], [slots]))
+    written = table[1, (position // (page * size)).long()].long() * page * size + position % (page * size)
+    view = KvView(kv, table, written, None, None, 128**-0.5)
+    step = StepInputs(row, q_start, length, position, torch.zeros_like(position), tokens, slots)
+    want, _ = TRITON.attention.attend(q, None, None, view, step)
+    part = replace(view, kv=kv[:, :, :, rank * page : (rank + 1) * page].contiguous())
+    ops = striped(TRITON, mesh)
+
+    def run(stream: torch.Tensor, views: Sequence[KvView], chosen: StepInputs) -> torch.Tensor:
+        return ops.attention.attend(stream.unflatten(1, (8, 128)), None, None, part, chosen)[0].flatten(1)
+
+    merged = split_tokens(run, mesh)(q.flatten(1), [], replace(step))
+    return float((merged.float() - want.flatten(1).float()).abs().max())
+
+
 def main(rank: int, size: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -110,7 +138,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     group = mesh.group
     assert isinstance(group, GpuGroup)
     results: dict[str, Any] = {"own kernels": group.sums is not None, "sums": run(group, rank, size)}
-    results |= {"burst": burst(group, rank, size), "moved": moved(group, rank, size)}
+    results |= {"burst": burst(group, rank, size), "moved": moved(group, rank, size), "prompt": prompt(mesh)}
     torch.cuda.synchronize()
     if rank == 0:
         waits = {}

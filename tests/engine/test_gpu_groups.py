@@ -75,6 +75,11 @@ def test_parts_arrive_in_order(ranks: list[dict[str, Any]]) -> None:
         assert message == [10.0 * ((rank - 1) % size) + at for at in range(6)]
 
 
+def test_keys_of_a_prompt_travel(ranks: list[dict[str, Any]]) -> None:
+    """And each rank's attention is that of one GPU, up to the rounding of bfloat16 to numbers below 1."""
+    assert max(rank["prompt"] for rank in ranks) < 2**-7
+
+
 def test_an_abort_ends_what_waits_for_a_rank_that_is_gone(ranks: list[dict[str, Any]]) -> None:
     assert all(ranks[0]["waits"].values()), "the device waits for the other rank"
     assert ranks[0]["waited_s"] < 4

@@ -87,6 +87,8 @@ class FakeEngine:
         self.said = 0
         self.queued = 0.0
         """Seconds that every request is said to have waited."""
+        self.prefill_s = self.decode_s = 0.0
+        """Seconds that every choice is said to have taken for its prompt, and after it."""
         self._rows: list[_Row] = []
         self._waiting: list[_Row] = []
         self._sequence = 0
@@ -216,7 +218,7 @@ class FakeEngine:
         if sampling.logprobs is not None:
             delta.logprobs = [score(token, sampling.logprobs) for token in tokens]
         if first or delta.finish:
-            delta.times = (self.queued, 0.0, 0.0, 0)
+            delta.times = (self.queued, self.prefill_s, self.decode_s, 0)
         return delta
 
     def _stats(self, tokens: int) -> StepStats:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +27,15 @@ _FACTS = {
 def engine_options(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Configuration fields that the engine chose, from the facts that it reports."""
     return {name: facts[fact] for name, fact in _FACTS.items() if fact in facts}
+
+
+def announcer(log_format: str) -> Callable[[str], None]:
+    """What says to the user that a server listens: a line on standard error, or with --log-format json a log line."""
+    if log_format == "json":
+        log = logging.getLogger("ridgeline")
+        return lambda text: log.handle(log.makeRecord(log.name, logging.INFO, "", 0, text, (), None))
+    console = Console(stderr=True)
+    return lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 class Stages:

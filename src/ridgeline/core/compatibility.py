@@ -222,7 +222,6 @@ REFUSALS: Sequence[Refusal] = (
         "blocks are handed over by their prefix",
         "leave out --no-enable-prefix-caching",
     ),
-    Refusal(_APART, "a GPU", "pools are shared through host memory so far", "use --device cpu"),
 )
 
 

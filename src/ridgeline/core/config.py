@@ -217,9 +217,18 @@ class ServiceConfig:
     )
     moderation_api_key: str | None = option(None, "key that is sent to the endpoint of --moderation")
     prefill_engines: int = option(
-        0, "engine processes that compute prompts for --decode-engines (default: one engine does both); on CPUs"
+        0, "engine processes that compute prompts for --decode-engines (default: one engine does both)"
     )
     decode_engines: int = option(0, "engine processes that draw the tokens after the first; with --prefill-engines")
+    otlp_traces_endpoint: str = option(
+        "",
+        "address of an OpenTelemetry collector (OTLP over HTTP, as in http://localhost:4318) that receives traces of requests; "
+        "needs ridgeline[otel] (default: none)",
+    )
+    log_format: str = option("text", "text, or json: log lines as one JSON object each, with request_id")
+    log_level: str = option(
+        "warning", "lowest level of log lines: debug, info (a line for each request), warning or error"
+    )
     slo: str = option(
         "", "latency limits of a good request: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
     )

@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.logs import FORMATS, LEVELS
 from ridgeline.core.quantization import check_format
 from ridgeline.core.slo import Slo, reader_pace
 from ridgeline.core.token_prices import TokenPrices
@@ -34,6 +35,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "metrics_alias": ("", "vllm", "old", "sglang"),
     "moderation_mode": ("buffer", "window", "after"),
     "moderation_failure": ("closed", "open"),
+    "log_format": FORMATS,
+    "log_level": LEVELS,
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),

@@ -19,7 +19,7 @@ from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.group import start_group
-from ridgeline.engine.handover import open_hand_over
+from ridgeline.engine.handover import open_hand_over, take_gpu
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -54,6 +54,7 @@ def assemble(
         ConfigError, UnsupportedModel, DoesNotFit: before any weight is read.
     """
     times = StartTimes(imports_s, progress)
+    take_gpu(pools, config)
     policy = admission(config.batching)
     rank = plan_rank(model, config, times, pools)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan

@@ -18,6 +18,7 @@ from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.handover import HandOvers
 from ridgeline.engine.late_compiles import LateCompiles
 from ridgeline.engine.loop import Loop
+from ridgeline.engine.profiler import PROFILE_ORDERS, Profiler
 from ridgeline.engine.request import Request
 from ridgeline.engine.sleep import ORDERS, Sleeper
 from ridgeline.kv.prefix import chain_root
@@ -48,7 +49,8 @@ class Setup:
     fingerprint: hash of the weights and the KV format. Engines share prefixes only if their fingerprints are equal.
     seed: seeds the generator of seeds for requests without one. facts: the content of Ready and of the "stats" reply. check: raises
     EngineFailed if another rank is lost; called in every turn. closing: called before the device is released. hand_overs: prompts
-    that this engine computes for others, or others for it. sleeper: releases the memory of weights and cache.
+    that this engine computes for others, or others for it. sleeper: releases the memory of weights and cache. profiler: records
+    profiles.
     """
 
     max_len: int
@@ -65,6 +67,7 @@ class Setup:
     closing: Callable[[], None] = lambda: None
     hand_overs: HandOvers = field(default_factory=HandOvers)
     sleeper: Sleeper = field(default_factory=Sleeper)
+    profiler: Profiler = field(default_factory=Profiler)
 
 
 class Engine:
@@ -241,6 +244,8 @@ class Engine:
             reply, changes = self.setup.sleeper.obey(message.order, message.argument, leases)
             self.setup = replace(self.setup, **changes)
             return reply
+        if message.order in PROFILE_ORDERS:
+            return self.setup.profiler.obey(message.order, message.argument)
         if message.order == "drain":
             self._draining = True
             return {}

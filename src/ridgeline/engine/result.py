@@ -60,7 +60,8 @@ def without(plan: StepPlan, error: str | None) -> StepResult:
 @dataclass(slots=True)
 class Pending:
     """A launched step. Its host tensors are complete when the clock's end event has passed; `outcome` keeps them alive. lost:
-    places in the step whose rows the device does not hold. fresh, transfers: see StepResult."""
+    places in the step whose rows the device does not hold. fresh, transfers: see StepResult. drawn: of the last stage of a
+    pipeline, the drawn tokens that other stages wait for."""
 
     plan: StepPlan
     batch: Batch
@@ -69,6 +70,7 @@ class Pending:
     lost: Sequence[int] = ()
     fresh: bool = False
     transfers: dict[int, bool] = field(default_factory=dict)
+    drawn: torch.Tensor | None = None
 
     @classmethod
     def of(

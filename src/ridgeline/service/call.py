@@ -11,6 +11,7 @@ from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.core.token_prices import Billable, TokenPrices
 from ridgeline.metrics import RequestRecord
 from ridgeline.service.breakpoints import Breakpoint
+from ridgeline.service.trace import NO_TRACE, Trace
 from ridgeline.wire.messages import Submit
 
 
@@ -39,7 +40,7 @@ class Call:
     request_id: of the header x-request-id. run_id: of the header x-run-id, "" without one. declared: latency limits that the caller
     set for this request. ignored: parts of its messages that the template does not read. batch: it is a row of a batch.
     breakpoints: ends of cached prefixes of its only prompt.
-    payer: the client who sent it.
+    payer: the client who sent it. trace: of the HTTP request.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -61,6 +62,7 @@ class Call:
     batch: bool = False
     breakpoints: tuple[Breakpoint, ...] = ()
     payer: Payer = NO_PAYER
+    trace: Trace = NO_TRACE
 
     @property
     def choices(self) -> int:

@@ -112,3 +112,4 @@ class Ledger:
         )
         self._metrics.on_request(record)
         call.payer.charge(record, live.cost(record))
+        call.trace.answered(record, call.sampling, self._metrics.model_name)

@@ -203,6 +203,7 @@ class Server:
         self.front.client.end_all("The server is shutting down: send the request to another replica.", "drain")
         if self._runner is not None:
             await self._runner.cleanup()
+        await asyncio.to_thread(self.front.tracing.close)
         if self._service is not None:
             self._service.grammars.close()
         await self._end_shadowing()

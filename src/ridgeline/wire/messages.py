@@ -72,9 +72,9 @@ class Control(msgspec.Struct, tag="control", array_like=True):
     id: str
     order: str
     """One of "stats" (engine counters, including `free`, `used` and `total` pages), "reset_prefix_cache", "drain" (admit no new
-    request), "stop", "sleep", "wake_up" and "update_weights"."""
+    request), "stop", "sleep", "wake_up", "update_weights", "profile_start" and "profile_stop"."""
     argument: str = ""
-    """The level of "sleep" (1 or 2), the model folder of "update_weights"."""
+    """The level of "sleep" (1 or 2), the model folder of "update_weights", the file that "profile_stop" writes."""
 
 
 Up = Submit | Cancel | Finish | Control

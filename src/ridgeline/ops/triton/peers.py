@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.ops.peer_memory import open_shared, share
 from ridgeline.ops.triton import cuda, pairs
 from ridgeline.ops.triton.launch import is_hopper
 
@@ -28,18 +29,9 @@ PROGRAMS, THREADS = 64, 256
 ONE_SHOT_ROOM, TWO_SHOT_ROOM = 1 << 20, 8 << 20
 """Most bytes of a message."""
 _MACROS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
-_SHARED_HANDLE = 64
-"""Bytes of CUipcMemHandle."""
-_LAZY_PEER_ACCESS = 1
 
 Swap = Callable[[str], Sequence[str]]
 """Give a word to all ranks; returns those of all, in order."""
-
-
-class _Handle(ctypes.Structure):
-    """CUipcMemHandle."""
-
-    _fields_ = (("words", ctypes.c_char * _SHARED_HANDLE),)
 
 
 class _Addresses(ctypes.Structure):
@@ -135,29 +127,23 @@ def peer_sums(rank: int, size: int, device: torch.device, swap: Swap) -> PeerSum
 
 def shared_memory(rank: int, size: int, device: torch.device, swap: Swap) -> list[int]:
     """Allocate zeroed memory that all ranks map. Returns the addresses of all ranks' memory, or none if a rank cannot have it."""
-    mine, handle = c_uint64(), _Handle()
-    able = size <= MOST_RANKS and is_hopper(device) and cuda.available()
-    if able:
+    mine, word = c_uint64(), b""
+    if size <= MOST_RANKS and is_hopper(device) and cuda.available():
         try:
             cuda.call("cuMemAlloc_v2", byref(mine), c_size_t(Layout(size).total))
             cuda.call("cuMemsetD8_v2", mine, c_uint(0), c_size_t(Layout(size).total))
             cuda.call("cuCtxSynchronize")
-            cuda.call("cuIpcGetMemHandle", byref(handle), mine)
+            word = share(mine.value)
         except RuntimeError:
-            able = False
-    handles = swap(bytes(handle).hex() if able else "")
-    if not all(handles):
+            word = b""
+    words = swap(word.hex())
+    if not all(words):
         return []
     memory: list[int] = []
-    for number, word in enumerate(handles):
-        address = mine
-        if number != rank:
-            address = c_uint64()
-            try:
-                other = _Handle.from_buffer_copy(bytes.fromhex(word))
-                cuda.call("cuIpcOpenMemHandle_v2", byref(address), other, c_uint(_LAZY_PEER_ACCESS))
-            except RuntimeError:
-                memory.clear()
-                break
-        memory.append(address.value)
+    for number, shared in enumerate(words):
+        try:
+            memory.append(mine.value if number == rank else open_shared(bytes.fromhex(shared)))
+        except RuntimeError:
+            memory.clear()
+            break
     return memory if all(swap("mapped" if memory else "")) else []

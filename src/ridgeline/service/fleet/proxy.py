@@ -18,7 +18,7 @@ from ridgeline.service.errors import BUSY, error_event
 from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.demand import read_demand
 from ridgeline.service.fleet.upstream import Exchange, Upstream
-from ridgeline.service.guard import ACCESS, REQUEST_ID, request_id
+from ridgeline.service.guard import ACCESS, REQUEST_ID, TRACE, name_request, request_id
 from ridgeline.service.routing import Ticket
 
 BALANCER = web.AppKey("balancer", Balancer)
@@ -59,7 +59,7 @@ async def forward(request: web.Request) -> web.StreamResponse:
         read = partial(read_demand, request.headers)
         body, (demand, body_id) = await held.enter_async_context(access.bodies.held(request, read))
         if isinstance(body_id, str) and "x-request-id" not in request.headers:
-            request[REQUEST_ID] = request_id(body_id)
+            name_request(request, request_id(body_id))
         ticket = await balancer.place(demand)
         passing = Passing(request, balancer, ticket, bytes(body), held)
         try:
@@ -113,6 +113,7 @@ class Passing:
         """Send the request to one replica. None: it is to be sent again. Raises ReplicaLost or ClientLost."""
         if (upstream := self._balancer.upstreams.get(name)) is None:
             raise ReplicaLost("it was removed")
+        self._request[TRACE].sent(name)
         try:
             async with asyncio.timeout(None) as scope:
                 exchange = Exchange(scope)
@@ -194,12 +195,13 @@ class Passing:
         return self._ticket.replica.name
 
     def _headers(self) -> list[tuple[str, str]]:
+        trace = self._request[TRACE].headers
         headers = [
             (name, value)
             for name, value in self._request.headers.items()
-            if (lower := name.lower()) not in _NOT_SENT and not lower.startswith("sec-fetch-")
+            if (lower := name.lower()) not in _NOT_SENT and lower not in trace and not lower.startswith("sec-fetch-")
         ]
-        return [*headers, ("x-request-id", self._request[REQUEST_ID]), ("accept-encoding", "identity")]
+        return [*headers, *trace.items(), ("x-request-id", self._request[REQUEST_ID]), ("accept-encoding", "identity")]
 
 
 def _returned(headers: Mapping[str, str], name: str) -> list[tuple[str, str]]:
