@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_184
+HEART_STATEMENTS = 7_228
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -67,6 +67,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "kv/peer_pools.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
     "kv/host_pages.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
     "ops/peer_memory.py": "memory of GPUs that processes share",
+    "engine/profiler.py": "profiles, by orders of operators",
     "engine/sleep.py": "releases and reads the weights, by orders of operators",
     "ops/releasable.py": "memory that a sleeping engine gives back",
     "engine/handover.py": "prompts computed by another engine, with the option --prefill-engines",

@@ -20,6 +20,8 @@ import torch
 from ridgeline.core.errors import EngineFailed
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.striped import split_tokens, striped
+from ridgeline.ops.table import Normed
+from ridgeline.ops.triton.linears import linear, linear_add
 from ridgeline.ops.triton.table import TRITON
 from ridgeline.parallel.gpu import GpuGroup
 from ridgeline.parallel.mesh import Meeting, Mesh, connect
@@ -91,6 +93,46 @@ def burst(group: GpuGroup, rank: int, size: int) -> list[int]:
     return total
 
 
+def overlapped(group: GpuGroup, rank: int) -> dict[str, tuple[int, int]]:
+    """By number of tokens, CRCs of products, norms and sums one at a time, and from a graph in which each starts while the kernel
+    before it ends. The ranks are late by turns."""
+    width, blocks, results = 2048, 24, {}
+    weights = [
+        [
+            (numbers(rank, 2 * at + which, width * width, torch.bfloat16) / 64).view(width, width).cuda()
+            for which in (0, 1)
+        ]
+        for at in range(blocks)
+    ]
+    gain = torch.ones(width, dtype=torch.bfloat16, device="cuda")
+    for tokens in (1, 64):
+        static = numbers(0, tokens, tokens * width, torch.bfloat16).view(tokens, width).cuda()
+
+        def chain(each: Callable[[], object], start: torch.Tensor = static) -> torch.Tensor:
+            stream = start.clone()
+            for at, (first, second) in enumerate(weights):
+                if at % 2 == rank % 2:
+                    torch.cuda._sleep(5_000)
+                hidden = linear(Normed(stream, gain, 1e-5, False), first, None)
+                each()
+                stream = linear(hidden, second, None) if rank else linear_add(hidden, second, None, stream)
+                each()
+                group.all_reduce(stream)
+                each()
+            return stream
+
+        apart = chain(torch.cuda.synchronize)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            together = chain(lambda: None)
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+        both = (crc32(x.view(torch.uint8).cpu().numpy().tobytes()) for x in (apart, together))
+        results[f"{tokens} tokens"] = (next(both), next(both))
+    return results
+
+
 def moved(group: GpuGroup, rank: int, size: int) -> list[list[float]]:
     """What all_gather, exchange and a message around the ring bring."""
     x = torch.arange(6.0).cuda() + 10 * rank
@@ -138,7 +180,12 @@ def main(rank: int, size: int, folder: Path) -> None:
     group = mesh.group
     assert isinstance(group, GpuGroup)
     results: dict[str, Any] = {"own kernels": group.sums is not None, "sums": run(group, rank, size)}
-    results |= {"burst": burst(group, rank, size), "moved": moved(group, rank, size), "prompt": prompt(mesh)}
+    results |= {
+        "burst": burst(group, rank, size),
+        "moved": moved(group, rank, size),
+        "prompt": prompt(mesh),
+        "overlapped": overlapped(group, rank),
+    }
     torch.cuda.synchronize()
     if rank == 0:
         waits = {}

@@ -66,6 +66,12 @@ def test_many_sums_without_a_pause(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["burst"] == ranks[0]["burst"] for rank in ranks)
 
 
+def test_sums_between_products_may_overlap_them(ranks: list[dict[str, Any]]) -> None:
+    for tokens, (apart, together) in ranks[0]["overlapped"].items():
+        assert apart == together, tokens
+    assert all(rank["overlapped"] == ranks[0]["overlapped"] for rank in ranks)
+
+
 def test_parts_arrive_in_order(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
     for rank, results in enumerate(ranks):

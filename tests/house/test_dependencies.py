@@ -24,6 +24,7 @@ MODULES = {
     "pyyaml": "yaml",
     "opentelemetry-sdk": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "pydantic-ai-slim": "pydantic_ai",
 }
 """Distribution -> its module, where replacing - by _ does not give it."""
 DEVELOPMENT = ("src", "tests", "tools", "benchmarks", "training")

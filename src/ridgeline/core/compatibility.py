@@ -71,6 +71,7 @@ FEATURES: Mapping[str, Feature] = {
     "layers that share a cache": Feature(
         "", lambda choice: any(layer.share_from is not None for layer in choice.layers)
     ),
+    "copies of experts": Feature("redundant_experts", lambda choice: choice.model.redundant_experts > 0),
     "experts": Feature("", lambda choice: any(layer.experts for layer in choice.layers)),
     "sleep": Feature("enable_sleep_mode", lambda choice: choice.engine.enable_sleep_mode),
     "prefill apart from decode": Feature("", lambda choice: choice.hands_over),
@@ -156,6 +157,7 @@ REFUSALS: Sequence[Refusal] = (
         "a copy of all experts would be made for the few that a token uses",
         "leave --cpu-offload-gb out, or use --quantization",
     ),
+    Refusal("copies of experts", "a GPU", "its kernels know no copies so far", "leave it out, or use --device cpu"),
     Refusal(
         "drafts as trees",
         "deterministic",

@@ -37,6 +37,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moderation_failure": ("closed", "open"),
     "log_format": FORMATS,
     "log_level": LEVELS,
+    "pooling": ("auto", "last", "mean", "cls"),
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),

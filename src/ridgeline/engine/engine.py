@@ -180,14 +180,15 @@ class Engine:
                 "fewer stop_token_ids.",
                 param="stop_token_ids",
             )
-        limit = min(setup.max_len, length + (1 if message.hand_over else sampling.max_tokens or setup.max_len))
+        drawn_tokens = 1 if message.hand_over else sampling.max_tokens or setup.max_len
+        limit = length if sampling.pooling else min(setup.max_len, length + drawn_tokens)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         root = chain_root(message.salt, setup.fingerprint)
         requests = []
         for choice in message.drawn or range(sampling.n):
             self._arrivals += 1
             drawn = message.drawn.get(choice, [])
-            if length + len(drawn) >= limit:
+            if length + len(drawn) >= limit and sampling.pooling is None:
                 raise RequestError(f"{len(drawn)} drawn tokens leave none of {limit} to draw.", param="max_tokens")
             constraint = None if compiled is None else compiled.start()
             if constraint is not None and drawn:
@@ -308,7 +309,7 @@ class Engine:
         record = step, running, waiting, *token_counts, *cache, *waste, host, loop.device_s, *work, *drafts, late
         stats = StepStats(*record, *account[4:])
         if steps and (tokens := self.setup.expert_load.take(step)):
-            stats.expert_tokens = tokens
+            stats.expert_tokens, stats.rank_tokens = tokens, self.setup.expert_load.by_rank(tokens)
         if step % _WASTE_EVERY == 0 or not scheduler.running:
             stats.tiers = [
                 (tier.name, tier.stored, tier.loaded, tier.dropped) for tier in scheduler.leases.source.tiers()
@@ -331,4 +332,5 @@ def _delta(update: Update) -> Delta:
         update.prompt_logprobs,
         update.times,
         update.pins,
+        update.pooled,
     )

@@ -78,9 +78,11 @@ class Pending:
     ) -> Pending:
         """Start the copies to the host (SamplerOps.to_host) and mark the end of the step."""
         if clock.cuda:
-            packed = None if outcome.packed is None else to_host(outcome.packed)
+            packed, pooled = (
+                None if tensor is None else to_host(tensor) for tensor in (outcome.packed, outcome.pooled)
+            )
             logprobs, scores = (_ranked_to_host(ranked, to_host) for ranked in (outcome.logprobs, outcome.scores))
-            outcome = Outcome(packed, logprobs, scores, outcome.worth)
+            outcome = Outcome(packed, logprobs, scores, outcome.worth, pooled)
         clock.stop()
         return cls(plan, batch, outcome, clock, lost)
 
@@ -150,6 +152,9 @@ class Pending:
         for place, count in scores.counts.items():
             result.scores[place] = records[first : first + count]
             first += count
+        if self.outcome.pooled is not None:
+            sums = ([total.tobytes()] for total in self.outcome.pooled.numpy())
+            result.pooled.update(zip(scores.pooled, sums, strict=True))
 
 
 def _ranked_to_host(ranked: Ranked | None, to_host: ToHost) -> Ranked | None:

@@ -44,8 +44,9 @@ class EarlierStep(DeviceStep):
     def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool) -> tuple[Tensor, Ranked | None]:
         return self.decoder.stage.learn(torch.empty(len(batch.owners), dtype=torch.int32, device=hidden.device)), None
 
-    def _score(self, scores: Scores, hidden: Tensor) -> None:
-        """The last stage has the head, and scores."""
+    def _score(self, scores: Scores, hidden: Tensor) -> tuple[None, None]:
+        """The last stage has the final hidden states and the head: it scores and pools."""
+        return None, None
 
 
 class StageExecutor(Executor):

@@ -67,7 +67,7 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
         )
     layers = drop_idle_windows(spec.layers, longest)
     if model.expert_parallel:
-        layers = whole_experts(layers)
+        layers = whole_experts(layers, model)
     served = replace(
         spec,
         dtype=dtype,

@@ -38,7 +38,7 @@ class Ledger:
 
     def observe(self, delta: Delta, now: float) -> None:
         """A delta came at `now`, unix seconds."""
-        if self._first is None and delta.tokens:
+        if self._first is None and (delta.tokens or delta.pooled):
             self._first = now
             self._before = self._metrics.live.totals
         if delta.times is not None:

@@ -167,7 +167,7 @@ _UPLOAD: Schema = {
 }
 _BATCH_DESCRIPTIONS = {
     "input_file_id": "The uploaded file with one request per line.",
-    "endpoint": "The endpoint of all requests: /v1/chat/completions, /v1/completions or /v1/responses.",
+    "endpoint": "The endpoint of all requests: /v1/chat/completions, /v1/completions, /v1/responses or /v1/embeddings.",
     "completion_window": "Time after which rows that have not run expire: 24h, or another number of m, h or d.",
     "metadata": "Up to 16 pairs of strings.",
     "output_expires_after": "When the result files are deleted: {anchor: created_at, seconds} (default: 30 days).",
@@ -377,6 +377,6 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def _tag(path: str) -> str:
-    if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
+    if path.startswith(("/v1/", "/v2/")) or path in ("/tokenize", "/detokenize", "/rerank", "/score"):
         return "inference"
     return "pages" if path in OPEN and path != "/health" else "operation"

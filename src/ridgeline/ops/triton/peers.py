@@ -3,7 +3,8 @@
 Each GPU has memory that the others map (CUDA IPC) and write over NVLink with plain stores; multicast is not used. One shot: each
 rank sends all of its numbers to all others, and adds what arrives; the arrival of the data is also the signal. Two shots: each rank
 adds a part of the numbers and sends the sum, which moves 2 (n - 1) / n of a message instead of n - 1, for a second wait; with two
-ranks both move the same. Sums are in rank order in float32, rounded once, so they have the same bits on all ranks.
+ranks both move the same. Sums are in rank order in float32, rounded once, so they have the same bits on all ranks. A sum starts
+while the kernel before it ends, and the kernel behind it fetches weights while the sum waits for other ranks (PDL, see launch).
 
 Source: NCCL's protocol LL (Jeaugey, NCCL 2.0, GTC 2017) for one shot; vLLM's custom all-reduce for the use of IPC memory and two
 shots (github.com/vllm-project/vllm, csrc/custom_all_reduce.cuh).
@@ -114,7 +115,7 @@ class PeerSums:
             return
         counts = self._counts[int(name == "two_shot")]
         addresses = (c_uint64(at) for at in (x.data_ptr(), counts.data_ptr(), self._stop.data_ptr(), *offsets))
-        kernel(PROGRAMS, THREADS, self._memory, *addresses, *map(c_uint32, sizes))
+        kernel(PROGRAMS, THREADS, self._memory, *addresses, *map(c_uint32, sizes), early=True)
 
 
 def peer_sums(rank: int, size: int, device: torch.device, swap: Swap) -> PeerSums | None:
