@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_111
+HEART_STATEMENTS = 7_228
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -48,6 +48,7 @@ HEART: Mapping[str, str] = {
     "core/events.py": "what the scheduler reports of every step",
     "core/sampling.py": "sampling parameters of every request",
     "core/draft.py": "drafts as the scheduler plans them",
+    "core/formats.py": "number formats as cache and decoder read them",
     "core/spec.py": "the model as scheduler, cache and decoder read it",
     "core/experts.py": "experts as cost model and decoder read them",
     "core/cost.py": "the predicted time of every step",
@@ -89,6 +90,8 @@ BESIDE_HEART: Mapping[str, str] = {
     "speculation/lookahead.py": "host drafter: called where its drafts pay",
     "speculation/first_of.py": "host drafters joined by +",
     "models/expert_keys.py": "start-up: experts in config.json",
+    "models/more_families.py": "start-up: data of families",
+    "models/tensor_names.py": "start-up: names and layouts of tensors in published checkpoints",
     "ops/__init__.py": "empty",
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "several ranks: attention from its parts",
