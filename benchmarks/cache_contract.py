@@ -95,7 +95,7 @@ def ask(engine: LocalEngine, name: str, prompt: list[int], answer: int, kept: in
     breakpoints = [(point.tokens, point.ttl_s) for point in points]
     usage, tokens, first = Usage(prompt=len(prompt)), list[int](), 0.0
     started = time.perf_counter()
-    engine.submit(Submit(name, prompt, sampling, time.time(), cache=bool(kept), breakpoints=breakpoints))
+    engine.submit(Submit(name, prompt, sampling, time.monotonic(), cache=bool(kept), breakpoints=breakpoints))
     for delta in engine.deltas():
         if delta.error:
             raise RuntimeError(delta.error)

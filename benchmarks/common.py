@@ -109,7 +109,7 @@ def timed(
         sampling = SamplingParams(
             temperature=temperature, max_tokens=shapes[index][1], ignore_eos=True, seed=index, **limits
         )
-        engine.submit(Submit(f"{run}-{index}", ids, sampling, time.time(), cache=False))
+        engine.submit(Submit(f"{run}-{index}", ids, sampling, time.monotonic(), cache=False))
     started = time.perf_counter()
     for delta in engine.deltas():
         if delta.error:

@@ -55,7 +55,7 @@ def _run(engine: LocalEngine, given: Sequence[tuple[list[int], SamplingParams]],
     answers: list[list[int]] = [[] for _ in given]
     for first in range(0, len(given), together):
         places = range(first, min(first + together, len(given)))
-        for delta in engine.run(Submit(str(at), *given[at], time.time(), cache=False) for at in places):
+        for delta in engine.run(Submit(str(at), *given[at], time.monotonic(), cache=False) for at in places):
             if delta.error:
                 raise RuntimeError(delta.error)
             answers[int(delta.id)].extend(delta.tokens)

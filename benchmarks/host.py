@@ -145,7 +145,7 @@ class Bench:
         self._count += 1
         sampling = SamplingParams(temperature=1.0, max_tokens=answer, ignore_eos=True, seed=self._count)
         ids = self._pool[start : start + length]
-        self.engine.handle(Submit(f"cmpl-{self._count:032d}-0", ids, sampling, time.time()))
+        self.engine.handle(Submit(f"cmpl-{self._count:032d}-0", ids, sampling, time.monotonic()))
 
     def step(self, times: Times) -> int:
         """One turn, timed; returns how many choices ended."""

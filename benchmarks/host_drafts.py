@@ -114,7 +114,7 @@ class Timed:
             self._text.say(scheduler._free_rows[-1 - len(scheduler.waiting)], prompt + answer)
             sampling = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True, seed=number)
             self.engine.submit(
-                Submit(f"{time.monotonic_ns()}-{number}", list(prompt), sampling, time.time(), cache=False)
+                Submit(f"{time.monotonic_ns()}-{number}", list(prompt), sampling, time.monotonic(), cache=False)
             )
 
         for _ in range(rows):

@@ -1,6 +1,7 @@
 """A model over two GPUs of one host against one of them, and the time of a sum by its size.
 
     python benchmarks/multi_gpu.py --out benchmarks/results/multi_gpu.json [--only sums,tensor,tensor-fp8,stages,context]
+    python benchmarks/multi_gpu.py --out benchmarks/results/multi_gpu.json --only context-one,context [--longest]
 
 Random weights. decode-N: milliseconds per token of N requests that run together, after the last first token. prefill: prompt tokens
 per second of 16 prompts of 8,192 tokens. prompt-N: seconds until the first token of one prompt of N tokens. sums: microseconds of a
@@ -13,7 +14,7 @@ Predicted before the first run, for two H100 (3.0 TB/s read, 600 TFLOP/s) and Ll
   against 5.0 ms. 64 requests: sums of 512 KB at 9 us: 3.6 ms against 5.6 ms.
 - prefill: a step of 8,448 tokens computes for 112 ms a rank, and sums 65 times 69 MB at 300 GB/s, 15 ms: 1.75 times one rank.
 - stages: 64 requests are two steps of 32, each of which reads half of the weights on each stage: 1.0 times; prefill 1.8 times.
-- context: attention of a prompt's chunk reads the keys once per query token: a long prompt takes 10 times as long as on one rank.
+- context: keys travel (docs/log/2026-11-27-context-parallel-prompts-gpus.md): 1.8 times at 8k and 32k tokens.
 - experts (Qwen3-30B-A3B, 3.3 GB of weights per token, two H200): one request is bound by launches, 1.1 times either way. 64
   requests read nearly all experts: 1.6 times. Whole experts: the same bytes in the mean, but a step waits for the rank with more of
   them: 64 requests times 8 choices over 2 ranks deviate by 4 %. Prompts 1.7 times, and whole experts gain by wider products.
@@ -46,6 +47,8 @@ SIZES = [1 << bits for bits in range(12, 27)]
 """Bytes of sums: 4 KB to 64 MB."""
 IN_GRAPH = 64
 LONGEST = 131_072
+CONTEXT_PROMPTS = {"8k": 8192, "32k": 32_768, "128k": LONGEST - 16}
+CONTEXT_TARGET = 1.7
 SLOWEST_S = 60.0
 """A longer prompt is left out if the shorter one predicts that it takes longer."""
 Row = dict[str, Any]
@@ -116,11 +119,16 @@ def sums(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def started(
-    model: Path, quantization: str, options: Mapping[str, int], whole_experts: bool = False, rows: int = 64
+    model: Path,
+    quantization: str,
+    options: Mapping[str, int],
+    whole_experts: bool = False,
+    rows: int = 64,
+    most: int = LONGEST,
 ) -> tuple[LocalEngine, float]:
     """An engine, and the seconds of its start."""
     began = time.perf_counter()
-    longest = min(LONGEST, json.loads((model / "config.json").read_text())["max_position_embeddings"])
+    longest = min(most, json.loads((model / "config.json").read_text())["max_position_embeddings"])
     served = ModelConfig(
         str(model),
         load_format="dummy",
@@ -163,16 +171,31 @@ def measured(args: argparse.Namespace, quantization: str, way: str, options: Map
     engine, start_s = started(args.model, quantization, options)
     name = f"{way}-{quantization or 'bf16'}"
     try:
-        if way != "context":
-            timed(engine, [(256, 8)] * 64, engine.engine.setup.vocab_size)
-            yield {"row": f"{name}-decode-64", "ms": round(decode_ms(engine, 64), 3)}
-            yield {"row": f"{name}-prefill", "tok_s": round(prefill(engine))}
+        timed(engine, [(256, 8)] * 64, engine.engine.setup.vocab_size)
+        yield {"row": f"{name}-decode-64", "ms": round(decode_ms(engine, 64), 3)}
+        yield {"row": f"{name}-prefill", "tok_s": round(prefill(engine))}
         if way in ("one", "tensor"):
             yield {"row": f"{name}-decode-1", "ms": round(decode_ms(engine, 1), 3)}
-        if way == "context" or (way == "one" and not quantization):
+        if way == "one" and not quantization:
             for length, seconds in prompts(engine):
                 yield {"row": f"{name}-prompt-{length}", "s": round(seconds, 3)}
         yield {"row": f"{name}-start", "s": round(start_s, 1)}
+    finally:
+        engine.close()
+
+
+def context(args: argparse.Namespace, way: str, options: Mapping[str, int]) -> Iterator[Row]:
+    """Seconds until the first token of lone prompts, the best of three, and of decode steps of one request behind 8,192 tokens."""
+    lengths = {name: length for name, length in CONTEXT_PROMPTS.items() if args.longest or length < LONGEST - 16}
+    engine, start_s = started(args.model, "", options, rows=4, most=max(lengths.values()) + 256)
+    try:
+        vocab = engine.engine.setup.vocab_size
+        yield {"row": f"{way}-bf16-start", "s": round(start_s, 1)}
+        for name, length in lengths.items():
+            seconds = min(timed(engine, [(length, 1)], vocab).seconds for _ in range(3))
+            yield {"row": f"{way}-bf16-prompt-{name}", "s": round(seconds, 4)}
+        run = timed(engine, [(8192, 128)], vocab)
+        yield {"row": f"{way}-bf16-decode-1-8k", "ms": round((run.seconds - max(run.ttft_s)) / 127 * 1e3, 3)}
     finally:
         engine.close()
 
@@ -215,7 +238,8 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "experts-one": lambda args: experts(args, "one", {}),
     "experts-tensor": lambda args: experts(args, "tensor", {"tensor_parallel_size": args.ranks}),
     "experts-whole": lambda args: experts(args, "whole", {"tensor_parallel_size": args.ranks}),
-    "context": lambda args: measured(args, "", "context", {"context_parallel_size": args.ranks}),
+    "context-one": lambda args: context(args, "context-one", {}),
+    "context": lambda args: context(args, "context", {"context_parallel_size": args.ranks}),
 }
 
 
@@ -228,6 +252,11 @@ def shares(rows: Mapping[str, Row]) -> Iterator[Row]:
         if way not in ("one", "sums", "share", "gain") and single and value in single and not rest.endswith("start"):
             gain = row[value] / single[value] if value in ("tok_s", "req_s") else single[value] / row[value]
             yield {"row": f"gain-{name}", "gain": round(gain, 3)}
+    for name in CONTEXT_PROMPTS:
+        single, divided = (rows.get(f"{way}-bf16-prompt-{name}") for way in ("context-one", "context"))
+        if single and divided:
+            gain = round(single["s"] / divided["s"], 3)
+            yield {"row": f"cp2-prefill-{name}-speedup", "value": gain, "target": CONTEXT_TARGET}
     for requests in (1, 64):
         added = rows.get(f"sums-{8192 * requests}")
         for form in ("bf16", "fp8"):
@@ -243,6 +272,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="leave out parts whose last row is in the file")
+    parser.add_argument("--longest", action="store_true", help="prompts of 131,056 tokens in the parts `context` too")
     parser.add_argument("--seconds", type=float, default=460.0, help="no part is begun after so long")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
@@ -260,6 +290,7 @@ def main() -> None:
             last = f"{part.removeprefix('conv-')}-bf16-conv"
         else:
             last = "sums-67108864" if part == "sums" else f"{part.removesuffix('-fp8')}{dtype}-start"
+            last = last.replace("-start", "-decode-1-8k") if part.startswith("context") else last
         if time.perf_counter() - began > args.seconds or (args.resume and last in rows):
             continue
         try:

@@ -5,9 +5,9 @@
         --without-files --decoders 8 --machine "1x NVIDIA H200" --out benchmarks/results/kv.json
 
 Random weights, which cost what real ones cost, and the shape's context made long enough for the prompt. The cache holds little
-more than one prompt. A first prompt is computed; a second one of the same length evicts it; the first one is sent again. Then the
-engine ends and starts again with the files alone. Rounds repeat all of it with other prompts. Rows: medians, and the ratios to the
-computed prompt.
+more than one prompt and the tokens of the decoders. A first prompt is computed; others of the same length evict it; it is sent
+again. Then the engine ends and starts again with the files alone. Rounds repeat all of it with other prompts. Rows: medians, and
+the ratios to the computed prompt.
 
 --decoders: requests that decode before and during the reload from host memory. Row -decode-ratio: their time per token while the
 prompt is reloaded, over that before. --without-files: host memory alone.
@@ -44,13 +44,14 @@ DECODED = 3000
 
 @dataclass(slots=True)
 class Bench:
-    """An engine, and the records of its steps."""
+    """An engine, the records of its steps, and how many prompts its cache on the device holds at most."""
 
     args: argparse.Namespace
     folder: str
     steps: list[StepStats] = field(default_factory=list)
     engine: LocalEngine = field(init=False)
     vocab: int = field(init=False)
+    fillers: int = field(init=False)
 
     def __post_init__(self) -> None:
         args = self.args
@@ -67,9 +68,10 @@ class Bench:
             threads=args.threads,
             block_size=block,
             kv_cache_memory=(pages + 1) * layout.page_bytes,
-            kv_offload_gb=3 * pages * layout.page_bytes / (1 << 30),
+            kv_offload_gb=3 * pages * layout.page_bytes / (1 << 30),  # all prompts of a round
             kv_disk="" if args.without_files else self.folder,
         )
+        self.fillers = -(-slots // args.tokens)
         self.engine = LocalEngine.start(model, config, on_step=self.steps.append)
         self.vocab = spec.vocab_size
 
@@ -77,7 +79,7 @@ class Bench:
         """Seconds to the first token of a prompt, and how many of its tokens came from the cache."""
         first, cached = 0.0, 0
         started = time.perf_counter()
-        self.engine.submit(Submit(name, prompt, SAMPLING, time.time()))
+        self.engine.submit(Submit(name, prompt, SAMPLING, time.monotonic()))
         for delta in self.engine.deltas():
             if delta.error:
                 raise RuntimeError(delta.error)
@@ -90,14 +92,14 @@ class Bench:
         names = [f"decoder {number}" for number in range(self.args.decoders)]
         endless = SamplingParams(temperature=1.0, max_tokens=DECODED, ignore_eos=True)
         for number, name in enumerate(names):
-            self.engine.submit(Submit(name, [number + 5] * 16, endless, time.time(), cache=False))
+            self.engine.submit(Submit(name, [number + 5] * 16, endless, time.monotonic(), cache=False))
         times: list[float] = []
         sent = 0
         for delta in self.engine.deltas():
             if delta.id == names[0] and not delta.finish:
                 times.append(time.perf_counter())
                 if len(times) == BEFORE:
-                    self.engine.submit(Submit("reloaded", prompt, SAMPLING, time.time()))
+                    self.engine.submit(Submit("reloaded", prompt, SAMPLING, time.monotonic()))
                     sent = len(times)
             elif delta.id == "reloaded" and delta.finish:
                 for name in names:
@@ -123,15 +125,17 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for number in range(args.rounds):
             bench = Bench(args, folder)
-            shared, other = ([chance.randrange(bench.vocab) for _ in range(args.tokens)] for _ in range(2))
+            shared, *others = (
+                [chance.randrange(bench.vocab) for _ in range(args.tokens)] for _ in range(1 + bench.fillers)
+            )
             bench.ttft("warm up", [chance.randrange(bench.vocab) for _ in range(64)])
-            for way, prompt in (("recompute", shared), ("", other), ("host", shared)):
+            for way, prompt in (("recompute", shared), *(("", other) for other in others), ("host", shared)):
                 seconds, cached = bench.ttft(f"{way} {number}", prompt)
                 _expect(way, cached, args.tokens)
                 if way:
                     values[way].append(seconds)
             if args.decoders:
-                values["decode"].append(bench.slowdown(other))
+                values["decode"].append(bench.slowdown(others[0]))
             bench.engine.close()
             if not args.without_files:
                 bench = Bench(args, folder)

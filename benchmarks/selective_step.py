@@ -9,6 +9,7 @@ share of attention that the chosen pages hold (mass) is that of random keys, whi
 from __future__ import annotations
 
 import argparse
+import gc
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -151,6 +152,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
         runner.close()
         del model, runner
+        gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
 

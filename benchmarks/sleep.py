@@ -56,7 +56,7 @@ def order(engine: LocalEngine, name: str, argument: str = "") -> float:
 def answer(engine: LocalEngine, name: str) -> tuple[list[int], float]:
     """The tokens of the prompt, and the seconds until all have come."""
     started = time.perf_counter()
-    deltas = engine.run([Submit(name, PROMPT, SAMPLING, time.time())])
+    deltas = engine.run([Submit(name, PROMPT, SAMPLING, time.monotonic())])
     return [token for delta in deltas for token in delta.tokens], time.perf_counter() - started
 
 

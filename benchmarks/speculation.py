@@ -188,7 +188,7 @@ class Timed:
                 length = chance.randint(length // 4, length)
             sampling = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=7 + number)
             said[name := f"{time.monotonic_ns()}-{number}"] = []
-            self.engine.submit(Submit(name, list(request.tokens), sampling, time.time(), cache=False))
+            self.engine.submit(Submit(name, list(request.tokens), sampling, time.monotonic(), cache=False))
 
         for _ in range(min(batch, len(waiting))):
             submit()

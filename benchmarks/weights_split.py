@@ -71,7 +71,9 @@ class Case:
         draw = random.Random(1)
         sampling = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
         requests = [
-            Submit(f"{number}", [draw.randrange(10, 1000) for _ in range(length)], sampling, time.time(), cache=False)
+            Submit(
+                f"{number}", [draw.randrange(10, 1000) for _ in range(length)], sampling, time.monotonic(), cache=False
+            )
             for number, length in enumerate(prompts)
         ]
         for delta in self.engine.run(requests):

@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_060
+HEART_STATEMENTS = 7_228
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -48,6 +48,7 @@ HEART: Mapping[str, str] = {
     "core/events.py": "what the scheduler reports of every step",
     "core/sampling.py": "sampling parameters of every request",
     "core/draft.py": "drafts as the scheduler plans them",
+    "core/formats.py": "number formats as cache and decoder read them",
     "core/spec.py": "the model as scheduler, cache and decoder read it",
     "core/experts.py": "experts as cost model and decoder read them",
     "core/cost.py": "the predicted time of every step",
@@ -63,6 +64,10 @@ BESIDE_HEART: Mapping[str, str] = {
     "kv/disk.py": "tiers below the KV cache: files, with the option --kv-disk",
     "kv/offload.py": "tiers below the KV cache: their index, with the option --kv-offload-gb",
     "kv/transfer.py": "prompts computed by another engine, with the option --prefill-engines",
+    "kv/peer_pools.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
+    "kv/host_pages.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
+    "ops/peer_memory.py": "memory of GPUs that processes share",
+    "engine/profiler.py": "profiles, by orders of operators",
     "engine/sleep.py": "releases and reads the weights, by orders of operators",
     "ops/releasable.py": "memory that a sleeping engine gives back",
     "engine/handover.py": "prompts computed by another engine, with the option --prefill-engines",
@@ -85,10 +90,13 @@ BESIDE_HEART: Mapping[str, str] = {
     "speculation/lookahead.py": "host drafter: called where its drafts pay",
     "speculation/first_of.py": "host drafters joined by +",
     "models/expert_keys.py": "start-up: experts in config.json",
+    "models/more_families.py": "start-up: data of families",
+    "models/tensor_names.py": "start-up: names and layouts of tensors in published checkpoints",
     "ops/__init__.py": "empty",
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "several ranks: attention from its parts",
     "ops/striped.py": "several ranks: attention to keys that they hold together",
+    "ops/gathered.py": "several ranks: keys that travel to the queries of a prompt",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",
     "ops/stored.py": "formulas of the reference for KV formats with scales",
     "ops/cpu": "operations of a CPU",
@@ -101,6 +109,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/drafting.py": "measures: FLOPs and bytes of drafters",
     "core/fit.py": "start-up: options with which a model fits",
     "core/host_weights.py": "start-up: weights that stay in host memory",
+    "core/logs.py": "log lines",
     "core/memory.py": "memory of the grammar processes",
     "core/operations.py": "calculators",
     "core/plural.py": "messages of commands",

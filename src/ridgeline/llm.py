@@ -198,7 +198,7 @@ class LLM:
         by_id = {prompt.id: prompt for prompt in prompts}
         try:
             for prompt in prompts:
-                self._engine.submit(Submit(prompt.id, prompt.completion.prompt_ids, prompt.sampling, time.time()))
+                self._engine.submit(Submit(prompt.id, prompt.completion.prompt_ids, prompt.sampling, time.monotonic()))
             for delta in self._engine.deltas():
                 prompt = by_id[delta.id]
                 yield delta.choice, prompt.take(delta)

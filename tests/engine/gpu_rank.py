@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,8 +18,13 @@ from zlib import crc32
 import torch
 
 from ridgeline.core.errors import EngineFailed
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.striped import split_tokens, striped
+from ridgeline.ops.table import Normed
+from ridgeline.ops.triton.linears import linear, linear_add
+from ridgeline.ops.triton.table import TRITON
 from ridgeline.parallel.gpu import GpuGroup
-from ridgeline.parallel.mesh import Meeting, connect
+from ridgeline.parallel.mesh import Meeting, Mesh, connect
 
 TIMEOUT_S = 60.0
 SIZES = (8, 64, 4096, 8192, 8192 + 32, 65_536, 524_288, 4 << 20, 64 << 20)
@@ -87,6 +93,46 @@ def burst(group: GpuGroup, rank: int, size: int) -> list[int]:
     return total
 
 
+def overlapped(group: GpuGroup, rank: int) -> dict[str, tuple[int, int]]:
+    """By number of tokens, CRCs of products, norms and sums one at a time, and from a graph in which each starts while the kernel
+    before it ends. The ranks are late by turns."""
+    width, blocks, results = 2048, 24, {}
+    weights = [
+        [
+            (numbers(rank, 2 * at + which, width * width, torch.bfloat16) / 64).view(width, width).cuda()
+            for which in (0, 1)
+        ]
+        for at in range(blocks)
+    ]
+    gain = torch.ones(width, dtype=torch.bfloat16, device="cuda")
+    for tokens in (1, 64):
+        static = numbers(0, tokens, tokens * width, torch.bfloat16).view(tokens, width).cuda()
+
+        def chain(each: Callable[[], object], start: torch.Tensor = static) -> torch.Tensor:
+            stream = start.clone()
+            for at, (first, second) in enumerate(weights):
+                if at % 2 == rank % 2:
+                    torch.cuda._sleep(5_000)
+                hidden = linear(Normed(stream, gain, 1e-5, False), first, None)
+                each()
+                stream = linear(hidden, second, None) if rank else linear_add(hidden, second, None, stream)
+                each()
+                group.all_reduce(stream)
+                each()
+            return stream
+
+        apart = chain(torch.cuda.synchronize)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            together = chain(lambda: None)
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+        both = (crc32(x.view(torch.uint8).cpu().numpy().tobytes()) for x in (apart, together))
+        results[f"{tokens} tokens"] = (next(both), next(both))
+    return results
+
+
 def moved(group: GpuGroup, rank: int, size: int) -> list[list[float]]:
     """What all_gather, exchange and a message around the ring bring."""
     x = torch.arange(6.0).cuda() + 10 * rank
@@ -102,6 +148,30 @@ def moved(group: GpuGroup, rank: int, size: int) -> list[list[float]]:
     return [parts.flatten().tolist(), swapped.flatten().tolist(), message.tolist()]
 
 
+def prompt(mesh: Mesh) -> float:
+    """The largest difference of a chunk's attention over context-parallel ranks, whose keys travel, to that of one GPU. Heads and
+    chunk are such that the kernel for long chunks runs on both."""
+    rank, size, slots, tokens, page = mesh.rank, mesh.size, 1500, 1024, 64
+    chance, pages = torch.Generator().manual_seed(5), -(-slots // (page * size))
+    kv = torch.randn(pages + 1, 2, 2, page * size, 128, generator=chance).to(torch.bfloat16).cuda()
+    q = torch.randn(tokens, 8, 128, generator=chance).to(torch.bfloat16).cuda()
+    table = torch.stack((torch.zeros(pages), torch.randperm(pages, generator=chance) + 1)).int().cuda()
+    position = torch.arange(slots - tokens, slots, dtype=torch.int32).cuda()
+    row, q_start, length = (torch.tensor(entries, dtype=torch.int32).cuda() for entries in ([1], [0, tokens], [slots]))
+    written = table[1, (position // (page * size)).long()].long() * page * size + position % (page * size)
+    view = KvView(kv, table, written, None, None, 128**-0.5)
+    step = StepInputs(row, q_start, length, position, torch.zeros_like(position), tokens, slots)
+    want, _ = TRITON.attention.attend(q, None, None, view, step)
+    part = replace(view, kv=kv[:, :, :, rank * page : (rank + 1) * page].contiguous())
+    ops = striped(TRITON, mesh)
+
+    def run(stream: torch.Tensor, views: Sequence[KvView], chosen: StepInputs) -> torch.Tensor:
+        return ops.attention.attend(stream.unflatten(1, (8, 128)), None, None, part, chosen)[0].flatten(1)
+
+    merged = split_tokens(run, mesh)(q.flatten(1), [], replace(step))
+    return float((merged.float() - want.flatten(1).float()).abs().max())
+
+
 def main(rank: int, size: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -110,7 +180,12 @@ def main(rank: int, size: int, folder: Path) -> None:
     group = mesh.group
     assert isinstance(group, GpuGroup)
     results: dict[str, Any] = {"own kernels": group.sums is not None, "sums": run(group, rank, size)}
-    results |= {"burst": burst(group, rank, size), "moved": moved(group, rank, size)}
+    results |= {
+        "burst": burst(group, rank, size),
+        "moved": moved(group, rank, size),
+        "prompt": prompt(mesh),
+        "overlapped": overlapped(group, rank),
+    }
     torch.cuda.synchronize()
     if rank == 0:
         waits = {}

@@ -88,6 +88,7 @@ def test_a_record_has_each_figure_in_its_place() -> None:
         "expert_tokens": [],
         "tiers": [],
         "pins": [("blocks", "", 0), ("prefixes", "", 0)],
+        "rank_tokens": [],
     }
     assert {name: getattr(record, name) for name in StepStats.__struct_fields__} == expected
     assert len({expected[name] for name in ("step", "running", "waiting", "steps")}) == 4

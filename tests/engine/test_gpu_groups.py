@@ -66,6 +66,12 @@ def test_many_sums_without_a_pause(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["burst"] == ranks[0]["burst"] for rank in ranks)
 
 
+def test_sums_between_products_may_overlap_them(ranks: list[dict[str, Any]]) -> None:
+    for tokens, (apart, together) in ranks[0]["overlapped"].items():
+        assert apart == together, tokens
+    assert all(rank["overlapped"] == ranks[0]["overlapped"] for rank in ranks)
+
+
 def test_parts_arrive_in_order(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
     for rank, results in enumerate(ranks):
@@ -73,6 +79,11 @@ def test_parts_arrive_in_order(ranks: list[dict[str, Any]]) -> None:
         assert gathered == [10.0 * sender + at for sender in range(size) for at in range(6)]
         assert swapped == [10.0 * sender + at + 100 * rank for sender in range(size) for at in range(3)]
         assert message == [10.0 * ((rank - 1) % size) + at for at in range(6)]
+
+
+def test_keys_of_a_prompt_travel(ranks: list[dict[str, Any]]) -> None:
+    """And each rank's attention is that of one GPU, up to the rounding of bfloat16 to numbers below 1."""
+    assert max(rank["prompt"] for rank in ranks) < 2**-7
 
 
 def test_an_abort_ends_what_waits_for_a_rank_that_is_gone(ranks: list[dict[str, Any]]) -> None:

@@ -109,6 +109,21 @@ def test_steps_run_as_graphs(way: str, folders: Path) -> None:
     assert len(replayed) > 20 and not eager
 
 
+@pytest.mark.parametrize("case", ["grouped heads", "windows"])
+def test_keys_of_long_prompts_travel_between_gpus(case: str, folders: Path) -> None:
+    """Prompts in chunks beside others, whose tokens are those of one GPU."""
+    family, model, engine = CASES[case]
+    prompts = [[(7 * number + row) % 320 for number in range(3, length)] for row, length in enumerate((200, 150, 90))]
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    submits = [Submit(str(at), prompt, sampling, arrival=0.0) for at, prompt in enumerate(prompts)]
+    tokens = []
+    for sizes in ({}, CONTEXT):
+        config = replace(CONFIG, block_size=32, max_num_batched_tokens=128, **engine, **sizes)  # type: ignore[arg-type]
+        with opened(folders / family, config, **model) as several:
+            tokens.append(sorted((delta.id, token) for delta in several.run(submits) for token in delta.tokens))
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 3 * 16
+
+
 def test_a_grammar_and_a_draft_model_over_two_gpus() -> None:
     encode = Tokenizer.load(shipped_model()).encode
     sampling = SamplingParams(temperature=0.8, seed=2, max_tokens=40, grammar=Grammar("regex", "[a-z ]{30,40}"))

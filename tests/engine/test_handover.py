@@ -18,9 +18,11 @@ from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.core.ticket import Pools, Ticket
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
+from ridgeline.engine.handover import over_peers
 from ridgeline.models.hub import shipped_model
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.messages import Cancel, Delta, Submit
+from tests.kv.host_memory import HostMemory
 from tests.models.families import save
 
 CONFIG = EngineConfig(
@@ -46,14 +48,21 @@ def shared_pools(count: int) -> Iterator[list[Pools]]:
 
 
 @contextmanager
-def engines(folder: Path, config: EngineConfig = CONFIG, **model: object) -> Iterator[list[Engine]]:
-    """The engine of prompts, the engine of the other tokens, and one that does both."""
+def engines(
+    folder: Path, config: EngineConfig = CONFIG, memory: HostMemory | None = None, **model: object
+) -> Iterator[list[Engine]]:
+    """The engine of prompts, the engine of the other tokens, and one that does both. memory: pages are copied from it, as between
+    GPUs; None: from memory files."""
     with ExitStack() as stack:
         pools = stack.enter_context(shared_pools(2))
         made = []
         for pool in (*pools, Pools()):
-            made.append(start(folder, config, pool, **model))
+            made.append(start(folder, config, pool if memory is None else Pools(), **model))
             stack.callback(made[-1].close)
+            if memory is not None and pool.descriptors:
+                leases, runner = made[-1].loop.scheduler.leases, made[-1].loop.runner
+                hand_overs = over_peers(pool, leases, runner, made[-1].setup.fingerprint, memory)  # type: ignore[arg-type]
+                made[-1].setup = replace(made[-1].setup, hand_overs=hand_overs)
         yield made
 
 
@@ -141,6 +150,8 @@ def pulled(engine: Engine) -> tuple[int, int]:
 
 CASES = {
     "grouped heads": ("llama-gqa", {}, {}),
+    "from the memory of the other device": ("llama-gqa", {"memory": HostMemory()}, {}),
+    "through host memory": ("llama-gqa", {"memory": HostMemory("share")}, {}),
     "windows": ("gemma3", {}, {}),
     "int8 cache": ("llama-gqa", {"kv_cache_dtype": "int8"}, {}),
     "drafts": ("llama-gqa", {}, {"speculate": "reference+lookahead"}),

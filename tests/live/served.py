@@ -11,10 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..service.live import Reply, json_headers
@@ -195,12 +196,16 @@ def refused(reply: Reply, status: int = 400, param: str = "") -> None:
 
 @contextmanager
 def served(
-    folder: Path, *flags: str, command: tuple[str, ...] = ("serve", "--port", "0", "--threads", "1")
+    folder: Path,
+    *flags: str,
+    command: tuple[str, ...] = ("serve", "--port", "0", "--threads", "1"),
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Served]:
-    """A server on a free port, ready, from its start to its end, after which none of its processes runs. `folder`: for its log."""
+    """A server on a free port, ready, from its start to its end, after which none of its processes runs. `folder`: for its log.
+    variables: of its environment."""
     log = folder / "serve.log"
     command = (sys.executable, "-m", "ridgeline", *command, *flags)
-    environment = {**_environment(), MARK: str(log)}
+    environment = {**_environment(), **variables, MARK: str(log)}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment)
     try:

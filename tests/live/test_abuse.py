@@ -198,7 +198,7 @@ def test_unknown_models_and_routes(server: Served):
         ("GET", "/v1/models/other", 404),
         ("GET", "/v1/models/%2e%2e%2f%2e%2e", 404),
         ("GET", "/../../etc/passwd", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/moderations", 404),
         ("DELETE", "/health", 405),
     ):
         refused(server.send(method, path), status)

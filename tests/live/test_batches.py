@@ -108,6 +108,23 @@ def test_completions(client: openai.OpenAI):
     assert batch.status == "completed" and len(lines["b"]["response"]["body"]["choices"]) == 2
 
 
+def test_embeddings(server: Served, client: openai.OpenAI):
+    url, inputs = "/v1/embeddings", {"a": "Once", "b": ["Once", "upon a time"]}
+    rows = [
+        {"custom_id": name, "method": "POST", "url": url, "body": {"input": texts}} for name, texts in inputs.items()
+    ]
+    batch = until(client, start(client, rows, url).id)
+    lines = {line["custom_id"]: line["response"]["body"] for line in results(client, batch.output_file_id)}
+    assert batch.status == "completed" and lines.keys() == inputs.keys()
+    for name, texts in inputs.items():
+        online = server.send("POST", url, {"input": texts}).json
+        assert lines[name]["usage"] == online["usage"] and len(lines[name]["data"]) == len(online["data"])
+        pairs = zip(lines[name]["data"], online["data"], strict=True)
+        assert all(ours["embedding"] == pytest.approx(theirs["embedding"], abs=1e-5) for ours, theirs in pairs)
+    tokens = sum(line["usage"]["total_tokens"] for line in lines.values())
+    assert (batch.usage.input_tokens, batch.usage.output_tokens) == (tokens, 0)
+
+
 def test_a_bad_line_fails_alone(client: openai.OpenAI):
     rows: list[Any] = [
         row("good"),
@@ -154,7 +171,7 @@ def test_what_is_refused(client: openai.OpenAI):
     good: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"input_file_id": "file-none"}, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"endpoint": "/v1/nonsense"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "0h"}, "completion_window"),

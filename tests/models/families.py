@@ -81,6 +81,53 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3": ("Gemma3Text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": ROPES}),
 }
 
+TWO = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 1.5, 3.0],
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 16,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+ABSENT = "absent"
+TOKENS = {name: SMALL[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+_GPT2_SIZES = {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4}
+_OPT_SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32}
+HYBRID = {**TWO, "num_hidden_layers": 3, "sliding_window": 20, "layer_types": [*MIXED[1:], MIXED[0]]}
+# More families, by the name of their configuration in transformers. Each has two or three small layers.
+MORE: dict[str, tuple[str, dict[str, object]]] = {
+    "phi3": ("Phi3", {**TWO, "sliding_window": 24}),
+    "phi4-mini": (
+        "Phi3",
+        {**TWO, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2", TWO),
+    "granite": ("Granite", {**TWO, **MULTIPLIERS, "tie_word_embeddings": True}),
+    "falcon3": ("Llama", {**TWO, "head_dim": 16, "rope_theta": 1000042.0}),
+    "stablelm": ("StableLm", {**TWO, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {**TWO, "use_parallel_residual": True}),
+    "glm": ("Glm", {**TWO, "head_dim": 16}),
+    "glm4": ("Glm4", {**TWO, "head_dim": 16}),
+    "cohere2": ("Cohere2", {**HYBRID, "logit_scale": 0.25}),
+    "exaone": ("Exaone", {**TWO, "rope_parameters": LLAMA3}),
+    "exaone4": ("Exaone4", {**HYBRID, "head_dim": 8}),
+    "exaone4-global": (
+        "Exaone4",
+        {**TWO, "head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "opt": ("OPT", {**dict.fromkeys(SMALL, ABSENT), **TOKENS, **_OPT_SIZES, "num_attention_heads": 4}),
+    "gpt2": ("GPT2", {**dict.fromkeys(SMALL, ABSENT), **TOKENS, **_GPT2_SIZES}),
+}
+OTHER_LAYERS = ("cohere2", "gpt2", "granite", "olmo2")
+"""Those of MORE with every kind of layer that MORE adds."""
+
 WITH_EXPERTS = frozenset(("mixtral", "mixtral-one", "qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "olmoe"))
 
 
@@ -88,11 +135,12 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
     """Write family `name` into `folder`; returns transformers' model, biases and norms made non-trivial."""
     if name in SHARING:
         return save_sharing(SHARING[name], folder, dtype)
-    kind, extra = FAMILIES[name]
-    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **extra})
+    kind, extra = (FAMILIES | MORE)[name]
+    keys = {key: value for key, value in {**SMALL, **extra}.items() if value != ABSENT}
+    config = getattr(transformers, f"{kind}Config")(**keys)
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(7)
-    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval().to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(dtype)
     with torch.no_grad():
         for key, value in model.named_parameters():
             if value.dim() == 1:

@@ -29,9 +29,14 @@ CASES = {
     "shared caches": ("windows-shared", "", True),
     "int8": ("llama-gqa", "int8", False),
     "int4 in groups": ("llama-wide", "int4-g32", False),
+    "parallel blocks, layer norms": ("cohere2", "", False),
+    "learned positions, int8": ("gpt2", "int8", True),
+    "pairs moved apart": ("glm4", "", True),
     "divided stream": ("llama-mha-bias", "", True),
     "divided stream, windows and post norms": ("gemma2", "", True),
     "divided stream, experts": ("mixtral", "", False),
+    "divided stream, parallel blocks": ("cohere2", "", True),
+    "divided stream, multipliers": ("granite", "", False),
     "divided stream, int8": ("llama-gqa", "int8", False),
 }
 """Family, quantization, and whether the CPU's kernels run it or the reference."""

@@ -129,6 +129,84 @@ def test_gemma3_inside_a_multimodal_config():
     assert spec.params == 3_880_263_168
 
 
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_type": "cls_index",
+    "vocab_size": 50257,
+}
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": None,
+    "sliding_window": 2047,
+    "vocab_size": 32064,
+}
+PHI4 = {
+    **PHI3,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 16384,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "sliding_window": None,
+    "vocab_size": 100352,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "params"), [(GPT2, 124_439_808), (PHI3, 3_821_079_552), (PHI4, 14_659_507_200)], ids=["GPT-2", "3", "4"]
+)
+def test_published_sizes(config: dict[str, object], params: int):
+    """As the model cards count them."""
+    assert read_spec(config).params == params
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_embd": None}, "n_embd is None: it must be a positive integer"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
+        ({"activation_function": "tanh"}, "activation 'tanh' is not supported"),
+    ],
+)
+def test_keys_are_named_as_the_family_names_them(change: dict[str, object], said: str):
+    with pytest.raises(ConfigError, match=said):
+        read_spec({**GPT2, **change})
+
+
+def test_layers_without_rotary_embedding():
+    """EXAONE 4: global layers, in a model with windows."""
+    sizes = {key: PHI3[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    exaone = {**sizes, "model_type": "exaone4", "num_hidden_layers": 4, "max_position_embeddings": 8192}
+    hybrid = read_spec({**exaone, "sliding_window": 1024, "sliding_window_pattern": "LLGL"}).layers
+    assert [layer.window for layer in hybrid] == [1024, 1024, None, 1024]
+    assert [layer.rope.scaling for layer in hybrid] == ["none", "none", "identity", "none"]
+    whole = read_spec({**exaone, "sliding_window": None, "sliding_window_pattern": None}).layers
+    assert {(layer.window, layer.rope.scaling) for layer in whole} == {(None, "none")}
+    with pytest.raises(ConfigError, match="sliding_window_pattern is 'LLX'"):
+        read_spec({**exaone, "sliding_window_pattern": "LLX"})
+
+
 def test_window_as_wide_as_the_context_is_no_window():
     mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_scaling": None}
     mistral.pop("pretraining_tp")
@@ -196,12 +274,15 @@ def test_sharing_that_no_layer_can_serve_is_refused(change, said):
         ({"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}, "gemma3n.*AltUp, LAuReL"),
         ({"model_type": "gemma4_text", "num_kv_shared_layers": 2}, "gemma4_text.*norms of values"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
-        ({"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, "Phi3ForCausalLM.*Supported: Llama.*Gemma3"),
+        (
+            {"architectures": ["FalconForCausalLM"], "model_type": "falcon"},
+            "FalconForCausalLM.*Supported: Llama.*Gemma3",
+        ),
+        ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "GptOss.*attention sinks.*MXFP4"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}, "Deepseek.*MLA.*latent"),
         ({"architectures": None, "model_type": None}, "model_type None"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn"),
-        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "'longrope'"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {}}}, "only for Gemma 3"),
@@ -228,6 +309,11 @@ def test_refused_by_name(change, said):
         ({"num_key_value_heads": 5}, "num_key_value_heads"),
         ({"head_dim": 63}, "head_dim"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs the key 'factor'"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "'longrope' needs the key 'short_factor'"),
+        (
+            {"rope_scaling": {"type": "su", "long_factor": [1.0], "short_factor": [1.0]}},
+            "'longrope' must list 64 numbers",
+        ),
         ({"rope_scaling": "llama3"}, "rope_scaling"),
         ({"rope_theta": "big"}, "rope_theta"),
         ({"rms_norm_eps": None}, "rms_norm_eps"),

@@ -39,8 +39,8 @@ def test_two_ranks_are_one_device(family: str, tmp_path: Path) -> None:
     assert torch.equal(first, second)
     sent = 0
     for layer in model.spec.layers:
-        inputs, results = context_bytes(layer, WIDTH)
-        for share in (9, 17):  # of steps of 18 and 33 tokens, tests.models.mesh_rank.logits
-            sent += share * (inputs + results)
-        sent += DECODED * 2 * results
-    assert group.sent == sent + (9 + 17) * model.spec.d_model * WIDTH
+        per_token = context_bytes(layer, WIDTH)
+        # Steps of 18 tokens of two rows and of 33 tokens of one, tests.models.mesh_rank.logits. Its 40 slots are in three pages.
+        sent += 10 * (per_token.inputs + per_token.results) + 18 * per_token.written + 24 * per_token.keys
+        sent += DECODED * 2 * per_token.results
+    assert group.sent == sent + (10 + 18) * model.spec.d_model * WIDTH

@@ -13,7 +13,7 @@ from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.cpu import CPU
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Ops
-from tests.models.families import FAMILIES, SHARING, save
+from tests.models.families import FAMILIES, MORE, SHARING, save
 from tests.models.paged import PagedRows
 
 LENGTH = 90
@@ -28,7 +28,7 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(3, 320) for _ in range(LENGTH)] for _ in range(2)]
 
 
-@pytest.fixture(params=sorted([*FAMILIES, *SHARING]), scope="module")
+@pytest.fixture(params=sorted([*FAMILIES, *MORE, *SHARING]), scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp(request.param)
     theirs = save(request.param, folder)

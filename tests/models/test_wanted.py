@@ -16,7 +16,7 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
-from tests.models.families import FAMILIES, SHARING, save
+from tests.models.families import FAMILIES, OTHER_LAYERS, SHARING, save
 from tests.models.paged import PagedRows
 
 PROMPTS = [list(range(3, 32)), list(range(50, 61))]
@@ -64,7 +64,7 @@ def counted(load: Load) -> Counted:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["reference", "compiled"])
-@pytest.mark.parametrize("family", sorted([*FAMILIES, *SHARING]))
+@pytest.mark.parametrize("family", sorted([*FAMILIES, *OTHER_LAYERS, *SHARING]))
 def test_the_wanted_are_what_they_are_among_all(family: str, compiled: bool, load: Load) -> None:
     model = load(family, compiled)
     work = list(enumerate(PROMPTS))
@@ -79,14 +79,14 @@ def test_the_wanted_are_what_they_are_among_all(family: str, compiled: bool, loa
         torch.testing.assert_close(rows.step(behind), then)
 
 
-@pytest.mark.parametrize("family", sorted([*FAMILIES, *SHARING]))
+@pytest.mark.parametrize("family", sorted([*FAMILIES, *OTHER_LAYERS, *SHARING]))
 def test_what_is_multiplied(family: str, load: Load, counted: Counted) -> None:
     for places in WANTED:
         products = counted(family, PROMPTS, places)
         assert sum(products.get(name, 0) for name in PRODUCTS) == load(family, False).spec.linear_flops(40, len(places))
 
 
-@pytest.mark.parametrize("family", sorted([*FAMILIES, *SHARING]))
+@pytest.mark.parametrize("family", sorted([*FAMILIES, *OTHER_LAYERS, *SHARING]))
 def test_few_of_a_long_chunk_attend_alone(family: str, load: Load, counted: Counted) -> None:
     """But no more of them than there are rows."""
     long = [list(range(3, 60)), list(range(50, 61))]

@@ -195,7 +195,7 @@ def test_an_engine_says_the_same(engines: tuple[LocalEngine, LocalEngine], rows:
         for at, text in enumerate(PROMPTS[:rows]):
             tokens = tokenizer.encode(text, add_special_tokens=False)
             wish = SamplingParams(**sampling, max_tokens=60 + 10 * at, ignore_eos=True, seed=at)
-            engine.submit(Submit(f"{at}", tokens, wish, time.time(), cache=False))
+            engine.submit(Submit(f"{at}", tokens, wish, time.monotonic(), cache=False))
         for delta in engine.deltas():
             texts.setdefault(delta.id, []).extend(delta.tokens)
         said.append(texts)
@@ -218,7 +218,9 @@ def test_requests_that_follow_are_served_by_what_was_captured(
         sampling, said = SamplingParams(max_tokens=12, ignore_eos=True, **options), []
         recorded.results.clear()
         for local in (engine, plain):
-            local.submit(Submit(f"next {number}", list(range(20 + number, 40)), sampling, time.time(), cache=False))
+            local.submit(
+                Submit(f"next {number}", list(range(20 + number, 40)), sampling, time.monotonic(), cache=False)
+            )
             said.append([token for delta in local.deltas() for token in delta.tokens])
         assert said[0] == said[1] and len(said[0]) == 12
         return sum(result.fresh for result in recorded.results)
@@ -268,7 +270,7 @@ def test_rows_whose_drafts_differ_in_length_are_recorded() -> None:
         for at in range(12):
             tokens = [300 + number for number in range(4 + at % 3)] * 6
             sampling = SamplingParams(temperature=0.3 * (at % 2), max_tokens=30, ignore_eos=True, seed=at)
-            engine.submit(Submit(f"{at}", tokens, sampling, time.time(), cache=False))
+            engine.submit(Submit(f"{at}", tokens, sampling, time.monotonic(), cache=False))
         for delta in engine.deltas():
             texts.setdefault(delta.id, []).extend(delta.tokens)
         said.append(texts)
@@ -290,7 +292,7 @@ def test_a_drafter_learns_from_steps_of_its_own(monkeypatch: pytest.MonkeyPatch)
     for number, (steps, learned) in enumerate(((30, 10), (40, 20))):
         seen.clear()
         sampling = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
-        engine.submit(Submit(f"learns {number}", list(range(20, 40)), sampling, time.time(), cache=False))
+        engine.submit(Submit(f"learns {number}", list(range(20, 40)), sampling, time.monotonic(), cache=False))
         for _ in engine.deltas():
             pass
         assert abs(len(seen) - learned) <= 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -87,6 +88,8 @@ class FakeEngine:
         self.said = 0
         self.queued = 0.0
         """Seconds that every request is said to have waited."""
+        self.prefill_s = self.decode_s = 0.0
+        """Seconds that every choice is said to have taken for its prompt, and after it."""
         self._rows: list[_Row] = []
         self._waiting: list[_Row] = []
         self._sequence = 0
@@ -110,7 +113,13 @@ class FakeEngine:
     def ready(self) -> None:
         b = self.behaviour
         facts = {"max_len": b.max_len, "vocab_size": b.vocab, "max_num_seqs": b.rows, "eos_ids": [b.eos]}
-        facts |= {"generation_defaults": b.defaults, "page_tokens": 16, "blocks": 100, "kv_bytes_per_token": 64}
+        facts |= {
+            "generation_defaults": b.defaults,
+            "page_tokens": 16,
+            "blocks": 100,
+            "d_model": 4,
+            "kv_bytes_per_token": 64,
+        }
         self.send(Ready(facts))
 
     async def die(self) -> None:
@@ -190,6 +199,9 @@ class FakeEngine:
 
     def _advance(self, row: _Row) -> Delta:
         sampling, b = row.submit.sampling, self.behaviour
+        if sampling.pooling is not None:
+            tokens, times = row.submit.tokens, (self.queued, 0.0, 0.0, 0)
+            return Delta(row.submit.id, row.choice, finish="length", cached=0, times=times, pooled=pooled(tokens))
         limit = min(sampling.max_tokens or b.max_len, b.max_len - len(row.submit.tokens)) - row.drawn
         limit = 1 if row.submit.hand_over else limit
         tokens = row.script[row.said : min(row.said + b.per_step, limit)]
@@ -216,7 +228,7 @@ class FakeEngine:
         if sampling.logprobs is not None:
             delta.logprobs = [score(token, sampling.logprobs) for token in tokens]
         if first or delta.finish:
-            delta.times = (self.queued, 0.0, 0.0, 0)
+            delta.times = (self.queued, self.prefill_s, self.decode_s, 0)
         return delta
 
     def _stats(self, tokens: int) -> StepStats:
@@ -225,6 +237,11 @@ class FakeEngine:
         )
         stats.joules = self.behaviour.joules * tokens
         return stats
+
+
+def pooled(tokens: list[int]) -> list[bytes]:
+    """Two made-up sums of hidden states. Together: number of tokens, the first and the last token, 3."""
+    return [array("d", [len(tokens), tokens[0], 0, 1]).tobytes(), array("d", [0, 0, tokens[-1], 2]).tobytes()]
 
 
 def replace_delta(delta: Delta, **changes: object) -> Delta:

@@ -18,7 +18,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ridgeline.core.errors import ConfigError, NotFound
 from ridgeline.service.batches import input as batch_input
 from ridgeline.service.batches.input import answered, not_run, prefix_key, row_id, row_of, scan
-from ridgeline.service.batches.objects import TRANSITIONS, Batch, Conflict, Status, StorageFull, StoredFile, new_id
+from ridgeline.service.batches.objects import (
+    TRANSITIONS,
+    Batch,
+    BatchUsage,
+    Conflict,
+    Status,
+    StorageFull,
+    StoredFile,
+    new_id,
+)
 from ridgeline.service.batches.results import Results
 from ridgeline.service.batches.store import Store, StoredBatch
 
@@ -153,6 +162,15 @@ USAGE = {
     "completion_tokens_details": {"reasoning_tokens": 1},
 }
 BODY = json.dumps({"usage": USAGE, "choices": []}).encode()
+
+
+def test_usage_of_every_endpoint():
+    usage = BatchUsage()
+    usage.add(USAGE)
+    usage.add({"input_tokens": 4, "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 1, "total_tokens": 5})
+    usage.add({"prompt_tokens": 6, "total_tokens": 6})
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (13, 3, 16)
+    assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (3, 1)
 
 
 def open_results(folder: Path) -> Results:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import os
 import signal
 import subprocess
@@ -20,15 +22,17 @@ from ridgeline.service.launch import launch
 from ridgeline.service.supervisor import Supervisor
 from ridgeline.wire.client import EngineTimeouts
 
-from .live import EOS, MODEL, Live
+from .live import EOS, MODEL, Live, Reply
 from .real import model_of, real_server, write_checkpoint
+
+OPERATOR = {"x-api-key": "operator"}
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("model")
     write_checkpoint(folder)
-    config = ServiceConfig(port=0, served_model_name=MODEL, drain_s=1.0)
+    config = ServiceConfig(port=0, served_model_name=MODEL, drain_s=1.0, admin_api_key="operator")
     with real_server(folder, config, EngineConfig(device="cpu", max_num_seqs=4, threads=1)) as running:
         yield running
 
@@ -53,13 +57,13 @@ def test_the_prefix_cache_shows_in_usage_and_can_be_reset(real: Live):
     assert real.complete(prompt=prompt, max_tokens=2).json["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
     other = real.complete(prompt=prompt, max_tokens=2, cache_salt="other").json
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert real.send("POST", "/reset_prefix_cache").json["forgotten"] > 0
+    assert real.send("POST", "/reset_prefix_cache", headers=OPERATOR).json["forgotten"] > 0
     assert real.complete(prompt=prompt, max_tokens=2).json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_nothing_is_held_when_nobody_asks(real: Live):
     assert real.complete(prompt=["a", "b", "c"], n=2, max_tokens=5, stop=EOS).status == 200
-    stats = real.send("GET", "/admin/stats").json
+    stats = real.send("GET", "/admin/stats", headers=OPERATOR).json
     assert stats["free"] + stats["used"] == stats["total"]
     assert (stats["running"], stats["waiting"]) == (0, 0)
 
@@ -147,5 +151,42 @@ def test_a_killed_engine_is_told_by_its_streams_and_replaced(real: Live):
     assert health.status == 503 and "SIGKILL" in health.error["message"]
     real.until(lambda: real.server.front.trouble is None, 60)
     assert real.complete(max_tokens=3).json["usage"]["completion_tokens"] == 3
-    stats = real.send("GET", "/admin/stats").json
+    stats = real.send("GET", "/admin/stats", headers=OPERATOR).json
     assert stats["free"] + stats["used"] == stats["total"]
+
+
+# --- profiles -------------------------------------------------------------------------------------------------------
+
+
+def profile(real: Live, **body: object) -> Reply:
+    return real.send("POST", "/debug/profile", body, OPERATOR)
+
+
+def test_a_profile_of_steps(real: Live):
+    busy = threading.Thread(target=real.complete, kwargs={"max_tokens": 400, "ignore_eos": True})
+    busy.start()
+    answer = profile(real, steps=4, with_stack=True)
+    busy.join()
+    assert answer.status == 200 and answer.headers["content-disposition"].endswith("trace.json.gz")
+    names = [event.get("name", "") for event in json.loads(gzip.decompress(answer.data))["traceEvents"]]
+    assert sum(name.endswith(": commit") and "scheduler.py" in name for name in names) >= 4
+
+
+def test_profiles_exclude_each_other_and_end_with_their_client(real: Live):
+    connection = real.connect()
+    connection.request("POST", "/debug/profile", '{"seconds": 60}', {"content-type": "application/json", **OPERATOR})
+    real.until(lambda: real.server.front.active == 1)
+    refused = profile(real, seconds=0.01)
+    assert refused.status == 409 and "is being recorded" in refused.error["message"]
+    connection.close()
+    real.until(lambda: real.server.front.active == 0)
+    answer = profile(real, seconds=0.01)
+    assert answer.status == 200 and json.loads(gzip.decompress(answer.data))["traceEvents"]
+
+
+def test_profiles_need_the_key_of_operators(real: Live, polite: Live):
+    assert real.send("POST", "/debug/profile", {}).status == 401
+    without = polite.send("POST", "/debug/profile", {})
+    assert without.status == 403 and "--admin-api-key" in without.error["message"]
+    assert profile(real, seconds=1, steps=1).error["param"] == "steps"
+    assert profile(real, seconds=61).error["param"] == "seconds"

@@ -136,7 +136,8 @@ def test_the_examples_of_the_routes_are_answered(polite: Live, api: dict[str, An
     for path, methods in api["paths"].items():
         body = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
         if body is not None:
-            status = 404 if path == "/v1/batches" else 200  # its example names a file of somebody else
+            # The example of batches names a file of somebody else; profiles need a key, which this server has not.
+            status = {"/v1/batches": 404, "/debug/profile": 403}.get(path, 200)
             assert polite.send("POST", path, body["example"]).status == status, path
             tried += 1
-    assert tried == 12
+    assert tried == 21

@@ -44,6 +44,20 @@ async def test_the_id_of_the_body_goes_to_the_replica() -> None:
         assert answer.headers["x-request-id"] == fleet.replicas[0].headers[0]["x-request-id"] == "from-the-body"
 
 
+async def test_requests_for_vectors_go_to_replicas() -> None:
+    bodies = {
+        "/v1/embeddings": {"input": ["a" * 400, "b" * 400]},
+        "/v1/rerank": {"query": "a", "documents": ["a" * 800]},
+        "/v1/score": {"text_1": "a", "text_2": "b" * 800},
+    }
+    async with routed(streams) as fleet:
+        for path, body in bodies.items():
+            assert read_demand({}, body).demand.tokens == read_demand({}, {"prompt": "c" * 800}).demand.tokens
+            async with fleet.client.post(fleet.server.url + path, json=body) as reply:
+                assert reply.status == 200
+        assert fleet.replicas[0].bodies == list(bodies.values())
+
+
 async def test_a_lost_connection_is_tried_elsewhere_and_not_twice_at_once() -> None:
     async with routed(drops, drops, streams, policy="round-robin") as fleet:
         answers = [await fleet.chat() for _ in range(6)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ridgeline.core.config import EngineConfig, ServiceConfig
+from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError, Unavailable
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.launch import check_engines
@@ -203,6 +203,22 @@ def test_the_engine_of_a_prompt_dies_before_its_first_token() -> None:
     run(test, p0={"stuck": True})
 
 
+def test_an_engine_of_prompts_that_is_alone_goes_on_itself() -> None:
+    """It has the pages: the release of what it kept does not end the request."""
+
+    async def test(cluster: Cluster) -> None:
+        prefill, decode = cluster.engines
+        await decode.die()
+        while cluster.client.members[1].serves:
+            await asyncio.sleep(0.001)
+        deltas = await heard(cluster.submit())
+        assert tokens_of(deltas) == expected() and deltas[-1].finish == "length"
+        assert [submit.ticket for submit in prefill.submits] == [None, None] and prefill.submits[1].drawn
+        await cluster.settled()
+
+    run(test)
+
+
 def test_what_the_client_did_wrong_is_not_tried_again() -> None:
     async def test(cluster: Cluster) -> None:
         deltas = await heard(cluster.submit())
@@ -366,17 +382,12 @@ def test_numbers_are_those_of_all_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("service", "engine", "words"),
+    ("service", "words"),
     [
-        ({"prefill_engines": 1}, {}, "--prefill-engines is 1 without --decode-engines"),
-        ({"decode_engines": 2}, {}, "--decode-engines is 2 without --prefill-engines"),
-        (
-            {"prefill_engines": 1, "decode_engines": 1},
-            {"device": "cuda"},
-            "engines on GPUs do not hand over yet, .*use --device cpu",
-        ),
+        ({"prefill_engines": 1}, "--prefill-engines is 1 without --decode-engines"),
+        ({"decode_engines": 2}, "--decode-engines is 2 without --prefill-engines"),
     ],
 )
-def test_numbers_of_engines_that_do_not_hold(service: dict[str, Any], engine: dict[str, Any], words: str) -> None:
+def test_numbers_of_engines_that_do_not_hold(service: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_engines(ServiceConfig(**service), EngineConfig(**engine))
+        check_engines(ServiceConfig(**service))

@@ -202,7 +202,7 @@ class _Run:
         vocab = self._local.engine.setup.vocab_size
         tokens = [self._rng.randrange(vocab) for _ in range(length)]
         sampling = SamplingParams(temperature=1.0, max_tokens=outputs, ignore_eos=True, seed=1)
-        self._local.submit(Submit(name, tokens, sampling, time.time(), cache=False))
+        self._local.submit(Submit(name, tokens, sampling, time.monotonic(), cache=False))
 
 
 def _matches(step: Measured, shape: Shape) -> bool:

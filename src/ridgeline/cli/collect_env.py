@@ -14,7 +14,7 @@ from ridgeline.hardware.probe import probe
 
 PACKAGES = (
     "ridgeline", "torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "aiohttp", "uvloop", "msgspec",
-    "prometheus-client", "rich", "huggingface-hub", "llguidance", "transformers",
+    "prometheus-client", "rich", "huggingface-hub", "llguidance", "transformers", "opentelemetry-sdk",
 )  # fmt: skip
 
 

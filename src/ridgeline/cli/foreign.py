@@ -27,7 +27,7 @@ _ONE_ENGINE = ForeignOption(
     "a server has one engine: start one server per replica",
     ("1",),
 )
-_NO_REQUEST_LOG = ForeignOption("requests are counted and never logged")
+_NO_REQUEST_LOG = ForeignOption("prompts and answers are never logged, and requests only with --log-level info")
 _TEMPLATE = "the chat template defines the format of tool calls and reasoning"
 FOREIGN: Mapping[str, ForeignOption] = {
     **dict.fromkeys(("--data-parallel-size", "-dp", "--dp", "--dp-size"), _ONE_ENGINE),

@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, str] = {
     "calc": "calculators: KV cache, cost, energy, renting or buying",
     "calibrate": "measure steps on this machine, for accurate predictions of step times",
     "diagnose": "find the bottleneck of a running server, and suggest remedies",
+    "doctor": "check this machine, a model and a running server: what is wrong, and the remedy",
     "collect-env": "describe this machine for a bug report",
 }
 

@@ -6,22 +6,23 @@ first, by the prompts that it has cached and the work that it has.
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import ExitStack
 
 import uvloop
-from rich.console import Console
 
 from ridgeline.bench.load import raise_file_limit
 from ridgeline.cli.flags import Arguments, Parser, add_options, parser_for
+from ridgeline.cli.show import announcer
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.logs import configure_logging
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import resolve
 from ridgeline.service.fleet.options import SHARED, RouterConfig, check_shared, read_router, read_url
 from ridgeline.service.fleet.server import serve_router
 from ridgeline.service.listen import bind
+from ridgeline.service.trace import make_tracing
 
 
 def parser() -> Parser:
@@ -32,7 +33,6 @@ def parser() -> Parser:
 
 
 def run(args: Arguments) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     options = vars(args.options)
     replicas = [read_url(text) for text in options.pop("replica", ())]
     if not replicas:
@@ -43,15 +43,15 @@ def run(args: Arguments) -> int:
         raise ConfigError("A server is given twice with --replica: keep one.", param="replica")
     router = read_router(options, "flag")
     service = check_shared(resolve(args.flags, environ=os.environ, file=args.config).service)
+    configure_logging(service.log_level, service.log_format)
+    make_tracing(service).close()
     raise_file_limit()
-    console = Console(stderr=True)
+    say = announcer(service.log_format)
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(service.host, service.port)]
 
         def announce(url: str) -> None:
-            console.print(
-                f"listening on {url}; routing to {counted(len(replicas), 'server')}", highlight=False, soft_wrap=True
-            )
+            say(f"listening on {url}; routing to {counted(len(replicas), 'server')}")
 
         uvloop.run(serve_router(service, router, replicas, listeners, announce))
     return 0

@@ -7,7 +7,6 @@ instead one of several hosts of a model: it runs no service, and its processes f
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shlex
 import sys
@@ -23,8 +22,9 @@ import uvloop
 from rich.console import Console
 
 from ridgeline.cli.flags import Arguments, Parser, parser_for
-from ridgeline.cli.show import Stages, configuration, engine_options, stages_text
+from ridgeline.cli.show import Stages, announcer, configuration, engine_options, server_console, stages_text
 from ridgeline.core.config import ServiceConfig
+from ridgeline.core.logs import configure_logging
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.engine.hosts import check_hosts, run_host
 from ridgeline.engine.policy import admission
@@ -86,6 +86,27 @@ class Announcer:
         )
 
 
+class LogAnnouncer:
+    """Logs the progress of the start, for --log-format json."""
+
+    def __init__(self) -> None:
+        self._say = announcer("json")
+
+    def listening(self, url: str) -> None:
+        self._say(f"listening on {url}; /health answers 503 until the model is loaded")
+
+    def loading(self, stage: str, done: int, total: int) -> None: ...
+
+    def restarting(self, reason: str) -> None:
+        self._say(f"restarting the engine: {reason}; requests get 503 until it is ready")
+
+    def restarted(self, url: str) -> None:
+        self._say(f"ready again: {url}/v1")
+
+    def ready(self, url: str, facts: Mapping[str, Any]) -> None:
+        self._say(f"ready: {url}/v1")
+
+
 def resolve_arguments(args: Arguments, hardware: Mapping[str, Any] | None = None) -> Resolved:
     """Resolve the configuration from flags, environment and --config file.
 
@@ -123,7 +144,7 @@ def check(resolved: Resolved) -> None:
     """
     admission(resolved.engine.batching)
     check_hosts(resolved.engine)
-    check_engines(resolved.service, resolved.engine)
+    check_engines(resolved.service)
     check_files(read_wanted(resolved.engine))
     Address.read(resolved.service)
     DayWindow.parse(resolved.service.batch_window)
@@ -137,14 +158,16 @@ def check(resolved: Resolved) -> None:
     if resolved.service.moderation:
         judges = import_module("ridgeline.service.moderation.judges")
         judges.make_judge(resolved.service.moderation, resolved.service.moderation_api_key)
+    if resolved.service.otlp_traces_endpoint:
+        import_module("ridgeline.service.trace").make_tracing(resolved.service).close()
     if resolved.service.allowed_hosts:
         import_module("ridgeline.service.hosts").Hosts.parse(resolved.service.allowed_hosts, resolved.service.host)
 
 
 def run(args: Arguments) -> int:
     started = time.perf_counter()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     resolved = resolve_arguments(args)
+    configure_logging(resolved.service.log_level, resolved.service.log_format)
     if resolved.service.models:
         return _serve_models(args, resolved)
     check(resolved)
@@ -158,10 +181,11 @@ def run(args: Arguments) -> int:
             cleanup.callback(engine.process.kill)  # no effect if the service has stopped it
         # Imported late, so that this import runs while the engine process imports torch.
         server = import_module("ridgeline.service.server")
-        console = Console(stderr=True)
-        stages = cleanup.enter_context(Stages(console))
-        announcer = Announcer(args, folder, console, stages, started)
-        uvloop.run(server.serve(resolved, folder, listeners, engines, announcer))
+        announce: Announcer | LogAnnouncer = LogAnnouncer()
+        if resolved.service.log_format == "text":
+            console = server_console()
+            announce = Announcer(args, folder, console, cleanup.enter_context(Stages(console)), started)
+        uvloop.run(server.serve(resolved, folder, listeners, engines, announce))
     return 0
 
 
@@ -171,11 +195,11 @@ def _serve_models(args: Arguments, resolved: Resolved) -> int:
     entries = from_file(Path(resolved.service.models), args.flags, os.environ, args.config, bool(nvidia_gpus()))
     for entry in entries:
         check(entry.resolved)
-    console = Console(stderr=True)
+    say = announcer(resolved.service.log_format)
 
     def announce(url: str) -> None:
         names = ", ".join(entry.name for entry in entries)
-        console.print(f"listening on {url}; models: {names}", highlight=False, soft_wrap=True, markup=False)
+        say(f"listening on {url}; models: {names}")
 
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]

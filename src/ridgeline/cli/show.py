@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -26,6 +29,41 @@ _FACTS = {
 def engine_options(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Configuration fields that the engine chose, from the facts that it reports."""
     return {name: facts[fact] for name, fact in _FACTS.items() if fact in facts}
+
+
+class LossyStream:
+    """Writes to a stream as long as that works. A server outlives a log that cannot be written, because the disk is full or because
+    the reader of a pipe has ended: those lines are lost.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def server_console() -> Console:
+    """Standard error of a server."""
+    return Console(file=cast(TextIO, LossyStream(sys.stderr)))
+
+
+def announcer(log_format: str) -> Callable[[str], None]:
+    """What says to the user that a server listens: a line on standard error, or with --log-format json a log line."""
+    if log_format == "json":
+        log = logging.getLogger("ridgeline")
+        return lambda text: log.handle(log.makeRecord(log.name, logging.INFO, "", 0, text, (), None))
+    console = server_console()
+    return lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 class Stages:

@@ -12,16 +12,18 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import uvloop
-from rich.console import Console
 
 from ridgeline.bench.load import raise_file_limit
 from ridgeline.cli.flags import Arguments, Parser, parser_for
+from ridgeline.cli.show import announcer
+from ridgeline.core.logs import configure_logging
 from ridgeline.service.fleet.file import read_fleet
 from ridgeline.service.fleet.kubernetes import manifest
 from ridgeline.service.fleet.launcher import Launcher, LocalLauncher
 from ridgeline.service.fleet.ray_cluster import RayLauncher
 from ridgeline.service.fleet.up import run_fleet
 from ridgeline.service.listen import bind
+from ridgeline.service.trace import make_tracing
 
 
 def parser() -> Parser:
@@ -36,20 +38,17 @@ def parser() -> Parser:
 
 
 def run(args: Arguments) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("ridgeline.service.fleet.fleet").setLevel(
         logging.INFO
     )  # decisions of the autoscaler with their inputs
     file = read_fleet(Path(args.options.file), os.environ)
+    configure_logging(file.service.log_level, file.service.log_format)
     if image := getattr(args.options, "kubernetes", None):
         print(json.dumps(manifest(file, image), indent=2))
         return 0
+    make_tracing(file.service).close()
     raise_file_limit()
-    console = Console(stderr=True)
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
+    say = announcer(file.service.log_format)
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(file.service.host, file.service.port)]
         key = file.service.api_key

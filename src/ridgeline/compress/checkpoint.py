@@ -16,6 +16,7 @@ from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.models.build import DTYPES
 from ridgeline.models.config import read_spec
 from ridgeline.models.stored import KEY
+from ridgeline.models.tensor_names import require_llama
 from ridgeline.models.weights import EMBEDDING, FINAL_NORM, HEAD, LINEARS, UNUSED, checkpoint_files, opened, short_name
 
 LAYER = "layers"
@@ -43,6 +44,7 @@ class Checkpoint:
                 f"Cannot read {folder / 'config.json'}: {getattr(error, 'strerror', None) or error}."
             ) from None
         self.spec = read_spec({key: value for key, value in self.config.items() if key != KEY})
+        require_llama(self.spec)
         if any(layer.experts for layer in self.spec.layers):
             raise ConfigError(
                 f"{folder} is a model with experts, which compression does not support: serve it with --quantization int8, int4 or "

@@ -22,6 +22,7 @@ from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import LayerSpec, ModelSpec
 from ridgeline.models.config import read_model
 from ridgeline.models.rope import rope_table
+from ridgeline.models.tensor_names import require_llama
 from ridgeline.models.weights import HEAD, UNUSED, checkpoint_files, opened, short_name
 
 PREFIX = "model."
@@ -271,6 +272,7 @@ def load_decoder(folder: Path, context: int = 4096) -> TrainableDecoder:
         raise UnsupportedModel(
             f"The checkpoint {folder} is quantized ({spec.quantization}) and cannot be trained: give the unquantized checkpoint."
         )
+    require_llama(spec)
     decoder = TrainableDecoder(spec, context)
     missing, unknown = dict(decoder.state_dict()), []
     for path in checkpoint_files(folder):

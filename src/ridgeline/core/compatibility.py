@@ -71,6 +71,7 @@ FEATURES: Mapping[str, Feature] = {
     "layers that share a cache": Feature(
         "", lambda choice: any(layer.share_from is not None for layer in choice.layers)
     ),
+    "copies of experts": Feature("redundant_experts", lambda choice: choice.model.redundant_experts > 0),
     "experts": Feature("", lambda choice: any(layer.experts for layer in choice.layers)),
     "sleep": Feature("enable_sleep_mode", lambda choice: choice.engine.enable_sleep_mode),
     "prefill apart from decode": Feature("", lambda choice: choice.hands_over),
@@ -98,7 +99,6 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("sleep", _PIPELINE, "several ranks do not sleep together so far", "leave the parallel sizes out"),
     Refusal("sleep", _CONTEXT_PARALLEL, "several ranks do not sleep together so far", "leave the parallel sizes out"),
     Refusal("sleep", _APART, "several engines do not sleep together so far", "leave it out"),
-    Refusal("sleep", "a GPU", "releasing memory of a GPU has not run on one yet", "leave it out, or use --device cpu"),
     Refusal("sleep", "weights in host memory", "these weights have no memory on the GPU to release", "leave it out"),
     Refusal("retention", "layers with windows", "the windows bound the cache already", "use --kv-retention all"),
     Refusal(
@@ -142,7 +142,6 @@ REFUSALS: Sequence[Refusal] = (
         "a GPU selects pages of keys in the model's dtype only so far",
         "use --kv-cache-dtype auto, or --device cpu",
     ),
-    Refusal("selection", "a GPU", "its kernels have not run on a GPU yet", "leave it out, or use --device cpu"),
     Refusal(
         "host memory",
         "no prefix cache",
@@ -158,6 +157,7 @@ REFUSALS: Sequence[Refusal] = (
         "a copy of all experts would be made for the few that a token uses",
         "leave --cpu-offload-gb out, or use --quantization",
     ),
+    Refusal("copies of experts", "a GPU", "its kernels know no copies so far", "leave it out, or use --device cpu"),
     Refusal(
         "drafts as trees",
         "deterministic",
@@ -224,7 +224,6 @@ REFUSALS: Sequence[Refusal] = (
         "blocks are handed over by their prefix",
         "leave out --no-enable-prefix-caching",
     ),
-    Refusal(_APART, "a GPU", "pools are shared through host memory so far", "use --device cpu"),
 )
 
 

@@ -42,6 +42,14 @@ class ModelConfig:
         "the processes of --tensor-parallel-size divide the experts of a layer among them, instead of the width of each",
         "--enable-expert-parallel",
     )
+    redundant_experts: int = option(
+        0,
+        "with --expert-parallel on CPUs: so many experts of each layer are on every rank, those with most tokens in --expert-load; "
+        "the ranks divide their tokens",
+    )
+    expert_load: str = option(
+        "", "file with the tokens of each expert: what /metrics of a server of the same model answers"
+    )
     cpu_offload_gb: float = option(
         0.0,
         "GiB of the layers' weights that stay in host memory and are copied to the GPU in every step, for models larger than its "
@@ -232,9 +240,18 @@ class ServiceConfig:
     )
     moderation_api_key: str | None = option(None, "key that is sent to the endpoint of --moderation")
     prefill_engines: int = option(
-        0, "engine processes that compute prompts for --decode-engines (default: one engine does both); on CPUs"
+        0, "engine processes that compute prompts for --decode-engines (default: one engine does both)"
     )
     decode_engines: int = option(0, "engine processes that draw the tokens after the first; with --prefill-engines")
+    otlp_traces_endpoint: str = option(
+        "",
+        "address of an OpenTelemetry collector (OTLP over HTTP, as in http://localhost:4318) that receives traces of requests; "
+        "needs ridgeline[otel] (default: none)",
+    )
+    log_format: str = option("text", "text, or json: log lines as one JSON object each, with request_id")
+    log_level: str = option(
+        "warning", "lowest level of log lines: debug, info (a line for each request), warning or error"
+    )
     slo: str = option(
         "", "latency limits of a good request: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
     )
@@ -256,6 +273,11 @@ class ServiceConfig:
         "",
         "prices of tokens for usage and /requests: input=0.2,output=0.6 in USD per million; read=0.1,write-5m=1.25,write-1h=2,"
         "storage=0 (per token-hour),answer=0.1 as factors of them (default: these factors, and no dollars)",
+    )
+    pooling: str = option(
+        "auto",
+        "tokens whose hidden states make an embedding: last, mean or cls (default: those that the model's modules.json names, else "
+        "last)",
     )
     models: str = option(
         "", "YAML, TOML or JSON file of several models, which are loaded when a request names them (default: one model)"

@@ -39,6 +39,7 @@ class Update:
     prompt_logprobs: list[TokenLogprobs] | None = None
     times: tuple[float, ...] | None = None
     pins: list[PinOutcome] | None = None
+    pooled: list[bytes] | None = None
 
 
 @dataclass(slots=True)

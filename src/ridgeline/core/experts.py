@@ -16,7 +16,8 @@ class Matrix:
     """One weight matrix of a layer as it is multiplied: queries, keys and values fused, gate and up fused.
 
     copies: the layer holds so many, one for each expert. used: a token is multiplied by so many of them, in the mean where ranks
-    divide the experts. plain: kept in the model's dtype whatever the number format of the layers is.
+    divide the experts. Both are those of the rank that has most. plain: kept in the model's dtype whatever the number format of the
+    layers is.
     """
 
     name: MatrixName
@@ -41,7 +42,7 @@ class ExpertSpec:
     which `normalized` divides by their sum. That equals a softmax over the chosen logits, as Mixtral describes its router.
     width: inner width of an expert. shared_width: of the expert that every token uses (Qwen2-MoE), scaled by the sigmoid of a gate;
     0: there is none. whole: ranks divide the experts among them (expert parallelism), not the width of each. ranks: that divide
-    them, with `whole`.
+    them, with `whole`. hot: experts of which every rank has a copy; the ranks divide their tokens.
     """
 
     count: int
@@ -51,12 +52,17 @@ class ExpertSpec:
     shared_width: int = 0
     whole: bool = False
     ranks: int = 1
+    hot: tuple[int, ...] = ()
 
     def held(self, rank: int = 0) -> range:
-        """The experts on a rank."""
-        share = self.count // self.ranks
-        first = rank % self.ranks * share
-        return range(first, first + share)
+        """A rank's part of the experts. If ranks do not divide them, the first ones have one more than the last ones."""
+        first, end = (-(-self.count * place // self.ranks) for place in (rank % self.ranks, rank % self.ranks + 1))
+        return range(first, end)
+
+    def copies(self, rank: int = 0) -> tuple[int, ...]:
+        """The experts on a rank: its part, and copies of the hot ones of other parts."""
+        held = self.held(rank)
+        return (*held, *(expert for expert in self.hot if expert not in held))
 
     @property
     def active_width(self) -> int:
@@ -70,10 +76,10 @@ class ExpertSpec:
 
     def on_rank(self, ranks: int) -> ExpertSpec:
         """Every rank holds its part of each expert's width, or its part of the experts. Raises ConfigError."""
-        if self.whole and self.count % ranks:
+        if self.whole and self.count < ranks:
             raise ConfigError(
-                f"{self.count} experts cannot be divided among {ranks} devices: use a number of devices that divides them, or "
-                "leave --expert-parallel out.",
+                f"{self.count} experts cannot be divided among {ranks} devices: use at most {self.count} devices, or leave "
+                "--expert-parallel out.",
                 param="expert_parallel",
             )
         if (not self.whole and self.width % ranks) or self.shared_width % ranks:
@@ -89,7 +95,7 @@ class ExpertSpec:
     def matrices(self, d_model: int) -> Iterator[Matrix]:
         """The matrices of the block in the order of their use."""
         yield Matrix("router", self.count, d_model, plain=True)
-        held, used = len(self.held()), self.per_token / self.ranks
+        held, used = max(map(len, map(self.copies, range(self.ranks)))), self.per_token * len(self.held()) / self.count
         yield Matrix("gate_up", 2 * self.width, d_model, copies=held, used=used)
         yield Matrix("down", d_model, self.width, copies=held, used=used)
         if self.shared_width:

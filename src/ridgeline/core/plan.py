@@ -121,7 +121,8 @@ class StepPlan:
     transfers are no longer needed; after the step nothing writes to their blocks. A step may have transfers and no rows.
     masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows;
     with drafts, masks for the last known token and each node, one after the other.
-    score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none): the token *after* each query token.
+    score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none): the token *after* each query token. For a row
+    with pooling, 0 for each query token that is pooled.
     bound: an upper bound of the tokens that any scheduled row holds after this step, used to choose launch shapes.
     """
 
@@ -203,7 +204,8 @@ class StepResult:
 
     counts: tokens that each row gained (0 for a chunk, 1 + kept drafts when it sampled). tokens: those tokens, flat.
     flags: `Flag` of each row's last token. The dictionaries are keyed by the row's index in the step.
-    logprobs: one entry per gained token. scores: one entry per scored query token.
+    logprobs: one entry per gained token. scores: one entry per scored query token. pooled: one entry, the sum of the hidden states
+    of the row's pooled query tokens, float64 [d_model].
     drawn: for rows with drafts, the tokens drawn after the last known token and after each node. kept: the kept nodes, by depth.
     worth: number of nodes drafted by the device in this step that are worth verifying; without an entry, all of them.
     transfers: tickets of transfers and stores that ended, of this step or of earlier ones -> whether the content arrived; each
@@ -223,6 +225,7 @@ class StepResult:
     flags: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[int, list[bytes]] = field(default_factory=dict)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     kept: dict[int, list[int]] = field(default_factory=dict)
     worth: dict[int, int] = field(default_factory=dict)

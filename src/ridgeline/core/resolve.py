@@ -19,12 +19,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 from ridgeline.core.adapters import read_modules
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.logs import FORMATS, LEVELS
 from ridgeline.core.quantization import check_format
 from ridgeline.core.slo import Slo, reader_pace
 from ridgeline.core.token_prices import TokenPrices
 
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"
+STANDARD_INPUT = Path("/dev/stdin")
 SECRETS = frozenset({"admin_api_key", "api_key", "moderation_api_key", "ssl_keyfile_password"})
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -35,6 +37,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "metrics_alias": ("", "vllm", "old", "sglang"),
     "moderation_mode": ("buffer", "window", "after"),
     "moderation_failure": ("closed", "open"),
+    "log_format": FORMATS,
+    "log_level": LEVELS,
+    "pooling": ("auto", "last", "mean", "cls"),
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),
@@ -209,7 +214,7 @@ def parse(name: str, raw: Any, kind: tuple[type, bool], origin: str) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Keys of a TOML, JSON or YAML file. Raises ConfigError when it cannot be read."""
+    """Keys of a TOML, JSON or YAML file, or of JSON at STANDARD_INPUT. Raises ConfigError when it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -222,14 +227,15 @@ def read_file(path: Path) -> dict[str, Any]:
         ".yaml": _yaml,
         ".yml": _yaml,
     }
-    if path.suffix not in readers:
+    suffix = ".json" if path == STANDARD_INPUT else path.suffix
+    if suffix not in readers:
         raise ConfigError(
             f"The configuration file {path} has an unknown type: name it .toml, .json or .yaml.", param="config"
         )
     try:
-        options = readers[path.suffix](text)
+        options = readers[suffix](text)
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}", param="config") from None
+        raise ConfigError(f"{path} is not valid {suffix[1:].upper()}: {error}", param="config") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise ConfigError(f"The configuration file {path} must map option names to values.", param="config")
     return options

@@ -15,6 +15,8 @@ MAX_STOP_IDS = 16
 """Maximum stop ids of a device row, the model's end tokens included. A request with more is refused."""
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+Pooling = Literal["last", "mean", "cls"]
+"""Tokens whose hidden states make an embedding: the last one, all (their mean), or the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class SamplingParams:
     positive and multiplies negative logits of tokens in prompt or output; Keskar et al. 2019, section 4.1).
     `logprobs` / `prompt_logprobs`: None, or the number of alternatives per token (0..20) in addition to the token itself.
     `seed` None draws one per request. `max_tokens` None means up to the context's end. `stop` may be given as one
-    string, `logit_bias` as a dict of token id to number, every tuple as a list. Raises RequestError naming the field.
+    string, `logit_bias` as a dict of token id to number, every tuple as a list. With `pooling` no token is drawn: the request ends
+    with the sum of the hidden states of these prompt tokens. Raises RequestError naming the field.
     """
 
     temperature: float = 1.0
@@ -58,6 +61,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # otherwise each letter would become a stop string

@@ -25,6 +25,8 @@ CPU_SHARE, CPU_KV_SHARE, CPU_KV_MAX = 0.9, 0.25, 16 * GIB
 """Shares of a CPU's free memory: in total, and for the KV cache by default; maximum bytes of the cache by default."""
 MIN_CONTEXT = 256
 """Smallest context, in tokens, that a remedy suggests."""
+GATHERED_SLOTS = 1 << 18
+"""Most slots whose keys and values of a layer a context-parallel rank holds at a time besides its cache (ops/gathered)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,17 +245,20 @@ def _kv_bytes(
 
 def workspace_bytes(spec: ModelSpec, rows: int, step_tokens: int, device_kind: str, ranks: int = 1) -> int:
     """Bytes besides weights and cache: peak activations of a layer, logits, device rows, packed copies of weights. ranks: of
-    context parallelism, each of which multiplies a part of the tokens and attends for all of them (ops/striped)."""
+    context parallelism, each of which multiplies a part of the tokens and attends for all of them (ops/striped), or gathers
+    the keys of prompts (ops/gathered)."""
     width = DTYPE_BYTES[spec.dtype]
-    widest = gathered = 0
+    widest = gathered = keys = 0
     for layer in spec.layers:
         attention = (2 * layer.n_heads + 2 * layer.n_kv_heads) * layer.head_dim
         widest = max(widest, attention, 3 * layer.d_ff)
         results = 3 * layer.n_heads * (layer.head_dim + 1) * 4  # computed, sent and received
         gathered = max(gathered, attention * width + results)
+        keys = max(keys, 2 * layer.n_kv_heads * layer.head_dim * width)
     activations = -(-step_tokens // ranks) * (4 * spec.d_model + widest) * width
     if ranks > 1:
-        activations += step_tokens * gathered
+        slots = min(GATHERED_SLOTS, rows * spec.max_len)
+        activations += max(step_tokens * gathered, slots * keys * (ranks + 1) // ranks)  # those of all, and those sent
     logits = LOGIT_COPIES * rows * spec.vocab_size * 4
     tokens = (rows + 1) * spec.max_len * 4
     ropes = len({layer.rope for layer in spec.layers}) * spec.max_len * max(layer.rope.dim for layer in spec.layers) * 4

@@ -12,112 +12,30 @@ from typing import Literal
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.experts import ExpertSpec, Idle, Matrix, idle_bytes
+from ridgeline.core.formats import DTYPE_BYTES, GROUPS, KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, KvFormat, NumberFormat
 from ridgeline.core.ranks import units_on_rank
+
+__all__ = [
+    "DTYPE_BYTES",
+    "GROUPS",
+    "KV_FORMATS",
+    "NUMBER_FORMATS",
+    "QUANTIZED_KV",
+    "KvFormat",
+    "KvGroup",
+    "KvLayout",
+    "LayerSpec",
+    "ModelSpec",
+    "NumberFormat",
+    "Rope",
+    "Shares",
+    "causal_pairs",
+    "kv_layout",
+    "restricts_last_layer",
+]
 
 Shares = Sequence[tuple[int, int]]
 """(cached tokens, query tokens) of each row of a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class NumberFormat:
-    """How the layers' weight matrices are stored.
-
-    bits: per element. row: rows of elements are padded to multiples of it. group: inputs of one output channel that share a scale
-    of `scale_bytes`; 0: all inputs; the last group may be shorter. zeros: each group also has a zero point of one byte. ordered:
-    the matrix stores an int32 per input, the order of its inputs (act-order). inputs_8bit: products quantize their activations
-    too. products: precision of matrix products on a device that has a unit for it; "": the model's dtype. kept: one input of so
-    many keeps its weights in the model's dtype, with an int32 index; their number is rounded up to a multiple of `row`. 0: none.
-    """
-
-    bits: int
-    group: int = 0
-    zeros: bool = False
-    ordered: bool = False
-    inputs_8bit: bool = False
-    products: str = ""
-    kept: int = 0
-    scale_bytes: int = 2
-    row: int = 32
-
-    def kept_inputs(self, inputs: int) -> int:
-        """The number of inputs, of `inputs`, whose weights stay in the model's dtype."""
-        return min(inputs, -(-inputs // (self.kept * self.row)) * self.row) if self.kept else 0
-
-    def matrix_bytes(self, outputs: int, inputs: int, width: int = 2) -> int:
-        """Bytes of a matrix without its bias. width: bytes of an element of the model's dtype."""
-        elements = -(-inputs // self.row) * self.row * self.bits // 8
-        groups = -(-inputs // self.group) if self.group else 1
-        scales = groups * (self.scale_bytes + (1 if self.zeros else 0))
-        kept = self.kept_inputs(inputs) * (outputs * width + 4)
-        return outputs * (elements + scales) + (4 * inputs if self.ordered else 0) + kept
-
-
-GROUPS = (32, 64, 128, 256)
-"""Group sizes of integer weights, in inputs. A scale may also cover all inputs."""
-
-
-def _integers() -> dict[str, NumberFormat]:
-    """int4-g128 and its variants: -channel for one scale per output channel, -zp with zero points, -ordered for act-order."""
-    formats = {}
-    for bits, default_group in ((8, 0), (4, 128), (3, 128)):
-        for group in (0, *GROUPS):
-            for zeros in (False, True):
-                for ordered in (False, True):
-                    suffix = ("-zp" if zeros else "") + ("-ordered" if ordered else "")
-                    number_format = NumberFormat(bits, group, zeros, ordered)
-                    formats[f"int{bits}-g{group}{suffix}" if group else f"int{bits}-channel{suffix}"] = number_format
-        formats[f"int{bits}"] = NumberFormat(bits, default_group)
-    return formats
-
-
-NUMBER_FORMATS = {
-    "fp8": NumberFormat(8, inputs_8bit=True, products="float8_e4m3", scale_bytes=4, row=1),
-    "fp8-weight": NumberFormat(8, scale_bytes=4, row=1),
-    "w8a8": NumberFormat(8, inputs_8bit=True, products="int8"),
-    # Outlier inputs of a token stay in floating point, so products are in the model's dtype (quant/mixed).
-    "llm-int8": NumberFormat(8, inputs_8bit=True, kept=64),
-    **_integers(),
-}
-"""Formats by their name in the option `quantization`. Embedding, head, norms and biases stay in the model's dtype."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class KvFormat:
-    """How the cache stores keys and values. For each layer a page holds [K | V | scales of both][head][slot][dim].
-
-    dtype: torch's name of the stored type; a type with more bits than an element packs several elements. bits: per element.
-    scale_dtype: torch's name of the type of scales; None for a format without scales. group: neighbouring elements of one key or
-    value (of one head and token) that share a scale; 0: all of them. value = stored * scale. largest: largest stored magnitude of
-    a format with scales.
-    """
-
-    name: str
-    dtype: str
-    bits: int
-    scale_dtype: str | None = None
-    group: int = 0
-    largest: float = 0.0
-
-    def scales(self, dim: int) -> int:
-        """Number of scales of one key or value of `dim` elements."""
-        if self.scale_dtype is None:
-            return 0
-        return -(-dim // self.group) if self.group else 1
-
-    def vector_bytes(self, dim: int) -> int:
-        """Bytes of one key or value of `dim` elements, with its scales."""
-        return dim * self.bits // 8 + (self.scales(dim) * DTYPE_BYTES[self.scale_dtype] if self.scale_dtype else 0)
-
-
-KV_FORMATS = {
-    **{name: KvFormat(name, name, 8 * DTYPE_BYTES[name]) for name in ("float32", "bfloat16", "float16")},
-    "int8": KvFormat("int8", "int8", 8, "float16", largest=127.0),
-    "fp8": KvFormat("fp8", "float8_e4m3fn", 8, "float16", largest=448.0),
-    "int4": KvFormat("int4", "uint8", 4, "float16", 32, largest=7.0),
-}
-"""Formats by name. A device serves the model's dtype and those in AttentionOps.kv_formats."""
-QUANTIZED_KV = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.scale_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +44,14 @@ class Rope:
 
     none: as trained. linear: positions divided by `factor` (Chen et al. 2023). llama3: long wavelengths divided by
     `factor`, short ones kept, interpolated between (Llama 3.1 model card). yarn: NTK-by-parts (Peng et al. 2023) with
-    `attention_factor` multiplying the rotated values.
+    `attention_factor` multiplying the rotated values. longrope: each pair's frequency is divided by a factor of its own (Ding et
+    al. 2024): one of `long_factors` if a longer context than the original one is served, else one of `short_factors`. identity:
+    nothing rotates. dim: elements of a head that rotate, the first ones.
     """
 
     theta: float = 10_000.0
     dim: int = 64
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope", "identity"] = "none"
     factor: float = 1.0
     original_max_len: int = 0
     low_freq_factor: float = 1.0
@@ -139,6 +59,8 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +150,12 @@ class ModelSpec:
     feed-forward, before the residual addition. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
     weights' dtype. `query_scale`: replaces 1/sqrt(head_dim) in attention. `qk_norm`: queries and keys are normed, "head": each head
     alone (Qwen3), "all": all heads of a token together (OLMoE).
+
+    `norm`: of the residual stream: RMS norm, or layer norm without or with a bias. `pre_norms`: attention and feed-forward read the
+    normed stream; OLMo 2 only norms their outputs. `parallel`: both read one norm of the stream, and their outputs are added to it
+    (Cohere). `gated`: feed-forward has a gate; GPT-2's has none. `interleaved`: pairs of neighbours rotate in the checkpoint. They
+    are moved apart when it is loaded. `positions`: rows of a learned table that is added to the embeddings; 0: there is none.
+    `residual_scale`: multiplies what a block adds to the stream (Granite). `logit_scale`: multiplies logits (Granite, Cohere).
     """
 
     architecture: str
@@ -242,7 +170,15 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norm: Literal["rms", "layer", "layer_bias"] = "rms"
+    pre_norms: bool = True
+    parallel: bool = False
+    gated: bool = True
+    interleaved: bool = False
+    positions: int = 0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
     tied: bool = False
     embed_scale: float = 1.0
     query_scale: float | None = None
@@ -257,6 +193,12 @@ class ModelSpec:
 
     def scale_of(self, layer: LayerSpec) -> float:
         return self.query_scale if self.query_scale is not None else layer.head_dim**-0.5
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels know every operation: those that run whole layers, and those that a CPU records."""
+        blocks = self.norm == "rms" and self.pre_norms and self.gated and not self.parallel
+        return blocks and not self.positions and self.residual_scale == 1.0 == self.logit_scale
 
     @property
     def matrix_dtype(self) -> str:
@@ -276,7 +218,7 @@ class ModelSpec:
             return self
         if self.qk_norm == "all":
             raise ConfigError(
-                "A norm of all heads together (OLMoE) needs all heads on one device: do not divide its layers."
+                "A norm of all heads together (OLMoE, OLMo 2) needs all heads on one device: do not divide its layers."
             )
         return replace(self, layers=tuple(layer.on_rank(ranks) for layer in self.layers), vocabulary_ranks=ranks)
 
@@ -290,7 +232,7 @@ class ModelSpec:
     def matrices(self, layer: LayerSpec) -> tuple[Matrix, ...]:
         """The matrices of one layer in the order of their use."""
         queries, keys_values = layer.n_heads * layer.head_dim, 2 * layer.written_heads * layer.head_dim
-        gate_up = Matrix("gate_up", 2 * layer.d_ff, self.d_model, self.mlp_bias)
+        gate_up = Matrix("gate_up", (1 + self.gated) * layer.d_ff, self.d_model, self.mlp_bias)
         dense = gate_up, Matrix("down", self.d_model, layer.d_ff, self.mlp_bias)
         return (
             Matrix("qkv", queries + keys_values, self.d_model, self.qkv_bias),
@@ -315,8 +257,19 @@ class ModelSpec:
         return sum(round(matrix.used * matrix.elements) for matrix in self.matrices(layer))
 
     def stream_norms(self) -> int:
-        """Number of norms of width d_model in one layer."""
-        return 4 if self.post_norms else 2
+        """Number of vectors of width d_model of the norms in one layer: weights and biases."""
+        before = (1 if self.parallel else 2) if self.pre_norms else 0
+        return (before + 2 * self.post_norms) * self.norm_vectors
+
+    @property
+    def norm_vectors(self) -> int:
+        """Vectors of one norm: its weight, and its bias if it has one."""
+        return 2 if self.norm == "layer_bias" else 1
+
+    @property
+    def outer_params(self) -> int:
+        """Elements of the final norm and of the learned positions."""
+        return (self.norm_vectors + self.positions) * self.d_model
 
     def head_norm_params(self, layer: LayerSpec) -> int:
         """Elements of the query and key norms of one layer."""
@@ -336,7 +289,7 @@ class ModelSpec:
     def params(self) -> int:
         """Number of parameters; a tied head counts once."""
         layers = sum(self.layer_linear_params(layer) + self.layer_vector_params(layer) for layer in self.layers)
-        return layers + self.d_model + self.embedding_params * (1 if self.tied else 2)
+        return layers + self.outer_params + self.embedding_params * (1 if self.tied else 2)
 
     @property
     def layer_bytes(self) -> int:
@@ -349,13 +302,14 @@ class ModelSpec:
 
     @property
     def weight_bytes(self) -> int:
-        vectors = self.d_model + self.embedding_params * (1 if self.tied else 2)
+        vectors = self.outer_params + self.embedding_params * (1 if self.tied else 2)
         return self.layer_bytes + vectors * DTYPE_BYTES[self.dtype]
 
     @property
     def step_weight_bytes(self) -> int:
         """Bytes of weights that a step reads: layers with all their experts, final norm, head. Embedding rows are not counted."""
-        return self.layer_bytes + (self.d_model + self.embedding_params) * DTYPE_BYTES[self.dtype]
+        outer = self.norm_vectors * self.d_model + self.embedding_params
+        return self.layer_bytes + outer * DTYPE_BYTES[self.dtype]
 
     def idle_bytes(self, tokens: int, logits: int) -> int:
         """Expected bytes of step_weight_bytes that a step does not read: experts that none of its tokens uses. See linear_flops."""

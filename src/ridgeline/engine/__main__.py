@@ -22,7 +22,7 @@ def main(fd: int) -> int:
     sock = socket.socket(fileno=fd)
     config = receive_config(sock)
     if config.engine.device != "cpu":
-        open_context()
+        open_context(number=config.pools.local)
     return int(import_module("ridgeline.engine.process").run(sock, config))
 
 

@@ -13,13 +13,14 @@ import torch
 
 from ridgeline.core.calibration import cost_values
 from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.expert_parallel import experts_of
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KvLayout, ModelSpec
 from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.group import start_group
-from ridgeline.engine.handover import open_hand_over
+from ridgeline.engine.handover import open_hand_over, take_gpu
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -54,6 +55,7 @@ def assemble(
         ConfigError, UnsupportedModel, DoesNotFit: before any weight is read.
     """
     times = StartTimes(imports_s, progress)
+    take_gpu(pools, config)
     policy = admission(config.batching)
     rank = plan_rank(model, config, times, pools)
     folder, spec, wanted, plan = rank.folder, rank.spec, rank.wanted, rank.plan
@@ -91,7 +93,9 @@ def assemble(
             grammars=grammars,
             account=DeviceAccount(cost, power, loaded.drafter.work),
             late=loaded.runner.late,
-            expert_load=ExpertLoad(loaded.model.decoder.expert_loads()),
+            expert_load=ExpertLoad(
+                loaded.model.decoder.expert_loads(), list(experts_of(loaded.model.rank_spec.layers))
+            ),
             check=group.check,
             hand_overs=hand_overs,
             sleeper=open_sleeper(rank, loaded, prints, facts),
@@ -131,6 +135,7 @@ def _facts(rank: RankPlan, loaded: LoadedModel) -> dict[str, Any]:
         "matrix_dtype": spec.matrix_dtype,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "vocab_size": spec.vocab_size,
+        "d_model": spec.d_model,
         "eos_ids": list(spec.eos_ids),
         "max_len": plan.max_len,
         "max_num_seqs": plan.max_rows,

@@ -37,13 +37,14 @@ class Outcome:
     packed: for the rows that drew, int32 [S, 2 + width]: tokens gained, flag, drawn tokens (undefined beyond the gained ones).
     With trees int32 [S, 2 + 3 width]: then the token drawn after each node, and the nodes of the accepted path.
     logprobs: of rows that requested them, one for each logits row, along the path. scores: of the query tokens to score.
-    worth: result of DeviceDrafter.draft.
+    worth: result of DeviceDrafter.draft. pooled: float64 [P, d_model], sum of the hidden states of each row's pooled query tokens.
     """
 
     packed: torch.Tensor | None
     logprobs: Ranked | None = None
     scores: Ranked | None = None
     worth: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +214,16 @@ class DeviceStep:
             The outcome, and the hidden states. If the step drafts ahead, these are [S, d_model]: the state from which the last
             token of each row was drawn.
         """
-        scores, draws = None, len(batch.owners)
+        scores, pooled, draws = None, None, len(batch.owners)
         if batch.scores is not None:
-            scores, hidden = self._score(batch.scores, hidden[draws:]), hidden[:draws]
+            (scores, pooled), hidden = self._score(batch.scores, hidden[draws:]), hidden[:draws]
         if not draws:
-            return Outcome(None, None, scores), hidden
+            return Outcome(None, None, scores, pooled=pooled), hidden
         drawn, logprobs = self._drawn(batch, hidden, bound, learn)
         packed, path = self._advance(batch, drawn)
         if batch.nodes is not None and batch.ahead:
             hidden = self.ops.sampler.last(packed, path, hidden, batch.nodes.drafted.first)
-        return Outcome(packed, _along(logprobs, batch, path), scores), hidden
+        return Outcome(packed, _along(logprobs, batch, path), scores, pooled=pooled), hidden
 
     def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
         """Draft `ahead` nodes for the next step of device rows int32 [S], after their last known tokens. hidden: from finish.
@@ -230,10 +231,16 @@ class DeviceStep:
         behind = DraftRows(self.rows.state, rows, self.rows.temperature, hidden, self.longest, greedy)
         return self.drafter.draft(behind, ahead, self._drafter_views)
 
-    def _score(self, scores: Scores, hidden: torch.Tensor) -> Ranked | None:
+    def _score(self, scores: Scores, hidden: torch.Tensor) -> tuple[Ranked | None, torch.Tensor | None]:
+        """Outcome.scores and Outcome.pooled. hidden: of the query tokens in `scores`."""
+        sizes = list(scores.pooled.values())
+        *parts, hidden = hidden.split([*sizes, len(hidden) - sum(sizes)])
+        # In float64, so that float32 does not show the order of a sum, which depends on the chunks of a prompt.
+        pooled = torch.stack([part.double().sum(dim=0) for part in parts]) if parts else None
         if not len(hidden):
-            return None
-        return score(self.decoder.logits, hidden, scores.ids, max(scores.tops.values()), self.spec.vocab_size)
+            return None, pooled
+        ids = scores.ids[sum(sizes) :]
+        return score(self.decoder.logits, hidden, ids, max(scores.tops.values()), self.spec.vocab_size), pooled
 
     def _wanted(self, batch: Batch, hidden: torch.Tensor) -> _Logits:
         """Logits to sample from. hidden: of the query tokens whose logits are needed."""

@@ -18,6 +18,7 @@ from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.handover import HandOvers
 from ridgeline.engine.late_compiles import LateCompiles
 from ridgeline.engine.loop import Loop
+from ridgeline.engine.profiler import PROFILE_ORDERS, Profiler
 from ridgeline.engine.request import Request
 from ridgeline.engine.sleep import ORDERS, Sleeper
 from ridgeline.kv.prefix import chain_root
@@ -48,7 +49,8 @@ class Setup:
     fingerprint: hash of the weights and the KV format. Engines share prefixes only if their fingerprints are equal.
     seed: seeds the generator of seeds for requests without one. facts: the content of Ready and of the "stats" reply. check: raises
     EngineFailed if another rank is lost; called in every turn. closing: called before the device is released. hand_overs: prompts
-    that this engine computes for others, or others for it. sleeper: releases the memory of weights and cache.
+    that this engine computes for others, or others for it. sleeper: releases the memory of weights and cache. profiler: records
+    profiles.
     """
 
     max_len: int
@@ -65,6 +67,7 @@ class Setup:
     closing: Callable[[], None] = lambda: None
     hand_overs: HandOvers = field(default_factory=HandOvers)
     sleeper: Sleeper = field(default_factory=Sleeper)
+    profiler: Profiler = field(default_factory=Profiler)
 
 
 class Engine:
@@ -177,14 +180,15 @@ class Engine:
                 "fewer stop_token_ids.",
                 param="stop_token_ids",
             )
-        limit = min(setup.max_len, length + (1 if message.hand_over else sampling.max_tokens or setup.max_len))
+        drawn_tokens = 1 if message.hand_over else sampling.max_tokens or setup.max_len
+        limit = length if sampling.pooling else min(setup.max_len, length + drawn_tokens)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         root = chain_root(message.salt, setup.fingerprint)
         requests = []
         for choice in message.drawn or range(sampling.n):
             self._arrivals += 1
             drawn = message.drawn.get(choice, [])
-            if length + len(drawn) >= limit:
+            if length + len(drawn) >= limit and sampling.pooling is None:
                 raise RequestError(f"{len(drawn)} drawn tokens leave none of {limit} to draw.", param="max_tokens")
             constraint = None if compiled is None else compiled.start()
             if constraint is not None and drawn:
@@ -241,6 +245,8 @@ class Engine:
             reply, changes = self.setup.sleeper.obey(message.order, message.argument, leases)
             self.setup = replace(self.setup, **changes)
             return reply
+        if message.order in PROFILE_ORDERS:
+            return self.setup.profiler.obey(message.order, message.argument)
         if message.order == "drain":
             self._draining = True
             return {}
@@ -303,7 +309,7 @@ class Engine:
         record = step, running, waiting, *token_counts, *cache, *waste, host, loop.device_s, *work, *drafts, late
         stats = StepStats(*record, *account[4:])
         if steps and (tokens := self.setup.expert_load.take(step)):
-            stats.expert_tokens = tokens
+            stats.expert_tokens, stats.rank_tokens = tokens, self.setup.expert_load.by_rank(tokens)
         if step % _WASTE_EVERY == 0 or not scheduler.running:
             stats.tiers = [
                 (tier.name, tier.stored, tier.loaded, tier.dropped) for tier in scheduler.leases.source.tiers()
@@ -326,4 +332,5 @@ def _delta(update: Update) -> Delta:
         update.prompt_logprobs,
         update.times,
         update.pins,
+        update.pooled,
     )

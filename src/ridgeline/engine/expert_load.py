@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ridgeline.core.expert_parallel import rank_tokens
+from ridgeline.core.experts import ExpertSpec
+
 EVERY = 64
 """Steps from one reading to the next. A reading is one small kernel and one copy."""
 
@@ -13,13 +16,15 @@ EVERY = 64
 class ExpertLoad:
     """Reads the counters of a decoder's experts (models.experts.Experts.load), one for each layer that has experts.
 
+    experts: of these layers, on a rank.
+
     On a GPU a copy to the host starts with one reading and is taken with the next.
     """
 
-    __slots__ = ("_copied", "_loads", "_seen", "_waiting")
+    __slots__ = ("_copied", "_experts", "_loads", "_seen", "_waiting")
 
-    def __init__(self, loads: Sequence[torch.Tensor] = ()) -> None:
-        self._loads = tuple(loads)
+    def __init__(self, loads: Sequence[torch.Tensor] = (), experts: Sequence[ExpertSpec] = ()) -> None:
+        self._loads, self._experts = tuple(loads), experts
         self._seen: torch.Tensor | None = None
         self._waiting: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
@@ -44,3 +49,8 @@ class ExpertLoad:
         since = ready if self._seen is None else ready - self._seen
         self._seen = ready
         return since.tolist()  # type: ignore[no-any-return]
+
+    def by_rank(self, tokens: list[list[int]]) -> list[list[int]]:
+        """(Token, choice) pairs that each rank computes, by layer, of a reading. [] if ranks do not divide the experts."""
+        pairs = zip(tokens, self._experts, strict=True)
+        return [rank_tokens(counts, experts) for counts, experts in pairs if experts.ranks > 1]

@@ -20,6 +20,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from ridgeline.core.errors import EngineFailed, RidgelineError
+from ridgeline.core.logs import configure_logging
 from ridgeline.engine.hosts import UNREACHABLE, attach
 from ridgeline.engine.rank import StartTimes, load_rank, plan_rank
 from ridgeline.engine.rank_link import (
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 
 def main(arguments: list[str]) -> int:
     """Follow until the first rank closes the socket; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    configure_logging(logging.INFO)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if len(arguments) == 1:
         link, folder = Link(socket.socket(fileno=int(arguments[0]))), None

@@ -136,7 +136,6 @@ class RankGroup(Group):
         else:
             store, place = start_store(rank.config.master_addr)
             meeting = Meeting(store, CONNECT_S, rank.config.master_addr, rank.device)
-        self._stages = rank.config.pipeline_parallel_size
         # The sizes that this rank chose, so that all ranks agree on every block.
         names = {entry.name for entry in fields(EngineConfig)} - {"steps_in_flight"}
         chosen = {name: value for name, value in rank.plan.chosen.items() if name in names}
@@ -164,7 +163,8 @@ class RankGroup(Group):
     def lead(self, runner: Runner) -> Runner:
         self._wait(lambda follower: follower.ready)
         shutil.rmtree(self._folder)  # all are connected: nothing is left behind if this process is killed
-        return GroupRunner(runner, self) if self._stages == 1 else PipelineRunner(runner, self)
+        blocking = self.mesh.stage.group is not None and self.mesh.stage.group is self.mesh.stage.host
+        return PipelineRunner(runner, self) if blocking else GroupRunner(runner, self)
 
     def check(self) -> None:
         if self.failure:
@@ -315,8 +315,8 @@ class GroupRunner:
 
 
 class PipelineRunner(GroupRunner):
-    """The runner of all stages. The last stage, which is the first rank, runs a step when it is collected: until then it would wait
-    for the stages before it, which could not be given the next step."""
+    """The runner of all stages on CPUs. The last stage, which is the first rank, runs a step when it is collected: until then it
+    would wait for the stages before it, which could not be given the next step. A GPU waits for them by itself (GroupRunner)."""
 
     def __init__(self, runner: Runner, group: RankGroup) -> None:
         super().__init__(runner, group)

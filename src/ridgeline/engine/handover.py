@@ -9,12 +9,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import torch
+
+from ridgeline.core.config import EngineConfig
 from ridgeline.core.ticket import Pools
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.runner import Runner
 from ridgeline.kv.copies import TierTransfers
+from ridgeline.kv.peer_pools import Memory, PeerPools, PeerTransfers
 from ridgeline.kv.prefix import chain_root, extend_chain
 from ridgeline.kv.transfer import HAND_OVER, HandOver, SharedPools
+from ridgeline.ops.peer_memory import PeerMemory
 from ridgeline.wire.messages import Delta, Submit
 
 
@@ -69,12 +74,30 @@ class SharedHandOvers(HandOvers):
 
 
 def open_hand_over(pools: Pools, leases: Leases, runner: Runner, fingerprint: str) -> HandOvers:
-    """The hand-over of an engine whose cache lies in its shared pool. It becomes the source of the leases and of the runner's
-    transfers. Without pools nothing is changed."""
+    """The hand-over of an engine. Its cache lies in its shared pool or on a GPU. It becomes the source of the leases and of the
+    runner's transfers. Without pools nothing is changed."""
     if not pools.descriptors:
         return HandOvers()
+    flat = runner.store.flat
+    if flat.is_cuda:
+        return over_peers(pools, leases, runner, fingerprint, PeerMemory(flat.device))
     transport = SharedPools(pools, leases.layout.page_bytes)
-    transport.register(runner.store.flat.numpy().data)
+    transport.register(flat.numpy().data)
     leases.source = source = HandOver(leases.layout, transport, pools.local)
     runner.transfers = TierTransfers(runner.store, 0, source, origin=HAND_OVER)
     return SharedHandOvers(source, leases, fingerprint)
+
+
+def over_peers(pools: Pools, leases: Leases, runner: Runner, fingerprint: str, memory: Memory) -> HandOvers:
+    """As `open_hand_over`, by copies from the memory of other engines."""
+    store = runner.store
+    transport = PeerPools(pools, leases.layout.page_bytes, store.pages, store.flat.data_ptr(), memory)
+    leases.source = source = HandOver(leases.layout, transport, pools.local)
+    runner.transfers = PeerTransfers(store, source, transport)
+    return SharedHandOvers(source, leases, fingerprint)
+
+
+def take_gpu(pools: Pools, config: EngineConfig) -> None:
+    """Make a GPU torch's current device. Engines take the GPUs in turn; more engines than GPUs share them."""
+    if pools.descriptors and config.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(pools.local % torch.cuda.device_count())

@@ -33,10 +33,10 @@ class StepInFlight:
     drafts: StepDrafts = NO_STEP_DRAFTS
 
     def wanted(self, request: Request, total: int, samples: bool) -> Logits:
-        """Which logits the next `total` tokens of a request need. Writes the prompt tokens to score into the plan."""
-        if request.planned < request.prompt_len - 1 and request.needs_scores:
-            after = request.tokens[request.planned + 1 : min(request.planned + total + 1, request.prompt_len)].tolist()
-            self.plan.score_ids[request.row] = after + [-1] * (total - len(after))
+        """Which logits the next `total` tokens of a request need. Writes the prompt tokens to score or to pool into the plan."""
+        read = request.planned < request.prompt_len and (request.needs_scores or request.sampling.pooling is not None)
+        if read and max(ids := request.score_ids(total)) >= 0:
+            self.plan.score_ids[request.row] = ids
             return Logits.ALL
         return Logits.LAST if samples else Logits.NONE
 

@@ -42,13 +42,15 @@ NO_INPUTS = LogitsInputs()
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Query tokens to score. at: int32 [M], indices of query tokens. ids: int32 [M], the tokens to score after them. counts, tops:
-    by place in the step, the number of scored tokens and of alternatives."""
+    """Query tokens to pool and to score, those to pool first. at: int32 [M], indices of query tokens. ids: int32 [M], the tokens to
+    score after them; without meaning for those to pool. counts, tops: by place in the step, the number of scored tokens and of
+    alternatives. pooled: by place in the step, the number of pooled tokens."""
 
     at: torch.Tensor
     ids: torch.Tensor
     counts: Mapping[int, int]
     tops: Mapping[int, int]
+    pooled: Mapping[int, int]
 
 
 class LogitsInputsBuilder:
@@ -124,14 +126,14 @@ class LogitsInputsBuilder:
 
 
 class ScoreBuilder:
-    """Packs and builds Scores for the rows of a plan that need the logits of all query tokens."""
+    """Packs and builds Scores for the rows of a plan that need logits or hidden states of query tokens that do not draw."""
 
     def __init__(self, plan: StepPlan, table: RowTable) -> None:
         self._plan = plan
-        self._scored = {
-            place: table[plan.rows[place]] for place, wanted in enumerate(plan.logits) if wanted == Logits.ALL
-        }
+        scored = [(place, table[plan.rows[place]]) for place, wanted in enumerate(plan.logits) if wanted == Logits.ALL]
+        self._scored = dict(sorted(scored, key=lambda item: item[1].join.sampling.pooling is None))
         self._counts: dict[int, int] = {}
+        self._pooled: dict[int, int] = {}
 
     def pack(self, packet: Packet) -> None:
         at: list[int] = []
@@ -142,11 +144,11 @@ class ScoreBuilder:
             scored = np.flatnonzero(wanted >= 0)
             at += (starts[place] + scored).tolist()
             ids += wanted[scored].tolist()
-            self._counts[place] = len(scored)
+            (self._counts if request.join.sampling.pooling is None else self._pooled)[place] = len(scored)
         packet.add("score_at", at)
         packet.add("score_ids", ids)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> Scores:
         """got: the tensors that the packet became."""
-        tops = {place: request.join.sampling.prompt_logprobs or 0 for place, request in self._scored.items()}
-        return Scores(tensors["score_at"], tensors["score_ids"], self._counts, tops)
+        tops = {place: self._scored[place].join.sampling.prompt_logprobs or 0 for place in self._counts}
+        return Scores(tensors["score_at"], tensors["score_ids"], self._counts, tops, self._pooled)

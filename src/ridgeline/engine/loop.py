@@ -29,8 +29,8 @@ class Runner(Protocol):
 
 
 class Loop:
-    """Drives one scheduler and one runner. clock: seconds. steps_in_flight: 0 plans a step only after the commit of the last
-    one."""
+    """Drives one scheduler and one runner. clock: seconds; it must not jump, as a wall clock does when it is set. steps_in_flight:
+    0 plans a step only after the commit of the last one."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Loop:
         runner: Runner,
         *,
         steps_in_flight: int = 0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner

@@ -11,6 +11,7 @@ import threading
 import time
 
 from ridgeline.core.errors import EngineFailed, RidgelineError
+from ridgeline.core.logs import configure_logging
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
 from ridgeline.hardware.probe import process_age_s
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def run(sock: socket.socket, config: EngineOrder) -> int:
     """Serve until the service stops the engine or disconnects; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    configure_logging(logging.INFO)
     inbox = Inbox(sock)
     try:
         engine = assemble(

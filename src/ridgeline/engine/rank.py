@@ -17,7 +17,7 @@ import torch
 from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.expert_parallel import check_expert_ranks
+from ridgeline.core.expert_parallel import check_expert_ranks, hot_experts
 from ridgeline.core.fit import Deployment, size
 from ridgeline.core.selection import check_budget
 from ridgeline.core.sizing import Memory, MemoryPlan
@@ -96,6 +96,7 @@ class RankPlan:
             "torch": str(torch.__version__),
             "the model": content_hash(self.folder, weights=weights).hex()[:16],
             "blocks": str(self.plan.n_pages),
+            "the experts on every rank": hot_experts(self.spec.layers),
         }
 
 

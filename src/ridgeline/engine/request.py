@@ -122,6 +122,8 @@ class Request:
     pins: list[PinOutcome] = field(default_factory=list)
     """What became of the first breakpoints."""
     scores: list[TokenLogprobs] = field(default_factory=list)
+    pooled: list[bytes] = field(default_factory=list)
+    """Sums of the hidden states of its pooled tokens, one of each step that computed some."""
     finish: str = ""
     error: str = ""
     cached: int = -1
@@ -176,4 +178,14 @@ class Request:
 
     @property
     def needs_scores(self) -> bool:
-        return self.sampling.prompt_logprobs is not None and self.choice == 0 and len(self.scores) < self.prompt_len - 1
+        """Prompt tokens that the prefix cache may have must be computed, because their logits or hidden states are needed."""
+        scored = self.sampling.prompt_logprobs is not None and self.choice == 0
+        return self.sampling.pooling in ("mean", "cls") or (scored and len(self.scores) < self.prompt_len - 1)
+
+    def score_ids(self, count: int) -> list[int]:
+        """As StepPlan.score_ids for the next `count` query tokens."""
+        places = range(self.planned, self.planned + count)
+        if self.sampling.pooling is not None:
+            only = {"cls": 0, "last": self.prompt_len - 1}.get(self.sampling.pooling)
+            return [0 if only in (None, place) else -1 for place in places]
+        return [self.tokens[place + 1] if place + 1 < self.prompt_len else -1 for place in places]

@@ -60,7 +60,8 @@ def without(plan: StepPlan, error: str | None) -> StepResult:
 @dataclass(slots=True)
 class Pending:
     """A launched step. Its host tensors are complete when the clock's end event has passed; `outcome` keeps them alive. lost:
-    places in the step whose rows the device does not hold. fresh, transfers: see StepResult."""
+    places in the step whose rows the device does not hold. fresh, transfers: see StepResult. drawn: of the last stage of a
+    pipeline, the drawn tokens that other stages wait for."""
 
     plan: StepPlan
     batch: Batch
@@ -69,6 +70,7 @@ class Pending:
     lost: Sequence[int] = ()
     fresh: bool = False
     transfers: dict[int, bool] = field(default_factory=dict)
+    drawn: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -76,9 +78,11 @@ class Pending:
     ) -> Pending:
         """Start the copies to the host (SamplerOps.to_host) and mark the end of the step."""
         if clock.cuda:
-            packed = None if outcome.packed is None else to_host(outcome.packed)
+            packed, pooled = (
+                None if tensor is None else to_host(tensor) for tensor in (outcome.packed, outcome.pooled)
+            )
             logprobs, scores = (_ranked_to_host(ranked, to_host) for ranked in (outcome.logprobs, outcome.scores))
-            outcome = Outcome(packed, logprobs, scores, outcome.worth)
+            outcome = Outcome(packed, logprobs, scores, outcome.worth, pooled)
         clock.stop()
         return cls(plan, batch, outcome, clock, lost)
 
@@ -148,6 +152,9 @@ class Pending:
         for place, count in scores.counts.items():
             result.scores[place] = records[first : first + count]
             first += count
+        if self.outcome.pooled is not None:
+            sums = ([total.tobytes()] for total in self.outcome.pooled.numpy())
+            result.pooled.update(zip(scores.pooled, sums, strict=True))
 
 
 def _ranked_to_host(ranked: Ranked | None, to_host: ToHost) -> Ranked | None:

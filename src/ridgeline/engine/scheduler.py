@@ -186,8 +186,7 @@ class Scheduler:
             return
         request.state = State.WAITING
         request.reached = max(request.reached, request.computed)
-        request.computed = request.planned = 0
-        request.expected = len(request.tokens)
+        request.computed, request.planned, request.expected, request.pooled = 0, 0, len(request.tokens), []
         if request.needs_scores:
             request.scores = []
         insort(self.waiting, request, key=_order)
@@ -255,7 +254,7 @@ class Scheduler:
     def _give(self, step: StepInFlight, request: Request, n_query: int, most: int) -> int:
         """Plan `n_query` tokens of a running request, and a draft up to `most` tokens in all. Returns how many: 0 if it waits."""
         plan, speculation = step.plan, self._speculation
-        samples = request.planned + n_query == request.expected
+        samples = request.planned + n_query == request.expected and request.sampling.pooling is None
         draft = EMPTY_DRAFT
         if (samples and request.limit <= request.expected) or not request.ready(samples, speculation.waits):
             return 0
@@ -451,11 +450,12 @@ class Scheduler:
             self.counts.prompt_tokens += min(request.computed, request.prompt_len) - before
         if place in result.scores:
             request.scores.extend(result.scores[place])
+        request.pooled += result.pooled.get(place, ())
         request.tokens.extend(tokens)
         watch = request.watch if request.computed < request.watch else self.leases.committed(request, self._next.plan)
         if request.followers and request.computed >= request.prompt_len:
             self._release_followers(request)
-        if tokens:
+        if tokens or (request.sampling.pooling is not None and request.computed == request.prompt_len):
             if n_draft:
                 self.counts.verified(n_draft, len(tokens) - 1)
                 request.speculation.count(n_draft, len(tokens) - 1)
@@ -480,8 +480,8 @@ class Scheduler:
             request.cached_sent = True
             update.cached = request.cached
             update.pins = request.pins or None
-            update.prompt_logprobs = request.scores or None
-        flag = result.flags[place]
+            update.prompt_logprobs, update.pooled = request.scores or None, request.pooled or None
+        flag = result.flags[place] if tokens else Flag.LIMIT  # a pooled prompt ends without a token
         if request.constraint is not None:
             try:
                 request.constraint.accept(tokens)

@@ -28,11 +28,13 @@ from ridgeline.parallel.pipeline import Stage
 
 
 class LastStep(DeviceStep):
-    """A step of the last stage: it announces what it draws."""
+    """A step of the last stage. drawn: on the host, what the step drew last, once its work has ended; None: nothing."""
+
+    drawn: Tensor | None = None
 
     def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool) -> tuple[Tensor, Ranked | None]:
         drawn, logprobs = super()._drawn(batch, hidden, bound, learn)
-        self.decoder.stage.announce(drawn)
+        self.drawn = self.ops.sampler.to_host(drawn)
         return drawn, logprobs
 
 
@@ -42,8 +44,9 @@ class EarlierStep(DeviceStep):
     def _drawn(self, batch: Batch, hidden: Tensor, bound: int, learn: bool) -> tuple[Tensor, Ranked | None]:
         return self.decoder.stage.learn(torch.empty(len(batch.owners), dtype=torch.int32, device=hidden.device)), None
 
-    def _score(self, scores: Scores, hidden: Tensor) -> None:
-        """The last stage has the head, and scores."""
+    def _score(self, scores: Scores, hidden: Tensor) -> tuple[None, None]:
+        """The last stage has the final hidden states and the head: it scores and pools."""
+        return None, None
 
 
 class StageExecutor(Executor):
@@ -113,9 +116,24 @@ class Begun:
 
 
 class LastRunner(Runner):
-    """The runner of the last stage."""
+    """The runner of the last stage. It announces what a step drew when it collects the step, so that a GPU goes on with the next
+    step, which has other rows, while the host commits this one and plans."""
 
     step_kind = LastStep
+
+    def _launch(self, plan: StepPlan) -> Pending | StepResult:
+        assert isinstance(self._step, LastStep)
+        self._step.drawn = None
+        launched = super()._launch(plan)
+        if isinstance(launched, Pending):
+            launched.drawn = self._step.drawn
+        return launched
+
+    def collect(self) -> StepResult:
+        oldest, result = self._pending[0], super().collect()
+        if isinstance(oldest, Pending) and oldest.drawn is not None and result.error is None:
+            self._step.decoder.stage.announce(oldest.drawn)
+        return result
 
     def _make_executor(self) -> Executor:
         return _graphs(self._step, self._sizes) if self._cuda and self._sizes.graphs else super()._make_executor()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -116,12 +117,14 @@ class CudaLink:
 
 
 @dataclass(slots=True)
-class _Load:
-    """A transfer under way. event: of the copies so far. reads: pages of the reader on their way to memory, with their blocks."""
+class Load:
+    """A transfer under way. event: of the copies so far. reads: pages of the reader on their way to memory, with their blocks.
+    has_arrived: whether the content is valid, asked after the copies."""
 
     event: Event
     blocks: Sequence[int] = ()
     reads: list[Future[torch.Tensor | None]] = field(default_factory=list)
+    has_arrived: Callable[[], bool] = lambda: True
 
 
 class Reader(Protocol):
@@ -148,9 +151,11 @@ class TierTransfers(Transfers):
         )
         self.memory = memory.view(slots + 1, page_bytes)
         self._link: Link = CudaLink(pages) if self._pinned else PlainLink(pages)
-        self._reader, self._origin = reader, origin
-        self._threads = ThreadPoolExecutor(READERS, "kv-read")
-        self._loads: dict[int, _Load] = {}
+        self._reader, self.origin = reader, origin
+        # Pinned memory belongs to the current device of the thread.
+        initializer = partial(torch.cuda.set_device, pages.device) if self._pinned else None
+        self._threads = ThreadPoolExecutor(READERS, "kv-read", initializer)
+        self.loads: dict[int, Load] = {}
         self._stores: dict[int, Event] = {}
 
     def view(self, slot: int) -> memoryview:
@@ -159,7 +164,7 @@ class TierTransfers(Transfers):
 
     @property
     def busy(self) -> bool:
-        return bool(self._loads or self._stores)
+        return bool(self.loads or self._stores)
 
     @torch.inference_mode()
     def measure(self) -> float:
@@ -189,19 +194,20 @@ class TierTransfers(Transfers):
                 ended[transfer.ticket] = False
         local = []
         for transfer in plan.transfers:
-            if transfer.origin == self._origin:
-                self._begin(transfer)
+            if transfer.origin == self.origin:
+                self.begin(transfer)
             else:
                 local.append(transfer)
         return ended | self.store.transfer(local) | self._take_ended()
 
-    def _begin(self, transfer: Transfer) -> None:
+    def begin(self, transfer: Transfer) -> None:
+        """Start the copies of a transfer."""
         pairs = list(zip(transfer.pages, transfer.blocks, strict=True))
         near = [(self.memory[page], block) for page, block in pairs if page > 0]
         far = [(-page, block) for page, block in pairs if page < 0]
         event = self._link.up([row for row, _ in near], [block for _, block in near])
         reads = [self._threads.submit(self._read, number) for number, _ in far]
-        self._loads[transfer.ticket] = _Load(event, [block for _, block in far], reads)
+        self.loads[transfer.ticket] = Load(event, [block for _, block in far], reads)
 
     def _read(self, number: int) -> torch.Tensor | None:
         """A page of the reader; None: it cannot be served. Runs in a thread."""
@@ -215,16 +221,16 @@ class TierTransfers(Transfers):
         ended = {ticket: True for ticket, event in self._stores.items() if event.query()}
         for ticket in ended:
             del self._stores[ticket]
-        for ticket, load in list(self._loads.items()):
+        for ticket, load in list(self.loads.items()):
             if load.reads and all(read.done() for read in load.reads) and not self._copy_on(load):
                 ended[ticket] = False
                 self._cancel(ticket)
             elif not load.reads and load.event.query():
-                ended[ticket] = True
-                del self._loads[ticket]
+                ended[ticket] = load.has_arrived()
+                del self.loads[ticket]
         return ended
 
-    def _copy_on(self, load: _Load) -> bool:
+    def _copy_on(self, load: Load) -> bool:
         """Copy the pages that were read to their blocks. False: the content does not arrive. An error does not fail the step: what
         else has ended with it would be lost, and the next step would meet the error again."""
         try:
@@ -233,13 +239,13 @@ class TierTransfers(Transfers):
                 return False
             load.event, load.reads = self._link.up(rows, load.blocks), []
         except Exception:
-            log.exception("pages from %s are not loaded", self._origin)
+            log.exception("pages from %s are not loaded", self.origin)
             return False
         return True
 
     def _cancel(self, ticket: int) -> None:
         """Nothing writes to the blocks of the transfer after the copies that have begun, and later steps run after those."""
-        load = self._loads.pop(ticket, None)
+        load = self.loads.pop(ticket, None)
         if load is not None:
             load.event.wait()
             for read in load.reads:
@@ -253,7 +259,7 @@ class TierTransfers(Transfers):
             self._stores.pop(transfer.ticket, None)
 
     def close(self) -> None:
-        for ticket in list(self._loads):
+        for ticket in list(self.loads):
             self._cancel(ticket)
         self._threads.shutdown(cancel_futures=True)
         if self._reader is not None:

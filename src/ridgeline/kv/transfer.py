@@ -34,7 +34,7 @@ DEADLINE_S = 30.0
 
 
 class Place(NamedTuple):
-    """A page in the pool of another engine, and its checksum."""
+    """A page in the pool of another engine, and its check, by which its transport sees that the page has changed."""
 
     engine: int
     page: int
@@ -44,11 +44,12 @@ class Place(NamedTuple):
 class Transport(Protocol):
     """Moves pages between pools."""
 
-    def register(self, pool: memoryview) -> None:
-        """The bytes of the own pool; other engines read them from now on."""
+    def export(self, pages: Sequence[int]) -> list[tuple[int, int]]:
+        """For each of the own pages the number under which others find it, and its check; both travel in the ticket. The pages
+        keep their content until they are released. None at all if there is no room for them."""
 
-    def export(self, pages: Sequence[int]) -> list[int]:
-        """Checksums of own pages, which travel in the ticket. The pages keep their content until they are released."""
+    def release(self, pages: Sequence[int]) -> None:
+        """The content of exported pages may change from now on. Called once for each export that had room."""
 
     def pull(self, place: Place, target: memoryview) -> bool:
         """Copy a page of another engine. False: it is lost or has changed. Any thread may call this."""
@@ -62,11 +63,15 @@ class SharedPools:
         self._pool = memoryview(b"")
 
     def register(self, pool: memoryview) -> None:
+        """The bytes of the own pool; other engines read them from now on."""
         self._pool = pool
 
-    def export(self, pages: Sequence[int]) -> list[int]:
+    def export(self, pages: Sequence[int]) -> list[tuple[int, int]]:
         size = self._page_bytes
-        return [zlib.crc32(self._pool[page * size : (page + 1) * size]) for page in pages]
+        return [(page, zlib.crc32(self._pool[page * size : (page + 1) * size])) for page in pages]
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Nothing to do: a page that has changed has another checksum."""
 
     def pull(self, place: Place, target: memoryview) -> bool:
         if not 0 <= place.engine < len(self._descriptors):
@@ -117,22 +122,27 @@ class HandOver(Source):
 
     def export(self, name: str, chain: Sequence[bytes], index: PrefixIndex, pool: BlockPool) -> Ticket:
         """Keep the blocks of a prompt for another engine until `release(name)` or the deadline. chain: of its full blocks. The
-        ticket is empty if the blocks are not in the index."""
+        ticket is empty if the blocks are not in the index, or if the transport has no room for them."""
         length, tables = index.match(chain, len(chain))
         blocks = [block for table in tables for block in table if block]
+        exported = self._transport.export(blocks)
+        if not exported:
+            return Ticket(self._local, (), (), ())
         for block in blocks:
             pool.share(block)
         self._exports[name] = _Export(blocks, self._clock() + self._deadline_s)
         self.counts.stored += len(blocks)
-        check_of = dict(zip(blocks, self._transport.export(blocks), strict=True)) | {0: 0}
-        pages = tuple(zip(*tables, strict=True)) if length else ()
-        checks = tuple(tuple(check_of[page] for page in row) for row in pages)
+        place_of = dict(zip(blocks, exported, strict=True)) | {0: (0, 0)}
+        rows = [[place_of[block] for block in row] for row in zip(*tables, strict=True)]
+        pages, checks = (tuple(tuple(place[part] for place in row) for row in rows) for part in (0, 1))
         return Ticket(self._local, tuple(chain[:length]), pages, checks)
 
     def release(self, name: str, index: PrefixIndex, pool: BlockPool) -> None:
         """The blocks of an export were pulled or are not needed any more. Unknown names are ignored."""
-        export = self._exports.pop(name, None)
-        for block in reversed(export.blocks if export is not None else ()):
+        if (export := self._exports.pop(name, None)) is None:
+            return
+        self._transport.release(export.blocks)
+        for block in reversed(export.blocks):
             pool.release(block, keep=index.holds(block))
 
     def expire(self, index: PrefixIndex, pool: BlockPool) -> None:
@@ -189,6 +199,11 @@ class HandOver(Source):
         pages = self._pulls.pop(ticket, 0)
         self.counts.loaded += arrived * pages
         self.counts.dropped += (not arrived) * pages
+
+    def places(self, numbers: Sequence[int]) -> list[Place]:
+        """The places of a transfer's pages; none if one is not known any more."""
+        places = [self._places[-number] for number in numbers if -number in self._places]
+        return places if len(places) == len(numbers) else []
 
     def read(self, number: int, target: memoryview) -> bool:
         """Copy the page of a place. False: it is not known any more, or did not arrive. Any thread may call this."""

@@ -47,6 +47,10 @@ GAUGES: Mapping[str, Entry] = {
         "Tokens of a layer's busiest expert over the mean of its experts, averaged over layers, of the last reading. 1: even.",
         ours=True,
     ),
+    "expert_rank_imbalance": Entry(
+        "The same of the ranks that divide the experts (--expert-parallel): a layer takes as long as its busiest rank. 1: even.",
+        ours=True,
+    ),
     "kv_cache_cached_perc": Entry("Share of KV blocks that are free but still cache a prefix, 0 to 1.", ours=True),
     "kv_waste_inside_perc": Entry("Share of leased token slots that hold no token.", ours=True),
     "kv_waste_between_perc": Entry("Share of the cache's bytes that unequal groups of layers waste.", ours=True),
@@ -83,6 +87,11 @@ COUNTERS: Mapping[str, Entry] = {
     "expert_tokens": Entry(
         "Tokens that each expert got, read every 64 steps. Layers with experts and their experts are numbered from 0.",
         label="expert",
+        ours=True,
+    ),
+    "expert_rank_tokens": Entry(
+        "Tokens that each rank multiplied by its experts, with --expert-parallel, over all layers.",
+        label="rank",
         ours=True,
     ),
     "answer_cache_hits": Entry("Requests answered from the answer cache.", ours=True),

@@ -188,6 +188,8 @@ class Metrics:
             self._count("late_seconds", work.seconds, work.kind)
         for tokens in (step.expert_tokens for step in steps if step.expert_tokens):
             self._count_experts(tokens)
+        for tokens in (step.rank_tokens for step in steps if step.rank_tokens):
+            self._count_ranks(tokens)
         for tiers in (step.tiers for step in steps if step.tiers):
             self._count_tiers(tiers)
         for pins in (step.pins for step in steps if step.pins):
@@ -209,9 +211,19 @@ class Metrics:
         for layer, counts in enumerate(tokens):
             for expert, count in enumerate(counts):
                 self._count("expert_tokens", count, f"{layer}/{expert}")
+        self._set_imbalance("expert_imbalance", tokens)
+
+    def _count_ranks(self, tokens: list[list[int]]) -> None:
+        """Count the tokens of each rank's experts, and set the imbalance to that of this reading."""
+        for rank, counts in enumerate(zip(*tokens, strict=True)):
+            self._count("expert_rank_tokens", sum(counts), str(rank))
+        self._set_imbalance("expert_rank_imbalance", tokens)
+
+    def _set_imbalance(self, name: str, tokens: list[list[int]]) -> None:
+        """Set a gauge to the largest count of a layer over the mean of its counts, averaged over layers."""
         ratios = [max(counts) * len(counts) / sum(counts) for counts in tokens if any(counts)]
         if ratios:
-            self._gauges["expert_imbalance"] = sum(ratios) / len(ratios)
+            self._gauges[name] = sum(ratios) / len(ratios)
 
     def _count_tiers(self, tiers: list[tuple[str, int, int, int]]) -> None:
         """Count what the tiers did since the last reading. A new engine starts at zero."""

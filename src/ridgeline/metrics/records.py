@@ -73,6 +73,8 @@ class StepRecord(Protocol):
     """Each tier below the KV cache: its name, and the blocks stored, loaded and dropped since the start. Empty in most records."""
     pins: list[tuple[str, str, int]]
     """Pinned prefixes and the events of pins (kv.pins.Pins.readings). Empty in most records."""
+    rank_tokens: list[list[int]]
+    """The part of expert_tokens that each rank computes, by layer, with --expert-parallel."""
 
 
 @dataclass(frozen=True, slots=True)

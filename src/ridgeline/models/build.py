@@ -67,7 +67,7 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
         )
     layers = drop_idle_windows(spec.layers, longest)
     if model.expert_parallel:
-        layers = whole_experts(layers)
+        layers = whole_experts(layers, model)
     served = replace(
         spec,
         dtype=dtype,
@@ -162,8 +162,9 @@ def load(
     spec = served_spec(checkpoint, model)
     _check_experts(spec, ops, device)
     dtype = DTYPES[spec.dtype]
-    if mesh.size > 1 or mesh.stage.count > 1 or (device.type == "cpu" and any(layer.experts for layer in spec.layers)):
-        # A CPU captures only kernel calls: neither collectives nor which experts the next step's tokens choose.
+    recorded = spec.plain and not any(layer.experts for layer in spec.layers)
+    if mesh.size > 1 or mesh.stage.count > 1 or (device.type == "cpu" and not recorded):
+        # A CPU captures only kernel calls: neither collectives nor PyTorch nor which experts the next step's tokens choose.
         ops = replace(ops, capture=Uncaptured)
     if any(layer.budget is not None for layer in spec.layers):
         ops = selecting(ops)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from ridgeline.core.spec import ModelSpec
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, Normed, Ops, apply_norm
+from ridgeline.ops.table import Activation, Normed, Ops, Scaled, apply_norm
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.format import WeightFormat
 
@@ -30,6 +31,21 @@ class Build:
         """Uninitialized weight of a norm."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
+    def norm(self) -> torch.Tensor:
+        """Uninitialized norm of the residual stream: weight [d_model], or weight and bias [2, d_model]."""
+        vector = self.vector(self.spec.norm_vectors * self.spec.d_model)
+        return vector.view(2, -1) if self.spec.norm_vectors == 2 else vector
+
+    def normed(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor | Normed:
+        """A norm of the stream x [T, d_model], as a linear takes it. None: the stream itself."""
+        spec = self.spec
+        if norm is None:
+            return x
+        if spec.norm == "rms":
+            return Normed(x, norm, spec.norm_eps, spec.norm_offset)
+        weight, bias = norm if norm.dim() == 2 else (norm, None)
+        return F.layer_norm(x, weight.shape, weight, bias, spec.norm_eps)
+
 
 Input = TypeVar("Input", bound=Activation)
 
@@ -40,7 +56,7 @@ def gather(build: Build) -> Callable[[Input, StepInputs], Input | torch.Tensor]:
     ranks, rms_norm = build.mesh.stream, build.ops.tokenwise.rms_norm
 
     def gathered(x: Input, step: StepInputs) -> Input | torch.Tensor:
-        if not isinstance(x, Normed) or len(x.x) == step.inputs:
+        if isinstance(x, Scaled) or len(x.x if isinstance(x, Normed) else x) == step.inputs:
             return x
         return ranks.all_gather(apply_norm(x, rms_norm)).flatten(0, 1)[: step.inputs]
 

@@ -17,7 +17,7 @@ from typing import Any
 from ridgeline.core.errors import ConfigError, RequestError, UnsupportedModel
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.sharing import share_in_groups, share_last
-from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec
+from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec, Rope
 from ridgeline.models.expert_keys import read_experts
 from ridgeline.models.families import (
     FAMILIES,
@@ -25,12 +25,11 @@ from ridgeline.models.families import (
     HARMLESS,
     HARMLESS_PREFIXES,
     REFUSED,
-    REQUIRED,
     WITHOUT_PARTS,
     WRAPPERS,
-    Family,
     supported,
 )
+from ridgeline.models.family import REQUIRED, Family
 from ridgeline.models.rope import read_rope
 from ridgeline.models.stored import KEY as QUANTIZATION
 from ridgeline.models.stored import StoredAs, read_stored
@@ -42,6 +41,8 @@ ACTIVATIONS = {
     "gelu_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+UNGATED = {**ACTIVATIONS, "relu": "relu", "gelu": "gelu"}
+"""Activations of families without a gate."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -59,16 +60,28 @@ _KINDS: Mapping[str, Any] = {
     "rope_local_base_freq": (int, float),
     "rope_scaling": dict,
     "rope_parameters": dict,
-    "query_pre_attn_scalar": (int, float),
+    "partial_rotary_factor": (int, float),
+    **dict.fromkeys(
+        (
+            "query_pre_attn_scalar",
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+            "logit_scale",
+        ),
+        (int, float),
+    ),
     "attn_logit_softcapping": (int, float),
     "final_logit_softcapping": (int, float),
     "sliding_window": (int, type(None)),
-    "sliding_window_pattern": int,
+    "sliding_window_pattern": (int, str, type(None)),
     "max_window_layers": int,
     "num_kv_shared_layers": int,
     "cla_share_factor": int,
     "layer_types": list,
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), _SWITCH),
+    **dict.fromkeys(("use_qkv_bias", "use_parallel_residual"), _SWITCH),
 }
 
 
@@ -116,7 +129,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
     stored = read_stored(config)
     family, text, outer = _text_part({key: value for key, value in config.items() if key != QUANTIZATION})
     values = _values(family, text)
-    heads, d_ff = values["num_attention_heads"], values["intermediate_size"]
+    heads, d_ff = values["num_attention_heads"], values["intermediate_size"] or 4 * values["hidden_size"]
     kv_heads = values["num_key_value_heads"] or heads
     head_dim = values["head_dim"] or values["hidden_size"] // heads
     if heads % kv_heads or head_dim % 2:
@@ -124,21 +137,28 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
             f"config.json: num_attention_heads is {heads}, num_key_value_heads {kv_heads} and head_dim {head_dim}: the heads must "
             "be a multiple of the key-value heads, and head_dim must be even."
         )
-    global_rope, local_rope, max_len = read_rope(values, head_dim)
+    unrotated, max_len = Rope(dim=head_dim, scaling="identity"), values["max_position_embeddings"]
+    global_rope, local_rope = unrotated, unrotated
+    if family.rotated != "none":
+        global_rope, local_rope, max_len = read_rope(values, head_dim)
     softcap = values.get("attn_logit_softcapping")
     global_layer = LayerSpec(heads, kv_heads, head_dim, d_ff, global_rope, None, softcap)
-    windowed_layer = replace(global_layer, rope=local_rope)
-    layers = [
-        global_layer if window is None else replace(windowed_layer, window=window)
-        for window in _windows(family, values)
-    ]
+    windowed_layer, windows = replace(global_layer, rope=local_rope), _windows(family, values)
+    if family.rotated == "windowed" and any(windows):
+        global_layer = replace(global_layer, rope=unrotated)
+    layers = [global_layer if window is None else replace(windowed_layer, window=window) for window in windows]
     blocks = zip(layers, read_experts(family, values), strict=True)
     layers = [
         replace(layer, d_ff=experts.active_width, experts=experts) if experts else layer for layer, experts in blocks
     ]
-    scalar = values.get("query_pre_attn_scalar")
     bias = bool(values.get("attention_bias"))
-    traits = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(values.get("mlp_bias")), **family.traits}
+    traits: dict[str, Any] = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(values.get("mlp_bias"))}
+    traits |= {name: bool(values[key]) for name, key in family.switches.items()}
+    if family.scaled_embedding:
+        traits["embed_scale"] = values["hidden_size"] ** 0.5
+    traits |= {
+        name: float(values[key]) ** power for name, (key, power) in family.numbers.items() if values[key] is not None
+    }
     return ModelSpec(
         architecture=family.architectures[0],
         vocab_size=values["vocab_size"],
@@ -146,16 +166,15 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         layers=drop_idle_windows(_shared(layers, values), max_len),
         max_len=max_len,
         norm_eps=float(values["rms_norm_eps"]),
-        activation=_activation(values),
+        positions=max_len if family.rotated == "none" else 0,
+        activation=_activation(values, UNGATED if family.traits.get("gated") is False else ACTIVATIONS),
         tied=bool(outer.get("tie_word_embeddings", values["tie_word_embeddings"])),
-        embed_scale=values["hidden_size"] ** 0.5 if family.scaled_embedding else 1.0,
-        query_scale=None if scalar is None else float(scalar) ** -0.5,
         final_softcap=values.get("final_logit_softcapping"),
         dtype=_dtype(text, outer),
         quantization=stored.quantization,
         bos_id=_first(text.get("bos_token_id"), outer.get("bos_token_id")),
         eos_ids=_eos(generation, outer, text),
-        **traits,
+        **{**traits, **family.traits},
     )
 
 
@@ -203,27 +222,28 @@ def _text_part(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any], Ma
 
 def _values(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the family with the values of config.json or the family's defaults, checked by type and range."""
+    text = {family.renamed.get(key, key): value for key, value in text.items()}
+    theirs = {ours: name for name, ours in family.renamed.items()}
     _refuse_unknown(text, family.fields, family.fixed)
     values = {key: text.get(key, default) for key, default in family.fields.items()}
     missing = [key for key, value in values.items() if value is REQUIRED]
     if missing:
-        raise ConfigError(f"config.json lacks {', '.join(missing)}.")
+        raise ConfigError(f"config.json lacks {', '.join(theirs.get(key, key) for key in missing)}.")
     for key in _SIZES:
-        value = values[key]
-        optional = key in ("num_key_value_heads", "head_dim")
+        value, optional = values[key], family.fields[key] is None
         if not (optional and value is None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"config.json: {key} is {value!r}: it must be a positive integer.")
+            raise ConfigError(f"config.json: {theirs.get(key, key)} is {value!r}: it must be a positive integer.")
     for key, kind in _KINDS.items():
         value = values.get(key)
         if value is None and family.fields.get(key) is None:
             continue
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not _SWITCH):
-            raise ConfigError(f"config.json: {key} is {value!r}, which has the wrong type.")
+            raise ConfigError(f"config.json: {theirs.get(key, key)} is {value!r}, which has the wrong type.")
         unused = key == "sliding_window" and values.get("use_sliding_window") is False
-        may_be_0 = unused or key in ("max_window_layers", "num_kv_shared_layers")
+        may_be_0 = unused or key in ("max_window_layers", "num_kv_shared_layers", "sliding_window_pattern")
         lowest = 0 if may_be_0 else sys.float_info.min
         if kind is not _SWITCH and isinstance(value, int | float) and not lowest <= value < math.inf:
-            raise ConfigError(f"config.json: {key} is {value!r}: it must be a number above 0.")
+            raise ConfigError(f"config.json: {theirs.get(key, key)} is {value!r}: it must be a number above 0.")
     return values
 
 
@@ -254,9 +274,15 @@ def _windows(family: Family, values: Mapping[str, Any]) -> list[int | None]:
     if family.windows == "all":
         return [window] * count
     kinds = values["layer_types"]
+    if kinds is None and family.pattern and window is None:
+        return [None] * count
     if kinds is None and family.pattern:
-        pattern = values.get("sliding_window_pattern", family.pattern)
-        kinds = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(count)]
+        pattern = values.get("sliding_window_pattern") or family.pattern
+        letters = pattern if isinstance(pattern, str) else "L" * (pattern - 1) + "G"
+        if set(letters) - {"L", "G"}:
+            raise ConfigError(f"config.json: sliding_window_pattern is {pattern!r}: it must consist of L and G.")
+        names = {"L": "sliding_attention", "G": "full_attention"}
+        kinds = [names[letters[index % len(letters)]] for index in range(count)]
     elif kinds is None and window is not None and family.experts:
         raise UnsupportedModel(
             "config.json: use_sliding_window needs layer_types: which layers have windows is ambiguous."
@@ -274,11 +300,11 @@ def _windows(family: Family, values: Mapping[str, Any]) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _activation(values: Mapping[str, Any]) -> Any:
+def _activation(values: Mapping[str, Any], known: Mapping[str, str]) -> Any:
     name = values.get("hidden_activation", values["hidden_act"])
-    if name not in ACTIVATIONS:
-        raise UnsupportedModel(f"config.json: activation {name!r} is not supported. Supported: {list(ACTIVATIONS)}.")
-    return ACTIVATIONS[name]
+    if name not in known:
+        raise UnsupportedModel(f"config.json: activation {name!r} is not supported. Supported: {list(known)}.")
+    return known[name]
 
 
 def _dtype(text: Mapping[str, Any], outer: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.striped import split_tokens
-from ridgeline.ops.table import LayerParts, RunLayers
+from ridgeline.ops.table import LayerParts, RunLayers, apply_norm
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.unquantized import UnquantizedFormat
 
@@ -33,6 +33,7 @@ class Decoder:
         "stage",
         "layers",
         "embedding",
+        "positions",
         "final_norm",
         "head",
         "scale",
@@ -61,7 +62,8 @@ class Decoder:
         embeds = self.stage.first or (self.stage.last and spec.tied)
         rows = spec.on_rank(build.mesh.size).vocabulary_rows
         self.embedding = torch.empty(rows * embeds, spec.d_model, dtype=build.dtype, device=build.device)
-        self.final_norm = build.vector(spec.d_model)
+        self.positions = build.vector(spec.positions * self.stage.first * spec.d_model).view(-1, spec.d_model)
+        self.final_norm = build.norm()
         self._unquantized = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
         headless = spec.tied or not self.stage.last
         self.head = (
@@ -135,7 +137,7 @@ class Decoder:
             the residual stream to the next one and returns it.
         """
         if self.stage.first:
-            stream = self._embed(tokens)
+            stream = self._embed(tokens, step)
         else:
             stream = self.stage.receive(self.embedding.new_empty(len(tokens), self.spec.d_model))
         if not self.stage.last:
@@ -148,18 +150,25 @@ class Decoder:
         else:
             stream = self._run(stream, views[:-1], step)
             stream = self.layers[-1](stream, views[-1], step, wanted)
-        spec = self.spec
-        return self._build.ops.tokenwise.rms_norm(stream, self.final_norm, spec.norm_eps, spec.norm_offset)
+        return apply_norm(self._build.normed(stream, self.final_norm), self._build.ops.tokenwise.rms_norm)
 
     def queries(self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> Iterator[torch.Tensor]:
         """Run the layers, and give the rotated queries [T, heads, d] of each."""
-        stream = self._embed(tokens)
+        stream = self._embed(tokens, step)
         for layer, view in zip(self.layers, views, strict=True):
             yield layer.queries(stream, view, step)
             stream = layer(stream, view, step)
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The scaled embeddings [T, d_model] of tokens int32 [T]. Ranks that do not hold a token add zeros."""
+    def _embed(self, tokens: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """The scaled embeddings [T, d_model] of tokens int32 [T], plus those of their positions where the model learned some."""
+        stream, learned = self._embed_tokens(tokens), self.positions
+        if not len(learned):
+            return stream
+        # Results of positions beyond the context (SPARE_POSITIONS) are discarded.
+        return stream + learned.index_select(0, step.position.clamp(max=len(learned) - 1))
+
+    def _embed_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The scaled embeddings. Ranks that do not hold a token add zeros."""
         build = self._build
         if build.mesh.size == 1:
             return build.ops.tokenwise.embed(self.embedding, tokens, self.scale)
@@ -169,15 +178,17 @@ class Decoder:
         return build.mesh.all_reduce(stream.masked_fill_(((local < 0) | (local >= rows))[:, None], 0))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [L, d_model] -> logits [L, vocab] of the head. With a final soft cap (Gemma 2) they are capped, in float32."""
+        """hidden [L, d_model] -> logits [L, vocab] of the head. Scaled or capped ones (Gemma 2) are in float32."""
         assert self.head is not None
         out = self._build.mesh.gather_columns(self.head.apply(hidden), self.spec.vocab_size)
-        cap = self.spec.final_softcap
+        cap, scale = self.spec.final_softcap, self.spec.logit_scale
+        out = out if scale == 1.0 else out.float() * scale
         return out if cap is None else self._build.ops.tokenwise.cap(out, cap)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All weights; a tied head is included once, rotary tables are not included."""
         yield self.embedding
+        yield self.positions
         yield self.final_norm
         if self.head is not None and not self.spec.tied:
             yield from self.head.tensors()

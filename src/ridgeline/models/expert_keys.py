@@ -7,7 +7,7 @@ from typing import Any
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.experts import ExpertSpec
-from ridgeline.models.families import Family
+from ridgeline.models.family import Family
 
 
 def read_experts(family: Family, values: Mapping[str, Any]) -> list[ExpertSpec | None]:

@@ -8,7 +8,7 @@ import torch
 
 from ridgeline.core.experts import ExpertSpec
 from ridgeline.models.building import Build, gather
-from ridgeline.ops.experts import Grouped, by_expert, route
+from ridgeline.ops.experts import Grouped, by_expert, divide_copies, route
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import FloatInput, Matrix, apply_norm
 from ridgeline.quant.format import LinearShape, Part, Share, Weight
@@ -46,6 +46,8 @@ class Experts:
         "load",
         "_spec",
         "_held",
+        "_numbers",
+        "_is_hot",
         "_gathered",
         "_mesh",
         "_rms_norm",
@@ -59,8 +61,10 @@ class Experts:
         plain = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
         self.router = plain.create(LinearShape(d_model, (Part(spec.count, spec.count),)), Share())
         part = Share(build.mesh.rank, build.mesh.size)
-        self._held = spec.on_rank(part.size).held(part.rank)
-        self.experts = tuple(GatedPair(build, spec.width, Share() if spec.whole else part) for _ in self._held)
+        on_rank = spec.on_rank(part.size)
+        self._held, self._numbers = on_rank.held(part.rank), on_rank.copies(part.rank)
+        self.experts = tuple(GatedPair(build, spec.width, Share() if spec.whole else part) for _ in self._numbers)
+        self._is_hot = torch.isin(torch.arange(spec.count), torch.tensor(spec.hot)) if spec.hot else None
         self.shared = GatedPair(build, spec.shared_width, part) if spec.shared_width else None
         self.shared_gate = plain.create(LinearShape(d_model, (Part(1, 1),)), Share()) if spec.shared_width else None
         self.load = torch.zeros(spec.count, dtype=torch.int64, device=build.device)
@@ -84,20 +88,24 @@ class Experts:
         chosen = route(logits, per_token, normalized)
         counts = torch.bincount(chosen.experts.flatten(), minlength=self._spec.count)
         self.load += counts
+        if self._is_hot is not None:  # by position, so that a token's sum does not depend on the other tokens
+            mine = step.position_of_inputs() % self._mesh.size == self._mesh.rank
+            chosen = divide_copies(chosen, self._is_hot, mine)
+            counts = torch.bincount(chosen.experts.flatten(), minlength=self._spec.count)
 
         def run(expert: int, rows: torch.Tensor | None) -> torch.Tensor:
-            pair = self.experts[expert - self._held.start]
+            pair = self.experts[self._numbers.index(expert)]
             if rows is None:
                 return pair(x, step)
             selected = rows if step.selected is None else step.selected.index_select(0, rows)
             return pair(x.index_select(0, rows), step.select(selected))
 
-        return by_expert(x.shape[1], chosen, counts.tolist(), run, self._held)
+        return by_expert(x.shape[1], chosen, counts.tolist(), run, self._numbers)
 
     def linears(self) -> Iterator[tuple[str, Weight]]:
         """Every weight by its name in models.weights; those of an expert start with its number."""
         yield "router", self.router
-        for number, expert in zip(self._held, self.experts, strict=False):
+        for number, expert in zip(self._numbers, self.experts, strict=False):
             yield f"{number}.gate_up", expert.gate_up
             yield f"{number}.down", expert.down
         if self.shared is not None and self.shared_gate is not None:

@@ -1,71 +1,17 @@
-"""The supported model families as data: the keys of their config.json and the properties of each family.
-
-`fields` lists every key that affects the computation, with its default in the family (REQUIRED: the key must be present). `fixed`
-lists keys that may be present, with their supported values. `traits` are ModelSpec fields of the whole family.
-"""
+"""The supported model families as data, see models.family; and keys of config.json that are known in every family."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-REQUIRED = "required"
+from ridgeline.models.family import REQUIRED, SHAPE, ExpertKeys, Family
+from ridgeline.models.more_families import MORE_FAMILIES
 
-
-@dataclass(frozen=True, slots=True)
-class ExpertKeys:
-    """The keys that state the fields of ExpertSpec. count: the first key that is present counts. normalized: may be a fixed value.
-    shared_width: "" without an expert that all tokens use."""
-
-    count: tuple[str, ...]
-    width: str
-    normalized: str | bool
-    shared_width: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One `model_type` of Hugging Face's config.json.
-
-    windows: which layers have a sliding window. "all": every layer if `sliding_window` is set (Mistral). "listed": those in
-    `layer_types`. Without that key every `pattern`-th layer is global and the others have a window; for pattern 0 the layers from
-    `max_window_layers` on have one if `use_sliding_window` is set (Qwen). None: the family has no windows. scaled_embedding:
-    embeddings are multiplied by the root of the model's width. experts: None: the family has none.
-    """
-
-    label: str
-    architectures: tuple[str, ...]
-    fields: Mapping[str, Any]
-    traits: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    scaled_embedding: bool = False
-    experts: ExpertKeys | None = None
-    windows: Literal["all", "listed"] | None = None
-    pattern: int = 0
-
-
-_SHAPE: dict[str, Any] = {
-    "vocab_size": REQUIRED,
-    "hidden_size": REQUIRED,
-    "intermediate_size": REQUIRED,
-    "num_hidden_layers": REQUIRED,
-    "num_attention_heads": REQUIRED,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "max_position_embeddings": REQUIRED,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
-    "original_max_position_embeddings": None,
-}
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 _GEMMA = {
-    **_SHAPE,
+    **SHAPE,
     "head_dim": 256,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -79,6 +25,7 @@ _GEMMA = {
     "sliding_window": 4096,
     "layer_types": None,
 }
+_GEMMA_NUMBERS = {"query_scale": ("query_pre_attn_scalar", -0.5)}
 _GEMMA_TRAITS = {"norm_offset": True, "post_norms": True}
 _GEMMA_FIXED = {
     "hidden_act": ("gelu_pytorch_tanh",),
@@ -107,22 +54,22 @@ WITHOUT_PARTS: Mapping[str, str] = MappingProxyType(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(
-            "Llama 2, 3, 3.1, 3.2 and models of its layout (SmolLM)",
+            "Llama 2, 3, 3.1, 3.2 and models of its layout (SmolLM, Falcon 3)",
             ("LlamaForCausalLM",),
-            {**_SHAPE, "attention_bias": False, "mlp_bias": False},
+            {**SHAPE, "attention_bias": False, "mlp_bias": False},
             fixed={"rope_interleaved": (False, None), "pretraining_tp": (1, None), "layer_types": (None,)},
         ),
         "mistral": Family(
             "Mistral",
             ("MistralForCausalLM",),
-            {**_SHAPE, "sliding_window": 4096},
+            {**SHAPE, "sliding_window": 4096},
             fixed={"layer_types": (None,)},
             windows="all",
         ),
         "qwen2": Family(
             "Qwen2 and Qwen2.5",
             ("Qwen2ForCausalLM",),
-            {**_SHAPE, **_QWEN_WINDOW},
+            {**SHAPE, **_QWEN_WINDOW},
             {"qkv_bias": True},
             fixed={"use_mrope": (False, None)},
             windows="listed",
@@ -130,14 +77,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": Family(
             "Qwen3",
             ("Qwen3ForCausalLM",),
-            {**_SHAPE, **_QWEN_WINDOW, "head_dim": 128, "attention_bias": False},
+            {**SHAPE, **_QWEN_WINDOW, "head_dim": 128, "attention_bias": False},
             {"qk_norm": "head"},
             windows="listed",
         ),
         "mixtral": Family(
             "Mixtral",
             ("MixtralForCausalLM",),
-            {**_SHAPE, "sliding_window": None, "num_local_experts": REQUIRED, "num_experts_per_tok": REQUIRED},
+            {**SHAPE, "sliding_window": None, "num_local_experts": REQUIRED, "num_experts_per_tok": REQUIRED},
             fixed={"layer_types": (None,)},
             experts=ExpertKeys(("num_local_experts",), "intermediate_size", True),
             windows="all",
@@ -145,7 +92,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_moe": Family(
             "Qwen3 with experts (Qwen3-30B-A3B)",
             ("Qwen3MoeForCausalLM",),
-            {**_SHAPE, **_QWEN_WINDOW, **_QWEN_EXPERTS, "attention_bias": False},
+            {**SHAPE, **_QWEN_WINDOW, **_QWEN_EXPERTS, "attention_bias": False},
             {"qk_norm": "head"},
             fixed={"layer_types": (None,)},
             experts=ExpertKeys(_COUNT, "moe_intermediate_size", "norm_topk_prob"),
@@ -154,7 +101,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_moe": Family(
             "Qwen2 with experts (Qwen1.5-MoE-A2.7B)",
             ("Qwen2MoeForCausalLM",),
-            {**_SHAPE, **_QWEN_WINDOW, **_QWEN_EXPERTS, "shared_expert_intermediate_size": REQUIRED},
+            {**SHAPE, **_QWEN_WINDOW, **_QWEN_EXPERTS, "shared_expert_intermediate_size": REQUIRED},
             {"qkv_bias": True},
             fixed={"qkv_bias": (True,)},
             experts=ExpertKeys(_COUNT, "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size"),
@@ -164,7 +111,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "OLMoE",
             ("OlmoeForCausalLM",),
             {
-                **_SHAPE,
+                **SHAPE,
                 "num_experts": None,
                 "num_local_experts": None,
                 "num_experts_per_tok": REQUIRED,
@@ -187,6 +134,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             _GEMMA_TRAITS,
             fixed=_GEMMA_FIXED,
+            numbers=_GEMMA_NUMBERS,
             scaled_embedding=True,
             windows="listed",
             pattern=2,
@@ -206,16 +154,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             {**_GEMMA_TRAITS, "qk_norm": "head"},
             fixed=_GEMMA_FIXED,
+            numbers=_GEMMA_NUMBERS,
             scaled_embedding=True,
             windows="listed",
             pattern=6,
         ),
+        **MORE_FAMILIES,
         # num_kv_shared_layers: as in Gemma 3n. cla_share_factor: as in Hunyuan-Large, counted among layers of one kind.
         "ridgeline": Family(
             "models of Llama's layout with windows and shared caches",
             ("RidgelineForCausalLM",),
             {
-                **_SHAPE,
+                **SHAPE,
                 "attention_bias": False,
                 "mlp_bias": False,
                 "sliding_window": None,
@@ -267,13 +217,20 @@ HARMLESS = frozenset(
         "output_router_logits",
     )
 )
-HARMLESS_PREFIXES = ("_", "unsloth", "transformers")
+HARMLESS_PREFIXES = ("_", "unsloth", "transformers", "summary_")
 
 # Families with experts whose attention or routing is another one: model_type -> the reason for the refusal.
 _LATENT = (
     "its attention caches latent vectors (MLA, multi-head latent attention), which the paged KV cache does not store"
 )
-REFUSED: Mapping[str, str] = MappingProxyType({"deepseek_v2": _LATENT, "deepseek_v3": _LATENT})
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "deepseek_v2": _LATENT,
+        "deepseek_v3": _LATENT,
+        "gpt_oss": "its attention sinks, experts with biases, and weights in MXFP4 are not built",
+        "cohere": "its norms of each head, which other heads do not share, are not built (Cohere 2 is supported)",
+    }
+)
 
 # Multimodal models whose text decoder is supported: model_type -> (key of the text part, keys of the other parts).
 WRAPPERS: Mapping[str, tuple[str, frozenset[str]]] = MappingProxyType(

@@ -5,18 +5,27 @@ Layers are callables whose only state is their weights. The data of a step are a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from ridgeline.core.spec import LayerSpec
 from ridgeline.models.building import Build, gather
 from ridgeline.models.experts import Experts
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import Activation, Heads, LayerParts, Matrix, Normed, QkvShape
+from ridgeline.ops.table import Activation, Heads, LayerParts, Matrix, QkvShape, apply_norm
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.format import LinearShape, Part, Share, Weight
+
+UNGATED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu_,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+"""Activations of feed-forward blocks without a gate. Each may overwrite its input."""
 
 
 class Linear:
@@ -60,6 +69,8 @@ def join(
     build: Build, last: Linear, post_norm: torch.Tensor | None
 ) -> Callable[[Activation, torch.Tensor, StepInputs], torch.Tensor]:
     """The end of a block: (x, stream, step) -> stream + last(x). A post norm (Gemma 2 and 3) is applied to last(x)."""
+    if post_norm is None and (scale := build.spec.residual_scale) != 1.0:
+        return lambda x, stream, step: torch.add(stream, last.to_stream(x, stream, step), alpha=scale)
     if post_norm is None:
         return last.add
     norm_add, norm_arguments = build.ops.tokenwise.norm_add, (post_norm, build.spec.norm_eps, build.spec.norm_offset)
@@ -142,24 +153,29 @@ class Attention:
 
 
 class FeedForward:
-    """stream + down(act(gate(x)) * up(x)), with merged gate and up (Shazeer 2020)."""
+    """stream + down(act(gate(x)) * up(x)), with merged gate and up (Shazeer 2020). Without a gate: stream + down(act(up(x)))."""
 
-    __slots__ = ("gate_up", "down", "_kind", "_join")
+    __slots__ = ("gate_up", "down", "_name", "_activate", "_kind", "_join")
 
     def __init__(self, build: Build, layer: LayerSpec, post_norm: torch.Tensor | None) -> None:
         spec, half = build.spec, Part(layer.d_ff, layer.d_ff)
-        self.gate_up = Linear(build, LinearShape(spec.d_model, (half, half), spec.mlp_bias, "out"))
+        parts = (half, half) if spec.gated else (half,)
+        self.gate_up = Linear(build, LinearShape(spec.d_model, parts, spec.mlp_bias, "out"))
+        self._name, self._activate = ("gate_up", self.gate_up.activate) if spec.gated else ("up", self._ungated)
         out_parts = (Part(spec.d_model, 1),)
         self.down = Linear(build, LinearShape(layer.d_ff, out_parts, spec.mlp_bias, "in", in_units=layer.d_ff))
         self._kind = spec.activation
         self._join = join(build, self.down, post_norm)
 
     def __call__(self, x: Activation, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        return self._join(self.gate_up.activate(x, self._kind, step), stream, step)
+        return self._join(self._activate(x, self._kind, step), stream, step)
+
+    def _ungated(self, x: Activation, kind: str, step: StepInputs) -> torch.Tensor:
+        return UNGATED[kind](self.gate_up.apply(x, step))
 
     def linears(self) -> Iterator[tuple[str, Weight]]:
         """Every weight by its name in models.weights."""
-        yield "gate_up", self.gate_up.weight
+        yield self._name, self.gate_up.weight
         yield "down", self.down.weight
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -175,7 +191,7 @@ class FeedForward:
 
 
 class DecoderLayer:
-    """Pre-norm layer: each block reads the normalized residual stream [T, d_model] and adds its output to it."""
+    """Each block reads the residual stream [T, d_model], normalized if the model has pre-norms, and adds its output to it."""
 
     __slots__ = (
         "attention",
@@ -184,45 +200,49 @@ class DecoderLayer:
         "feed_forward_norm",
         "attention_post_norm",
         "feed_forward_post_norm",
-        "_eps",
-        "_kind",
-        "_offset",
+        "_build",
     )
 
     def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor) -> None:
-        spec, d_model = build.spec, build.spec.d_model
-        self.attention_norm = build.vector(d_model)
-        self.feed_forward_norm = build.vector(d_model)
-        self.attention_post_norm = build.vector(d_model) if spec.post_norms else None
-        self.feed_forward_post_norm = build.vector(d_model) if spec.post_norms else None
+        spec = build.spec
+        self.attention_norm = build.norm() if spec.pre_norms else None
+        self.feed_forward_norm = build.norm() if spec.pre_norms and not spec.parallel else None
+        self.attention_post_norm = build.norm() if spec.post_norms else None
+        self.feed_forward_post_norm = build.norm() if spec.post_norms else None
         self.attention = Attention(build, layer, cos_sin, self.attention_post_norm)
         self.feed_forward = (
             Experts(build, layer.experts) if layer.experts else FeedForward(build, layer, self.feed_forward_post_norm)
         )
-        self._eps, self._offset, self._kind = spec.norm_eps, spec.norm_offset, spec.activation
+        self._build = build
 
     def __call__(
         self, stream: torch.Tensor, view: KvView, step: StepInputs, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         """wanted: int32 [W], the only query tokens whose output is needed, [W, d_model]. All tokens write keys and values."""
-        eps, offset = self._eps, self._offset
-        stream = self.attention(Normed(stream, self.attention_norm, eps, offset), stream, view, step, wanted)
+        build, x = self._build, self._build.normed(stream, self.attention_norm)
+        stream = self.attention(x, stream, view, step, wanted)
         if wanted is not None:
             if not len(wanted):
                 return stream
             step = step.select(wanted)
-        return self.feed_forward(Normed(stream, self.feed_forward_norm, eps, offset), stream, step)
+        if not build.spec.parallel:
+            x = build.normed(stream, self.feed_forward_norm)
+        elif wanted is not None:
+            x = apply_norm(x, build.ops.tokenwise.rms_norm).index_select(0, wanted)
+        return self.feed_forward(x, stream, step)
 
     def queries(self, stream: torch.Tensor, view: KvView, step: StepInputs) -> torch.Tensor:
         """See Attention.queries."""
-        return self.attention.queries(Normed(stream, self.attention_norm, self._eps, self._offset), view, step)
+        return self.attention.queries(self._build.normed(stream, self.attention_norm), view, step)
 
     def parts(self) -> LayerParts | None:
         """Weights for programs that run whole layers; None if the layer is not supported."""
-        attention, feed_forward = self.attention, self.feed_forward
+        attention, feed_forward, spec = self.attention, self.feed_forward, self._build.spec
         qkv, out = attention.qkv.matrix(), attention.out.matrix()
         gate_up, down = feed_forward.matrices()
-        if self.attention_post_norm is not None or not (qkv and out and gate_up and down):
+        norm, feed_forward_norm = self.attention_norm, self.feed_forward_norm
+        if not spec.plain or spec.post_norms or norm is None or feed_forward_norm is None:
             return None
-        norms = self.attention_norm, self.feed_forward_norm
-        return LayerParts(norms[0], qkv, attention.shape, out, norms[1], gate_up, down, self._kind)
+        if not (qkv and out and gate_up and down):
+            return None
+        return LayerParts(norm, qkv, attention.shape, out, feed_forward_norm, gate_up, down, spec.activation)

@@ -21,7 +21,10 @@ _KEYS = {
     "linear": _BASE | {"factor"},
     "llama3": _BASE | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": _BASE | {"factor", "original_max_position_embeddings"} | _YARN,
+    "longrope": _BASE
+    | {"short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"},
 }
+_OLD_NAMES = {"su": "longrope"}
 
 
 def read_rope(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope, int]:
@@ -46,11 +49,20 @@ def read_rope(values: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope, int
     else:
         global_keys = windowed_keys = {"rope_theta": theta, **parameters}
     original = values["original_max_position_embeddings"] or longest
+    partial = values.get("partial_rotary_factor")
+    if partial is not None:
+        partial = (parameters or {}).get("partial_rotary_factor", partial)
+        global_keys, windowed_keys = ({**keys, "partial_rotary_factor": None} for keys in (global_keys, windowed_keys))
+    dim = head_dim if partial is None else int(head_dim * partial)
     rope, local_rope = (
-        _parse_rope(global_keys, head_dim, original, longest),
-        _parse_rope(windowed_keys, head_dim, original, longest),
+        _parse_rope(global_keys, dim, original, longest),
+        _parse_rope(windowed_keys, dim, original, longest),
     )
     for rope_part in (rope, local_rope):
+        if rope_part.dim % 2 or not 0 < rope_part.dim <= head_dim:
+            raise ConfigError(
+                f"config.json: partial_rotary_factor gives {rope_part.dim} rotated elements of {head_dim}: it must be even."
+            )
         turns = inverse_frequencies(rope_part) * rope_part.attention_factor
         if not bool(((turns > 0) & (turns < math.inf)).all()):
             raise ConfigError(
@@ -66,6 +78,7 @@ def _parse_rope(keys: Mapping[str, Any], dim: int, original: int, longest: int) 
     if keys.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel("config.json: partial_rotary_factor other than 1 is not supported.")
     kind = keys.get("rope_type", keys.get("type", "default"))
+    kind = _OLD_NAMES.get(kind, kind)
     if kind not in _KEYS:
         raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported. Supported: {', '.join(_KEYS)}.")
     unknown = sorted(set(keys) - _KEYS[kind] - {"original_max_position_embeddings"})
@@ -76,6 +89,8 @@ def _parse_rope(keys: Mapping[str, Any], dim: int, original: int, longest: int) 
         return Rope(theta, dim)
     original = int(keys.get("original_max_position_embeddings", original))
     try:
+        if kind == "longrope":
+            return _parse_longrope(keys, dim, original, longest)
         factor = float(keys["factor"] if kind != "yarn" else keys.get("factor", longest / original))
         if kind == "linear":
             return Rope(theta, dim, "linear", factor)
@@ -96,6 +111,21 @@ def _parse_rope(keys: Mapping[str, Any], dim: int, original: int, longest: int) 
     )
 
 
+def _parse_longrope(keys: Mapping[str, Any], dim: int, original: int, longest: int) -> Rope:
+    short, long = (tuple(map(float, keys[f"{name}_factor"])) for name in ("short", "long"))
+    if {len(short), len(long)} != {dim // 2} or min(*short, *long) <= 0:
+        raise ConfigError(
+            f"config.json: short_factor and long_factor of rope type 'longrope' must list {dim // 2} numbers above 0."
+        )
+    factor = float(keys.get("factor", longest / original))
+    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention = float(keys.get("attention_factor", grown))
+    theta = float(keys["rope_theta"])
+    return Rope(
+        theta, dim, "longrope", factor, original, attention_factor=attention, short_factors=short, long_factors=long
+    )
+
+
 def _yarn_attention(keys: Mapping[str, Any], factor: float) -> float:
     """Attention factor: 0.1 ln(factor) + 1 (Peng et al. 2023, section 3.4), unless the checkpoint states it."""
 
@@ -109,11 +139,15 @@ def _yarn_attention(keys: Mapping[str, Any], factor: float) -> float:
     return grown(1.0)
 
 
-def inverse_frequencies(rope: Rope) -> torch.Tensor:
-    """float32 [dim / 2]: radians per position of each pair."""
+def inverse_frequencies(rope: Rope, context: int = 0) -> torch.Tensor:
+    """float32 [dim / 2]: radians per position of each pair. context: the longest one that is served."""
     frequencies = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
     if rope.scaling == "linear":
         return frequencies / rope.factor
+    if rope.scaling == "identity":
+        return torch.zeros_like(frequencies)
+    if rope.scaling == "longrope":
+        return frequencies / torch.tensor(rope.long_factors if context > rope.original_max_len else rope.short_factors)
     if rope.scaling == "llama3":
         turns = rope.original_max_len * frequencies / (2 * math.pi)
         kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -136,6 +170,8 @@ def _yarn_dim(rope: Rope, turns: float) -> float:
 
 
 def rope_table(rope: Rope, positions: int, device: torch.device) -> torch.Tensor:
-    """float32 [positions, 2, dim / 2]: cosines and sines, multiplied by the attention factor."""
-    angle = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(rope)
+    """float32 [positions, 2, dim / 2]: cosines and sines, multiplied by the attention factor. positions: the context that is
+    served, and SPARE_POSITIONS."""
+    frequencies = inverse_frequencies(rope, positions - SPARE_POSITIONS)
+    angle = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
     return (torch.stack((angle.cos(), angle.sin()), dim=1) * rope.attention_factor).to(device)

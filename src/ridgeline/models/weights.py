@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import DecoderLayer
+from ridgeline.models.tensor_names import as_llama
 from ridgeline.models.upload import Upload
 from ridgeline.quant.bitmask import dense_tensors
 from ridgeline.quant.format import Expected, max_abs
@@ -32,13 +33,16 @@ Progress = Callable[[str, int, int], None]
 """(stage, done, total) in bytes or elements of one stage."""
 
 EMBEDDING, FINAL_NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
+POSITIONS = "embed_positions.weight"
 LINEARS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-EXPERT_LINEARS = {
+# Linears that only some models have: of experts, and of a feed-forward block without a gate.
+OTHER_LINEARS = {
+    "up": ("mlp.up_proj",),
     "router": ("mlp.gate",),
     "shared_gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "shared_down": ("mlp.shared_expert.down_proj",),
@@ -82,8 +86,10 @@ def targets(decoder: Decoder) -> dict[str, Target]:
     tensor_targets: dict[str, Target] = {}
     if len(decoder.embedding):
         tensor_targets[EMBEDDING] = Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_embedding)
+    if len(decoder.positions):
+        tensor_targets[POSITIONS] = Target(Expected(tuple(decoder.positions.shape)), "weight", decoder.positions.copy_)
     if stage.last:
-        tensor_targets[FINAL_NORM] = _norm(decoder.final_norm)
+        tensor_targets.update(_norms("norm", decoder.final_norm))
     if decoder.head is not None and not spec.tied:
         tensor_targets[HEAD] = Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_head)
     for index, layer in enumerate(decoder.layers, stage.layers.start or 0):
@@ -102,19 +108,24 @@ def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple
     for field, name in norms.items():
         vector = getattr(attention if field in ("q_norm", "k_norm") else layer, field)
         if vector is not None:
-            yield f"{name}.weight", _norm(vector)
+            yield from _norms(name, vector)
 
 
 def _projections(field: str) -> tuple[str, ...]:
     """Names of the projections that a weight merges. field: as the layer's `linears` name it, "3.down" for that of expert 3."""
     expert, dot, linear = field.partition(".")
     if not dot:
-        return LINEARS.get(field) or EXPERT_LINEARS[field]
+        return LINEARS.get(field) or OTHER_LINEARS[field]
     return tuple(name.replace("mlp.", f"{EXPERTS}.{expert}.") for name in LINEARS[linear])
 
 
-def _norm(vector: torch.Tensor) -> Target:
-    return Target(Expected(tuple(vector.shape)), "norm", vector.copy_)
+def _norms(name: str, norm: torch.Tensor) -> Iterator[tuple[str, Target]]:
+    """The weight of a norm, and its bias if it has one, see Build.norm."""
+    shape = Expected(tuple(norm.shape[-1:]))
+    weight, *bias = norm if norm.dim() == 2 else (norm,)
+    yield f"{name}.weight", Target(shape, "norm", weight.copy_)
+    for vector in bias:
+        yield f"{name}.bias", Target(shape, "bias", vector.copy_)
 
 
 def short_name(name: str) -> str:
@@ -205,7 +216,9 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
     total, done = sum(path.stat().st_size for path in files), 0
     for path in files:
         with opened(path) as shard:
-            for name, get in separate_experts(dense_tensors(shard.offset_keys(), shard.get_tensor)):
+            for name, get in separate_experts(
+                as_llama(decoder.spec, dense_tensors(shard.offset_keys(), shard.get_tensor))
+            ):
                 key = short_name(name)
                 target = wanted.pop(key, None)
                 if target is None:
@@ -244,7 +257,7 @@ def _of_another_rank(name: str, decoder: Decoder) -> bool:
     if decoder.stage.count == 1:
         return False
     others = set(layers) - set(layers[decoder.stage.layers])
-    return name in (EMBEDDING, FINAL_NORM, HEAD) if layer is None else int(layer[1]) in others
+    return name in (EMBEDDING, POSITIONS, FINAL_NORM, "norm.bias", HEAD) if layer is None else int(layer[1]) in others
 
 
 def _no_bias(name: str, tensor: torch.Tensor) -> bool:

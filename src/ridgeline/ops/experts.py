@@ -6,7 +6,7 @@ that has tokens: a step of one token reads only its own experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,7 +28,16 @@ def route(logits: torch.Tensor, per_token: int, normalized: bool) -> Chosen:
     return Chosen(experts, shares / shares.sum(-1, keepdim=True) if normalized else shares)
 
 
-def by_expert(width: int, chosen: Chosen, counts: list[int], run: RunExpert, held: range) -> torch.Tensor:
+def divide_copies(chosen: Chosen, is_hot: torch.Tensor, mine: torch.Tensor) -> Chosen:
+    """`chosen` without the choices of hot experts that other ranks compute: these name an expert that does not exist.
+
+    is_hot: bool [experts], of which every rank has a copy. mine: bool [T], tokens whose hot experts this rank computes.
+    """
+    elsewhere = is_hot[chosen.experts] & ~mine.unsqueeze(1)
+    return chosen._replace(experts=chosen.experts.masked_fill(elsewhere, len(is_hot)))
+
+
+def by_expert(width: int, chosen: Chosen, counts: list[int], run: RunExpert, held: Container[int]) -> torch.Tensor:
     """Sum of the chosen experts' outputs times their shares, float32 [T, D = width]; of those in `held`. counts: tokens of each
     expert.
 

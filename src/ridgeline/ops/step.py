@@ -113,6 +113,10 @@ class StepInputs:
         """int32 [T or W]: index into rows of each token that runs through a linear."""
         return self.row_of if self.selected is None else self.row_of.index_select(0, self.selected)
 
+    def position_of_inputs(self) -> torch.Tensor:
+        """int32 [T or W]: sequence position of each token that runs through a linear."""
+        return self.position if self.selected is None else self.position.index_select(0, self.selected)
+
     def one_row_per_token(self, tokens: torch.Tensor) -> StepInputs | None:
         """A step in which each of these query tokens, int32 [W], is a row of its own with the same visible keys.
 

@@ -6,6 +6,8 @@ attends to its own keys, and the results are merged by their log-sum-exp (ops.me
 3.5: ranks pass queries and results instead of keys). Keys of a query are divided equally whatever its position, so no reordering of
 a prompt is needed to balance the causal triangle.
 
+Keys of prompts travel if the prompts are long enough, see ops.gathered. What follows is for decode steps and all other steps.
+
 A query token is a row of its own with as many slots as this rank holds of those that it sees: in a chunk, later tokens see more.
 Nodes of a draft tree see no run of slots. They attend to the slots before the draft in this way, and to nodes in PyTorch.
 """
@@ -14,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from ridgeline.ops import stored
 from ridgeline.ops.capture import Uncaptured
+from ridgeline.ops.gathered import Division, Gathering, Ranks
 from ridgeline.ops.merge import merge_attention
 from ridgeline.ops.reference import TREE_BITS, row_attention
 from ridgeline.ops.rows import RowState, Runs, moved_slots
@@ -28,51 +30,33 @@ from ridgeline.ops.table import AttentionOps, Heads, Ops, Programs, QkvShape, Ru
 
 LEAST_SHARE = 8
 """Fewest tokens of a rank that are multiplied apart from others'. Fewer take as long as the weights take to be read."""
+MOST_ROWS = 512
+"""Most rows of an attention call. More would compile the kernel that plans a step's work for many rows, which takes minutes."""
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Result of attention over a part of the keys: out [T, Hq, d] and lse float32 [T, Hq]."""
 
 
-class Ranks(Protocol):
-    """The ranks that hold the keys; the collectives are those of parallel.axis."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def exchange(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
 def split_tokens(
-    run: RunLayers, ranks: Ranks, select: Callable[[StepInputs, torch.Tensor], StepInputs] = StepInputs.select
+    run: RunLayers, ranks: Ranks, select: Callable[[StepInputs, torch.Tensor], StepInputs] | None = None
 ) -> RunLayers:
     """`run` over this rank's part of the residual stream, if it has many tokens.
 
-    select: the step of these tokens. By default their linears run for them only, and attention passes queries to all ranks and
-    results back.
+    select: the step of these tokens, consecutive ones. None: the ranks hold keys and values together; their tokens are early and
+    late ones of the step (ops.gathered.Division), and linears run for them only (StepInputs.select).
     """
     if ranks.size == 1:
         return run
 
     def split(stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        count = len(stream)
-        share = -(-count // ranks.size)
-        if share < LEAST_SHARE:
+        division = Division(len(stream), ranks.size, select is None)
+        if -(-len(stream) // ranks.size) < LEAST_SHARE:
             return run(stream, views, step)
-        first = ranks.rank * share
-        tokens = torch.arange(first, first + share, dtype=torch.int32, device=stream.device).clamp(max=count - 1)
-        return _all_tokens(ranks, run(stream.index_select(0, tokens), views, select(step, tokens)), count)
+        tokens = division.tokens(ranks.rank, stream.device)
+        chosen = step.select(tokens) if select is None else select(step, tokens)
+        return division.joined(ranks.all_gather(run(stream.index_select(0, tokens), views, chosen)))
 
     return split
-
-
-def _all_tokens(ranks: Ranks, x: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` of all ranks' tokens, in order."""
-    return ranks.all_gather(x).flatten(0, 1)[:count]
 
 
 def striped(ops: Ops, ranks: Ranks) -> Ops:
@@ -132,9 +116,13 @@ class Stripes:
 
 
 def _attention(whole: AttentionOps, stripes: Stripes, ranks: Ranks) -> AttentionOps:
+    gathering = Gathering(whole, ranks, stripes.held)
+
     def qkv_write(qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
+        if gathering.serves(view, step):
+            return gathering.qkv_write(qkv, shape, view, step)
         if step.selected is not None:
-            qkv = _all_tokens(ranks, qkv, len(step.position))
+            qkv = Division(len(step.position), ranks.size, True).joined(ranks.all_gather(qkv))
         return whole.qkv_write(qkv, shape, stripes.view(view, step), step)
 
     def attend(
@@ -145,9 +133,9 @@ def _attention(whole: AttentionOps, stripes: Stripes, ranks: Ranks) -> Attention
         step: StepInputs,
         lse_needed: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, lse = whole.attend(q, k, v, view, stripes.rows(view, step), True)
-        assert lse is not None
-        parts = [(out, lse)]
+        if gathering.serves(view, step):
+            return gathering.attend(q, view, step, lse_needed)
+        parts = [_by_token(whole, q, view, stripes.rows(view, step))]
         if step.ancestors is not None:
             parts.append(_attend_nodes(q, stripes.view(view, step), step))
         sent = torch.stack([torch.cat((out.float(), lse.float().unsqueeze(-1)), -1) for out, lse in parts], 1)
@@ -158,10 +146,28 @@ def _attention(whole: AttentionOps, stripes: Stripes, ranks: Ranks) -> Attention
     return replace(whole, qkv_write=qkv_write, attend=attend)
 
 
+def _by_token(whole: AttentionOps, q: torch.Tensor, view: KvView, rows: StepInputs) -> Part:
+    """Attention of query tokens that are rows of their own, at most MOST_ROWS at a time."""
+    parts = []
+    for first in range(0, len(q), MOST_ROWS):
+        part = rows
+        if len(q) > MOST_ROWS:
+            tokens = slice(first, first + MOST_ROWS)
+            count = len(q[tokens])
+            row, length, position = rows.rows[tokens], rows.length[tokens], rows.position[tokens]
+            part = StepInputs(row, rows.q_start[: count + 1], length, position, rows.row_of[:count], 1, rows.max_length)
+        out, lse = whole.attend(q[first : first + MOST_ROWS], None, None, view, part, True)
+        assert lse is not None
+        parts.append((out, lse))
+    outs, lses = zip(*parts, strict=True)
+    return parts[0] if len(parts) == 1 else (torch.cat(outs), torch.cat(lses))
+
+
 def _shares(sent: torch.Tensor, ranks: int) -> torch.Tensor:
     """sent [T, ...] as [ranks, tokens of each, ...], as split_tokens divides tokens."""
-    share = -(-len(sent) // ranks)
-    return torch.cat((sent, sent.new_zeros(share * ranks - len(sent), *sent.shape[1:]))).unflatten(0, (ranks, share))
+    division = Division(len(sent), ranks, True)
+    order = division.order(sent.device).clamp(max=division.count - 1)
+    return sent.index_select(0, order.flatten()).unflatten(0, order.shape)
 
 
 def _merged(parts: torch.Tensor) -> Part:

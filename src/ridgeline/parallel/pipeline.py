@@ -53,8 +53,8 @@ class Stage:
         self._pass(self.group, lambda group: group.send(stream, self.ranks[self.index + 1], _STREAM))
 
     def announce(self, drawn: torch.Tensor) -> None:
-        """Tell the drawn tokens, int32, to the stages before this one, the last. Waits for them on a GPU."""
-        sent = drawn.to("cpu", copy=True)
+        """Tell the drawn tokens, int32 on the host, to the stages before this one, the last."""
+        sent = drawn.clone()
         for rank in self.ranks[:-1]:
             self._pass(self.host, lambda group, rank=rank: group.send(sent, rank, _DRAWN))  # type: ignore[misc]
 

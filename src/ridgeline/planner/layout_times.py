@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ridgeline.core.cost import CostModel, StepWork
+from ridgeline.core.sizing import GATHERED_SLOTS
 from ridgeline.core.spec import DTYPE_BYTES, LayerSpec
 from ridgeline.planner.layouts import Replica, Stage
 
@@ -57,17 +58,24 @@ def stage_parts(cost: CostModel, work: StepWork) -> Parts:
 
 
 class ContextBytes(NamedTuple):
-    """Bytes of a token that context-parallel ranks pass on in a layer. inputs: queries, keys and values. results: outputs of
-    attention with their log-sum-exp, in float32."""
+    """Bytes of a token that context-parallel ranks pass on in a layer.
+
+    Queries travel: inputs, queries, keys and values; results, outputs of attention with their log-sum-exp, in float32. Keys travel:
+    written, of a token of the step, keys, values and as many query heads as keys; keys, keys and values of a token that attention
+    reads.
+    """
 
     inputs: int
     results: int
+    written: int
+    keys: int
 
 
 def context_bytes(layer: LayerSpec, width: int) -> ContextBytes:
     """width: bytes of an element of the model's dtype."""
-    inputs = (layer.n_heads + 2 * layer.written_heads) * layer.head_dim * width
-    return ContextBytes(inputs, layer.n_heads * (layer.head_dim + 1) * 4)
+    vector, written = layer.head_dim * width, layer.written_heads
+    inputs, results = (layer.n_heads + 2 * written) * vector, layer.n_heads * (layer.head_dim + 1) * 4
+    return ContextBytes(inputs, results, 3 * written * vector, 2 * layer.n_kv_heads * vector)
 
 
 def _share(work: StepWork, ranks: int) -> StepWork:
@@ -120,10 +128,10 @@ class Times:
         held = -(-count // ranks)
         logits = (1 if ends else 0) if stage.last else count
         work = stage.meter.work([start + count], [count], logits)
-        if ranks > 1:  # each rank multiplies its tokens, and attends with those of all to its keys
+        if ranks > 1:  # each rank multiplies its tokens, and runs its part of attention
             work = _share(work, ranks)._replace(tokens=held, flops=work.flops // ranks)
         parts = stage_parts(self._cost, work._replace(logits=logits if stage.last else 0))
-        return parts.plus(Parts(links=self.chunk_links(stage, count, 1 if ends else 0)))
+        return parts.plus(Parts(links=self.chunk_links(stage, count, 1 if ends else 0, start + count)))
 
     # --- decode steps -----------------------------------------------------------------------------------------------
 
@@ -161,16 +169,21 @@ class Times:
 
     # --- links ------------------------------------------------------------------------------------------------------
 
-    def chunk_links(self, stage: Stage, tokens: int, logits: int) -> float:
-        """Seconds of a stage's collectives in a step that computes `tokens` tokens of prompts."""
+    def chunk_links(self, stage: Stage, tokens: int, logits: int, slots: int = 0) -> float:
+        """Seconds of a stage's collectives in a step that computes `tokens` tokens of prompts, whose requests hold `slots` tokens
+        with them (0: `tokens`). Keys travel as ops.gathered decides."""
         ranks, links = self.replica.layout.context, self._context_links
         seconds = self._reduces(stage, -(-tokens // ranks), logits if stage.last else 0)
         if ranks > 1:
             seconds += links.all_gather(ranks, tokens * stage.spec.d_model * self._width)
             for layer, layers in Counter(stage.spec.layers).items():
-                sent = context_bytes(layer, self._width)
-                seconds += layers * links.all_gather(ranks, tokens * sent.inputs)
-                seconds += layers * links.all_to_all(ranks, tokens * sent.results)
+                sent, read = context_bytes(layer, self._width), max(slots, tokens)
+                if read <= GATHERED_SLOTS:
+                    seconds += layers * links.all_gather(ranks, tokens * sent.written)
+                    seconds += layers * links.all_gather(ranks, read * sent.keys)
+                else:
+                    seconds += layers * links.all_gather(ranks, tokens * sent.inputs)
+                    seconds += layers * links.all_to_all(ranks, tokens * sent.results)
         return seconds
 
     def row_links(self, stage: Stage, rows: int) -> float:

@@ -319,6 +319,5 @@ NOT_PREDICTED: tuple[str, ...] = (
 NOT_BUILT: tuple[str, ...] = (
     "layers that run on the CPU beside a GPU",
     "GPUs of several hosts",
-    "prefill apart from decode on GPUs",
 )
 """Techniques that the diagnosis cannot propose, because the engine does not have them yet."""

@@ -91,7 +91,7 @@ def measure_rung(rung: Rung, workload: RungWorkload, progress: Progress) -> Rung
 def answer(engine: LocalEngine, prompt: Answer, tokens: int) -> tuple[Answer, float]:
     """Return a greedy answer of `tokens` tokens, and the tokens per second after the first delta."""
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    engine.submit(Submit("ladder", list(prompt), sampling, time.time(), cache=False))
+    engine.submit(Submit("ladder", list(prompt), sampling, time.monotonic(), cache=False))
     ids: list[int] = []
     first_s, first_tokens = 0.0, 0
     for delta in engine.deltas():

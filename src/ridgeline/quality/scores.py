@@ -81,7 +81,7 @@ class EngineScorer:
         scores: list[Scores | None] = [None] * len(windows)
         done, total = 0, sum(len(window.ids) for window in windows)
         for index, window in enumerate(windows):
-            self._engine.submit(Submit(str(index), list(window.ids), sampling, time.time(), cache=False))
+            self._engine.submit(Submit(str(index), list(window.ids), sampling, time.monotonic(), cache=False))
         for delta in self._engine.deltas():
             if delta.error:
                 raise EngineFailed(f"{self.name}: {delta.error}")

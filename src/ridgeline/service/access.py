@@ -9,6 +9,7 @@ from ridgeline.service.bodies import Bodies
 from ridgeline.service.hosts import Hosts
 from ridgeline.service.keys.keyring import Keyring
 from ridgeline.service.origins import Origins
+from ridgeline.service.trace import make_tracing
 
 
 class Access:
@@ -25,6 +26,7 @@ class Access:
         self.bodies = Bodies(int(config.max_body_mb * (1 << 20)))
         self.hosts = Hosts.parse(config.allowed_hosts, config.host)
         self.keys = Keyring(config)
+        self.tracing = make_tracing(config)
         self._hurry = False
 
     def hurry(self) -> None:

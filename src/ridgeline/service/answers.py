@@ -75,7 +75,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
                     "code": _TEXT,
                 }
             )
-        }
+        },
+        {"request_id": {"type": "string", "description": "That of the header x-request-id."}},
     ),
     "Usage": _object(
         {

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from ridgeline.service import insight, openapi, pages, routes, sleep_routes
-from ridgeline.service.apis import messages, ollama, responses
+from ridgeline.service import debug, insight, openapi, pages, routes, sleep_routes, vector_routes
+from ridgeline.service.apis import messages, ollama, ollama_embed, responses
 from ridgeline.service.apis.response_store import ResponseStore
 from ridgeline.service.batches import routes as batch_routes
 from ridgeline.service.batches.lane import run_lane
@@ -32,11 +32,14 @@ def make_app(front: Front) -> web.Application:
     app.cleanup_ctx.append(_run_lane)
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
+    app.router.add_routes(vector_routes.ROUTES)
     app.router.add_routes(messages.ROUTES)
     app.router.add_routes(ollama.ROUTES)
+    app.router.add_routes(ollama_embed.ROUTES)
     app.router.add_routes(responses.ROUTES)
     app.router.add_routes(routes.ROUTES)
     app.router.add_routes(sleep_routes.ROUTES)
+    app.router.add_routes(debug.ROUTES)
     app.router.add_routes(batch_routes.ROUTES)
     app.router.add_routes(key_routes.ROUTES)
     app.router.add_routes(insight.ROUTES)

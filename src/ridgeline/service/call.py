@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.core.token_prices import Billable, TokenPrices
 from ridgeline.metrics import RequestRecord
 from ridgeline.service.breakpoints import Breakpoint
+from ridgeline.service.trace import NO_TRACE, Trace
 from ridgeline.wire.messages import Submit
 
 
@@ -31,7 +33,8 @@ NO_PAYER = Payer()
 class Call:
     """The work of one HTTP request: its prompts, each answered `sampling.n` times.
 
-    arrival: time.time() seconds. tier: the service tier it runs as, "" if none was requested.
+    arrival: time.time() seconds. began: the same moment in time.monotonic() seconds, which durations are measured from, because the
+    wall clock may be set meanwhile. tier: the service tier it runs as, "" if none was requested.
     max_tokens: as the caller gave it; None: as many as fit; 0: the engine computes one token, which is dropped.
     continues: the answer continues the last text of the prompt instead of starting a new one.
     constrained_by: the field with the answer's grammar, "" without one.
@@ -39,7 +42,7 @@ class Call:
     request_id: of the header x-request-id. run_id: of the header x-run-id, "" without one. declared: latency limits that the caller
     set for this request. ignored: parts of its messages that the template does not read. batch: it is a row of a batch.
     breakpoints: ends of cached prefixes of its only prompt.
-    payer: the client who sent it.
+    payer: the client who sent it. trace: of the HTTP request.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -61,6 +64,11 @@ class Call:
     batch: bool = False
     breakpoints: tuple[Breakpoint, ...] = ()
     payer: Payer = NO_PAYER
+    trace: Trace = NO_TRACE
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "began", time.monotonic() - max(0.0, time.time() - self.arrival))
 
     @property
     def choices(self) -> int:
@@ -75,7 +83,7 @@ class Call:
                 f"{self.id}-{index}",
                 prompt,
                 self.sampling,
-                self.arrival,
+                self.began,
                 self.priority,
                 self.salt,
                 has_reader=reader,
@@ -92,8 +100,8 @@ class Usage:
 
     pins: each breakpoint with what became of it. written: prompt tokens that were computed and pinned, by lifetime. prices: of its
     bill, which usage shows; None: it does not. price_factor: of the bill's dollars. repeated: the answer cache had the answer.
-    received: unix seconds at which the newest tokens came that may be sent. published: that time for the first content that the
-    user sees; None before it.
+    received: monotonic seconds at which the newest tokens came that may be sent. published: that time for the first content that
+    the user sees; None before it.
     """
 
     prompt: int = 0

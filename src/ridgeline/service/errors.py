@@ -1,14 +1,17 @@
-"""The JSON of errors, `{"error": {"message", "type", "param", "code"}}`, as a response and as an event."""
+"""The JSON of errors, `{"error": {"message", "type", "param", "code"}, "request_id"}`, as a response and as an event."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from ridgeline.core.errors import EngineFailed, Overloaded, RidgelineError, Unauthorized, Unavailable
+from ridgeline.core.logs import REQUEST_ID
 from ridgeline.service.keys.errors import LimitReached, OverBudget
 
 BUSY = "x-ridgeline-queue"
@@ -18,16 +21,21 @@ log = logging.getLogger(__name__)
 
 
 def error_body(error: RidgelineError) -> bytes:
-    """The JSON object. All four keys are always present."""
+    """The JSON object. The four keys of the error are always present, `request_id` within a request."""
     fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return msgspec.json.encode({"error": fields})
+    return _encode({"error": fields})
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    request_id = REQUEST_ID.get()
+    return msgspec.json.encode({**body, "request_id": request_id} if request_id else body)
 
 
 def anthropic_error(error: RidgelineError) -> bytes:
     """The JSON object of Anthropic's Messages API."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     fields = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
-    return msgspec.json.encode({"type": "error", "error": fields})
+    return _encode({"type": "error", "error": fields})
 
 
 _ANTHROPIC_TYPES = {
@@ -42,7 +50,7 @@ _ANTHROPIC_TYPES = {
 
 def ollama_error(error: RidgelineError) -> bytes:
     """The JSON object of Ollama's API."""
-    return msgspec.json.encode({"error": error.message})
+    return _encode({"error": error.message})
 
 
 _BODIES = (("/v1/messages", anthropic_error), ("/api/", ollama_error))

@@ -114,15 +114,15 @@ def read_fields(route: Route, body: Any) -> Fields:
     return Fields(values, tuple(ignored))
 
 
-def _read_prompt(name: str, value: Any) -> list[str | list[int]]:
+def read_prompts(name: str, value: Any, most: int = MAX_PROMPTS) -> list[str | list[int]]:
     """A list of prompts, from a string, a list of strings, a list of token ids or a list of such lists."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
         if isinstance(value[0], int):
             return [_read_ids(name, value)]
-        if len(value) > MAX_PROMPTS:
-            raise wrong(name, f"{len(value)} prompts", f"at most {MAX_PROMPTS}")
+        if len(value) > most:
+            raise wrong(name, f"{len(value)} prompts", f"at most {most}")
         return [
             item if isinstance(item, str) else _read_ids(f"{name}[{index}]", item) for index, item in enumerate(value)
         ]
@@ -190,7 +190,7 @@ TABLE: tuple[Field, ...] = (
     Field("model", Text(512), "name of the served model (or its root); status 404 for another name", (), (7, ["x"])),
     Field("messages", Items(_OBJECT, MAX_MESSAGES, 1), "rendered with the model's chat template",
           ([{"role": "user", "content": "hi"}],), ("hi", [], [1], {}), _CHAT),
-    Field("prompt", Special(PROMPT_FORMS, _read_prompt), "text is tokenized, token ids are used as they are; n choices per prompt",
+    Field("prompt", Special(PROMPT_FORMS, read_prompts), "text is tokenized, token ids are used as they are; n choices per prompt",
           ("hi", ["hi", "you"], [1, 2], [[1, 2], [3]]), (7, [], [[]], [None], [-1], {"a": 1}, [1, "a"], [1.5]), _TEXT),
     # length
     Field("max_tokens", Integer(0, LONG), "maximum tokens of the answer; 0 only scores the prompt (completions with echo)",

@@ -13,7 +13,7 @@ from ridgeline.service.batches import routes as batch_routes
 from ridgeline.service.call import Call
 from ridgeline.service.declared import RUN_ID, read_declared, read_run_id
 from ridgeline.service.endpoint import Endpoint
-from ridgeline.service.guard import FRONT, HOLDER, IGNORED, REQUEST_ID, read_json, request_id
+from ridgeline.service.guard import FRONT, HOLDER, IGNORED, REQUEST_ID, TRACE, name_request, read_json, request_id
 from ridgeline.service.state import Service
 
 
@@ -27,10 +27,10 @@ async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
     if declared[1] or fields.ignored:
         request[IGNORED] = (*fields.ignored, *declared[1])
     if (body_id := fields.get("request_id")) is not None and "x-request-id" not in request.headers:
-        request[REQUEST_ID] = request_id(body_id)
+        name_request(request, request_id(body_id))
     async with front.serving(fields.get("model")) as service:
         call, shape, streaming = await endpoint.call(service, fields, arrival)
-        call = replace(call, declared=declared[0], request_id=request[REQUEST_ID], run_id=run_id)
+        call = replace(call, declared=declared[0], request_id=request[REQUEST_ID], run_id=run_id, trace=request[TRACE])
         call = _admitted(request, service, call, fields.get("model"))
         if (lane := request.app.get(batch_routes.LANE)) is not None:
             lane.wake()

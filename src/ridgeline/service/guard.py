@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from itertools import islice
@@ -17,12 +19,14 @@ from ridgeline.core.errors import (
     RequestError,
     RidgelineError,
 )
+from ridgeline.core.logs import REQUEST_ID as LOGGED_ID
 from ridgeline.service.access import Access
 from ridgeline.service.errors import as_ridgeline, error_response
 from ridgeline.service.front import Front
 from ridgeline.service.hosts import Hosts
 from ridgeline.service.keys.errors import AdminOnly
 from ridgeline.service.keys.keyring import Holder
+from ridgeline.service.trace import Trace
 
 ACCESS = web.AppKey("access", Access)
 FRONT = web.AppKey("front", Front)
@@ -31,6 +35,7 @@ IGNORED = web.RequestKey("ignored", tuple)
 """Names for the header x-ridgeline-ignored-fields."""
 HOLDER = web.RequestKey("holder", Holder)
 """Who sends the request. Missing on routes that need no key."""
+TRACE = web.RequestKey("trace", Trace)
 
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,13 +48,17 @@ _OPEN = frozenset({"/health", "/openapi.json"}) | _PAGES
 _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
 """Routes that need no key. Pages contain no data; they request it with the key."""
 _ADMIN = re.compile(
-    r"/(reset_prefix_cache|sleep|wake_up|is_sleeping|update_weights_from_disk|admin/.*|requests(/.*)?|runs/.*|dashboard/data)"
+    r"/(reset_prefix_cache|sleep|wake_up|is_sleeping|update_weights_from_disk|admin/.*|debug/.*|requests(/.*)?|runs/.*|dashboard/data)"
 )
 """Routes of operators: they change the server for all clients, or show the requests of others."""
 _FORMS = frozenset({"/v1/files"})
 """Routes whose body is a form. They check its content type themselves."""
 _JSON_TYPE = re.compile(r"application/(json|[^\s/;,]+\+json)")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_CLIENT_LEFT = 499
+"""Status in logs and traces of a request whose client left before the answer, as nginx has it."""
+
+log = logging.getLogger(__name__)
 
 
 async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
@@ -59,10 +68,28 @@ async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
 
 @web.middleware
 async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Set the request's id, check access, and answer every error in the API's format."""
-    access = request.app[ACCESS]
-    request[REQUEST_ID] = request_id(request.headers.get("x-request-id"))
+    """Set the request's id, check access, answer every error in the API's format; trace and log the request."""
+    access, began, status = request.app[ACCESS], time.perf_counter(), _CLIENT_LEFT
+    name_request(request, request_id(request.headers.get("x-request-id")))
+    request[TRACE] = access.tracing.begin(request)
     access.active += 1
+    try:
+        response = await _answer(request, handler, access)
+        status = response.status
+        return response
+    finally:
+        access.active -= 1
+        request[TRACE].end(request[REQUEST_ID], status)
+        _log(request, status, time.perf_counter() - began)
+
+
+def name_request(request: web.Request, name: str) -> None:
+    """Give the request its id, which its answer, its log lines and its spans have."""
+    request[REQUEST_ID] = name
+    LOGGED_ID.set(name)
+
+
+async def _answer(request: web.Request, handler: _Handler, access: Access) -> web.StreamResponse:
     try:
         _check_framing(request)
         _check_host(request, access.hosts)
@@ -78,8 +105,14 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         return from_http(request, error)
     except Exception as error:
         return error_response(as_ridgeline(error), request.path)
-    finally:
-        access.active -= 1
+
+
+def _log(request: web.Request, status: int, seconds: float) -> None:
+    """A line for each request at its end. Reads, such as health checks, are of the lowest level."""
+    level = logging.DEBUG if request.method in _SAFE_METHODS else logging.INFO
+    if log.isEnabledFor(level):
+        values = {"method": request.method, "path": request.path[:200], "status": status, "seconds": round(seconds, 4)}
+        log.log(level, "%(method)s %(path)s %(status)d in %(seconds)g s", values, extra={"fields": values})
 
 
 def _check_framing(request: web.Request) -> None:

@@ -73,19 +73,13 @@ def begin(model: ModelConfig, engine: EngineConfig, pools: Pools = NO_POOLS) -> 
     return Begun(process, server_end, pools)
 
 
-def check_engines(config: ServiceConfig, engine: EngineConfig) -> None:
+def check_engines(config: ServiceConfig) -> None:
     """Refuse numbers of engines that do not hold. Raises ConfigError that names the option and the remedy."""
     for name, other in (("prefill_engines", "decode_engines"), ("decode_engines", "prefill_engines")):
         if getattr(config, name) and not getattr(config, other):
             option, missing = (f"--{word.replace('_', '-')}" for word in (name, other))
             reason = f"an engine for prompts needs one for the other tokens: add {missing} 1, or leave it out"
             raise ConfigError(f"{option} is {getattr(config, name)} without {missing}: {reason}.", param=name)
-    if config.prefill_engines and engine.device == "cuda":
-        reason = "engines on GPUs do not hand over yet, because pools are shared through host memory"
-        remedy = "leave it out, or use --device cpu"
-        raise ConfigError(
-            f"--prefill-engines is {config.prefill_engines}: {reason}: {remedy}.", param="prefill_engines"
-        )
 
 
 def begin_engines(resolved: Resolved) -> list[Begun]:

@@ -37,8 +37,8 @@ class Ledger:
         metrics.live.on_call(call.run_id, call.arrival)
 
     def observe(self, delta: Delta, now: float) -> None:
-        """A delta came at `now`, unix seconds."""
-        if self._first is None and delta.tokens:
+        """A delta came at `now`, monotonic seconds."""
+        if self._first is None and (delta.tokens or delta.pooled):
             self._first = now
             self._before = self._metrics.live.totals
         if delta.times is not None:
@@ -49,7 +49,7 @@ class Ledger:
 
     def ended(self, reason: str, delta: Delta) -> None:
         """A choice ended with `delta`. If the service ended it (a stop string), it has been decoding since the last report."""
-        now = time.time()
+        now = time.monotonic()
         at, spent = self._running.pop((delta.id, delta.choice), (now, Spent()))
         self._reasons.append(reason)
         self._ended.append(spent if delta.finish else replace(spent, decode_s=spent.decode_s + now - at))
@@ -66,8 +66,8 @@ class Ledger:
 
     def close(self, usage: Usage) -> None:
         """The call is over. If some choices have not ended, it was cut off."""
-        call, arrived = self._call, self._call.arrival
-        complete, now = len(self._reasons) == call.choices, time.time()
+        call, arrived = self._call, self._call.began
+        complete, now = len(self._reasons) == call.choices, time.monotonic()
         # A choice that was cut off has decoded until now.
         cut = [replace(choice, decode_s=choice.decode_s + now - at) for at, choice in self._running.values()]
         spent = self._ended if complete else [*self._ended, *cut]
@@ -78,7 +78,7 @@ class Ledger:
         live = self._metrics.live
         record = RequestRecord(
             id=call.id,
-            arrived_at=arrived,
+            arrived_at=call.arrival,
             prompt_tokens=usage.prompt,
             cached_tokens=usage.cached,
             output_tokens=usage.completion,
@@ -112,3 +112,4 @@ class Ledger:
         )
         self._metrics.on_request(record)
         call.payer.charge(record, live.cost(record))
+        call.trace.answered(record, call.sampling, self._metrics.model_name)

@@ -4,8 +4,29 @@ from __future__ import annotations
 
 import errno
 import socket
+from typing import NamedTuple
 
 from ridgeline.core.errors import ConfigError
+
+
+class Probes(NamedTuple):
+    """When the system asks whether the other end of a silent connection is there: after `idle_s` seconds, then every `pause_s`.
+    After `most` questions without an answer the connection ends. The system's own values find a lost host after two hours."""
+
+    idle_s: int
+    pause_s: int
+    most: int
+
+    def set(self, sock: socket.socket) -> None:
+        """Probe this connection, or all that a listening socket accepts. Not every system has all options."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), self, strict=True):
+            if (option := getattr(socket, name, None)) is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+CLIENTS = Probes(60, 10, 6)
+"""A client may be out of reach for a while."""
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -20,6 +41,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             listener = socket.socket(family, kind, protocol)
             bound.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            CLIENTS.set(listener)
             if family == socket.AF_INET6:  # the host's IPv4 address has a separate socket
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind(address)

@@ -18,6 +18,7 @@ from ridgeline.service.answers import ANSWERS
 from ridgeline.service.apis.schemas import API_ANSWERS, API_DETAILS
 from ridgeline.service.batches.routes import BATCH_BODY, BATCH_PAGE, FILE_PAGE, MAX_BATCH_PAGE, MAX_FILE_PAGE
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
+from ridgeline.service.debug import PROFILE
 from ridgeline.service.declared import HEADERS, RUN_ID, RUN_ID_LENGTH
 from ridgeline.service.guard import FRONT
 from ridgeline.service.keys.routes import DAYS, STEPS
@@ -60,6 +61,12 @@ _TOKENIZE_DESCRIPTIONS = {
     "tokens": "Token ids.",
 }
 
+_PROFILE_DESCRIPTIONS = {
+    "model": "A model of this server (default: the only one, or the one used last).",
+    "seconds": "How long to record (default 2).",
+    "steps": "Record this many steps of the engine instead, and at most 60 seconds.",
+    "with_stack": "Also record calls of Python functions, which slows the engine (default false).",
+}
 
 ERRORS = {
     400: "The request is not valid. The error's param names the field.",
@@ -67,7 +74,7 @@ ERRORS = {
     403: "The API key does not allow it.",
     404: "There is no such model, request, file, batch or page.",
     408: "The body did not arrive in time.",
-    409: "The state of the file or batch does not allow it.",
+    409: "The state of the file, batch or engine does not allow it.",
     413: "The body is too large.",
     429: "The queue is full, or a limit of the API key is reached: the header retry-after says when to try again. Or the budget of "
     "the API key is spent.",
@@ -160,7 +167,7 @@ _UPLOAD: Schema = {
 }
 _BATCH_DESCRIPTIONS = {
     "input_file_id": "The uploaded file with one request per line.",
-    "endpoint": "The endpoint of all requests: /v1/chat/completions, /v1/completions or /v1/responses.",
+    "endpoint": "The endpoint of all requests: /v1/chat/completions, /v1/completions, /v1/responses or /v1/embeddings.",
     "completion_window": "Time after which rows that have not run expire: 24h, or another number of m, h or d.",
     "metadata": "Up to 16 pairs of strings.",
     "output_expires_after": "When the result files are deleted: {anchor: created_at, seconds} (default: 30 days).",
@@ -235,6 +242,12 @@ DETAILS: Mapping[str, Details] = {
     ),
     "post /wake_up": Details({"model": _MODEL}, answers={_JSON: {"type": "object"}}, errors=(403, 404, 503)),
     "get /is_sleeping": Details({"model": _MODEL}, answers={_JSON: {"type": "object"}}, errors=(403, 404, 503)),
+    "post /debug/profile": Details(
+        body=record_schema(PROFILE, _PROFILE_DESCRIPTIONS),
+        example={"seconds": 2},
+        answers={"application/gzip": {"type": "string", "format": "binary"}},
+        errors=(400, 403, 404, 409, 503),
+    ),
     "post /update_weights_from_disk": Details(
         body=record_schema(UPDATE, _UPDATE_DESCRIPTIONS, ("model_path",)),
         example={"model_path": "/models/step-200"},
@@ -364,6 +377,6 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def _tag(path: str) -> str:
-    if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
+    if path.startswith(("/v1/", "/v2/")) or path in ("/tokenize", "/detokenize", "/rerank", "/score"):
         return "inference"
     return "pages" if path in OPEN and path != "/health" else "operation"

@@ -38,7 +38,7 @@ class Piece:
     count: gained tokens (they count in usage). scored: tokens whose text is released now. ended_by: the scored stop token,
     which is not part of the text. stopped_by: the request's stop string or stop token id that ended the choice.
     prompt_logprobs: with the first piece of a prompt's first choice, if requested. withdrawal: the choice ends, and all of it is
-    withdrawn.
+    withdrawn. pooled: sums of the hidden states of a prompt that is pooled, as in wire.messages.Delta.
     """
 
     index: int
@@ -50,3 +50,4 @@ class Piece:
     stopped_by: str | int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     withdrawal: Withdrawal | None = None
+    pooled: list[bytes] | None = None

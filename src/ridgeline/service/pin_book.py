@@ -14,7 +14,7 @@ MAX_PINS = 4096
 
 
 class PinBook:
-    """Pins that engines have reported. Times are unix seconds, given by the caller."""
+    """Pins that engines have reported. Times are monotonic seconds, given by the caller."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[bytes, float] = OrderedDict()

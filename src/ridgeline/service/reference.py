@@ -156,7 +156,7 @@ _numbers = itertools.count(1)
 async def scores(client: Client, ids: list[int]) -> list[TopLogprobs]:
     """An engine's log-probabilities of tokens 1.. of `ids`, at the lowest priority. Raises EngineFailed."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP)
-    request = Submit(f"shadow-{next(_numbers)}", ids, sampling, time.time(), LOWEST_PRIORITY, cache=False)
+    request = Submit(f"shadow-{next(_numbers)}", ids, sampling, time.monotonic(), LOWEST_PRIORITY, cache=False)
     subscription, prompt_logprobs = client.submit(request), None
     try:
         while not subscription.over:

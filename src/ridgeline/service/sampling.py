@@ -128,6 +128,21 @@ async def tokenize(service: Service, text: str, *, add_special_tokens: bool, bat
     return not_empty(ids, "prompt")
 
 
+async def tokenize_texts(
+    service: Service, texts: Sequence[tuple[str, str]], *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Ids of each text, as `tokenize`. texts: the name of the field of each, and the text."""
+    for field, text in texts:
+        service.limits.check_text(text, field)
+
+    def encode() -> list[list[int]]:
+        return [service.tokenizer.encode(text, add_special_tokens=add_special_tokens) for _, text in texts]
+
+    in_loop = sum(len(text) for _, text in texts) <= _IN_LOOP
+    encoded = encode() if in_loop else await asyncio.to_thread(encode)
+    return [not_empty(ids, field) for ids, (field, _) in zip(encoded, texts, strict=True)]
+
+
 async def encode_chat(
     service: Service,
     encoder: ChatEncoder,

@@ -34,6 +34,7 @@ from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.launch import Begun
 from ridgeline.service.listen import cannot_listen
 from ridgeline.service.moderation.watch import Moderation, make_moderation
+from ridgeline.service.pooling import read_embedder
 from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
@@ -134,11 +135,13 @@ class Server:
         config, client = self.front.config, self.front.client
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         templates = await asyncio.to_thread(_read_templates, config, tokenizer)
+        embedder = await asyncio.to_thread(read_embedder, config.pooling, folder)
         facts = await client.wait_ready()
         card = ModelCard(
             config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
         )
         service = _make_service(self.front, card, folder, (tokenizer, templates), self._moderation)
+        service = replace(service, embedder=embedder)
         self._service = service
         if config.warm_prefix:
             self._prefixes = await asyncio.to_thread(read_prefixes, Path(config.warm_prefix))
@@ -158,7 +161,7 @@ class Server:
             self.front.close(lost)
             announce.restarting(lost)
             self.front.metrics.engine_restarted()
-            self._service.pin_book.restarted(time.time())
+            self._service.pin_book.restarted(time.monotonic())
             self.front.metrics.on_step(_NOTHING_RUNS)
             # End the reference engine, too: the next engine is sized by the free memory.
             await self._end_shadowing()
@@ -203,6 +206,7 @@ class Server:
         self.front.client.end_all("The server is shutting down: send the request to another replica.", "drain")
         if self._runner is not None:
             await self._runner.cleanup()
+        await asyncio.to_thread(self.front.tracing.close)
         if self._service is not None:
             self._service.grammars.close()
         await self._end_shadowing()

@@ -123,6 +123,10 @@ class Route:
         member = split.least(prefill=False, without=without) or split.least(prefill=True, without=without)
         if member is None:
             return False
+        if (
+            member.client is self._keeper
+        ):  # it finds its own pages without a ticket; a later Cancel would end the request
+            self._release()
         sampling, drawn = request.sampling, {choice: self._drawn.get(choice, []) for choice in sorted(self._running)}
         if self._answered and sampling.prompt_logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=None)
@@ -411,13 +415,13 @@ class SplitClient:
         self.end_all("the service is stopping.", "failed")
 
     def on_step(self, number: int, stats: StepStats) -> None:
-        """The record of a step of one member: what engines hold is added over all, the rest is that of the step. Every engine reads
-        the same meter, so the first one's energy counts."""
+        """The record of a step of one member: what engines hold is added over all, the rest is that of the step. Engines on CPUs
+        read the same meter, so the first one's energy counts."""
         member = self.members[number]
         member.stats = stats
         held = [other.stats for other in self.members if other.stats is not None]
         sums: dict[str, Any] = {name: sum(getattr(other, name) for other in held) for name in SUMMED}
-        if number:
+        if number and self._facts.get("device", "cpu") == "cpu":
             sums |= JOULES
         if stats.tiers:
             sums["tiers"] = [self._tier(member, *tier) for tier in stats.tiers]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ContextTooLong, ModelNotFound, RequestError
-from ridgeline.core.sampling import MAX_STOP_IDS
+from ridgeline.core.sampling import MAX_STOP_IDS, Pooling
 from ridgeline.metrics import Metrics
 from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.gate import Gate
@@ -115,6 +115,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedder:
+    """How the model makes a vector of a prompt. normalize: to length 1, unless a request says otherwise."""
+
+    pooling: Pooling = "last"
+    normalize: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """Everything a route needs."""
 
@@ -133,3 +141,4 @@ class Service:
     shadow: Shadow | None = None
     pin_book: PinBook = field(default_factory=PinBook)
     answers: AnswerCache = field(default_factory=AnswerCache)
+    embedder: Embedder = Embedder()

@@ -118,7 +118,7 @@ async def _repeated(
     """The pieces of a stored answer. The engine does not see the call."""
     ledger = Ledger(call, service.metrics)
     try:
-        usage.received, usage.repeated, usage.cached = time.time(), True, usage.prompt
+        usage.received, usage.repeated, usage.cached = time.monotonic(), True, usage.prompt
         ledger.repeat(usage.received, [piece.finish for piece in stored if piece.finish])
         for piece in stored:
             usage.completion += piece.count
@@ -181,7 +181,7 @@ class _Run:
         self._ledger = ledger
         self._usage = usage
         self._keep_alive_s = service.config.keep_alive_s
-        shadow = None if call.batch else service.shadow
+        shadow = None if call.batch or call.sampling.pooling else service.shadow
         self._shadow = shadow if shadow is not None and shadow.draws() else None
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}
@@ -205,7 +205,7 @@ class _Run:
 
     def released(self) -> None:
         """The newest tokens may be sent now."""
-        self._usage.received = time.time()
+        self._usage.received = time.monotonic()
 
     def withdraw(self, index: int) -> None:
         """Withdraw a choice, and end it if it still runs."""
@@ -250,6 +250,7 @@ class _Run:
         else:
             piece = choice.take(delta)
         piece.prompt_logprobs = delta.prompt_logprobs if delta.choice == 0 else None
+        piece.pooled = delta.pooled
         usage.completion += piece.count
         if self._shadow is not None:
             choice.tokens += delta.tokens[: piece.count]

@@ -26,7 +26,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """Prompt token ids, at least one."""
     sampling: SamplingParams
     arrival: float
-    """Unix seconds when the service received the request."""
+    """Monotonic seconds (of this machine) when the service received the request."""
     priority: int = 0
     """Lower values run first."""
     salt: str = ""
@@ -72,9 +72,9 @@ class Control(msgspec.Struct, tag="control", array_like=True):
     id: str
     order: str
     """One of "stats" (engine counters, including `free`, `used` and `total` pages), "reset_prefix_cache", "drain" (admit no new
-    request), "stop", "sleep", "wake_up" and "update_weights"."""
+    request), "stop", "sleep", "wake_up", "update_weights", "profile_start" and "profile_stop"."""
     argument: str = ""
-    """The level of "sleep" (1 or 2), the model folder of "update_weights"."""
+    """The level of "sleep" (1 or 2), the model folder of "update_weights", the file that "profile_stop" writes."""
 
 
 Up = Submit | Cancel | Finish | Control
@@ -102,6 +102,9 @@ class Delta(msgspec.Struct, array_like=True):
     """The fields of metrics.records.Spent in order. Sent with the first tokens and with the finish."""
     pins: list[PinOutcome] | None = None
     """What became of each of the request's breakpoints. In the first delta of choice 0."""
+    pooled: list[bytes] | None = None
+    """With the finish "length" of a request with `pooling`: sums of the hidden states of its pooled tokens, each of some of them,
+    float64 [d_model]."""
     ticket: Ticket | None = None
     """With the finish "length" of a choice of a request with `hand_over`."""
 
@@ -172,6 +175,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Tiers below the KV cache: name; blocks stored, loaded and dropped since the engine's start. Empty in most records."""
     pins: list[tuple[str, str, int]] = []
     """kv.pins.Pins.readings. Empty in most records."""
+    rank_tokens: list[list[int]] = []
+    """The part of expert_tokens that each rank computes, by layer, with --expert-parallel."""
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):

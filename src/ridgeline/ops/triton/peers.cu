@@ -3,7 +3,9 @@
 //
 // Messages alternate between two halves of the memory. A GPU begins message e + 2, which overwrites message e, after its own message
 // e + 1 has ended. That needed data that each other GPU sent in its message e + 1, so after it had read message e, because messages run
-// one after the other on a stream. Hence kernels must not overlap their predecessor (no programmatic dependent launch).
+// one after the other on a stream. With programmatic dependent launch they still do: a program reads and sends nothing before its wait
+// (`message`), which ends when all earlier kernels have ended. The kernel behind a message starts beside it and fetches its weights.
+// It cannot keep a message from running: it starts when all programs of the message have started.
 //
 // Every launch has the same number of programs. A program counts messages in `counts`, so graphs can replay them.
 
@@ -66,8 +68,10 @@ __device__ __forceinline__ u32 rounded(const float* sum) {
 }
 #endif
 
-// The number of this message, the same on all ranks. Never 0, which memory holds at first; its parity alternates.
+// Let the next kernel start, wait for all earlier kernels, and return the number of this message, the same on all ranks. It is never 0,
+// which memory holds at first; its parity alternates.
 __device__ __forceinline__ u32 message(const u32* counts) {
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
   const u32 number = counts[blockIdx.x] + 1;
   return number ? number : 2;
 }

@@ -3,7 +3,8 @@
 Each GPU has memory that the others map (CUDA IPC) and write over NVLink with plain stores; multicast is not used. One shot: each
 rank sends all of its numbers to all others, and adds what arrives; the arrival of the data is also the signal. Two shots: each rank
 adds a part of the numbers and sends the sum, which moves 2 (n - 1) / n of a message instead of n - 1, for a second wait; with two
-ranks both move the same. Sums are in rank order in float32, rounded once, so they have the same bits on all ranks.
+ranks both move the same. Sums are in rank order in float32, rounded once, so they have the same bits on all ranks. A sum starts
+while the kernel before it ends, and the kernel behind it fetches weights while the sum waits for other ranks (PDL, see launch).
 
 Source: NCCL's protocol LL (Jeaugey, NCCL 2.0, GTC 2017) for one shot; vLLM's custom all-reduce for the use of IPC memory and two
 shots (github.com/vllm-project/vllm, csrc/custom_all_reduce.cuh).
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.ops.peer_memory import open_shared, share
 from ridgeline.ops.triton import cuda, pairs
 from ridgeline.ops.triton.launch import is_hopper
 
@@ -28,18 +30,9 @@ PROGRAMS, THREADS = 64, 256
 ONE_SHOT_ROOM, TWO_SHOT_ROOM = 1 << 20, 8 << 20
 """Most bytes of a message."""
 _MACROS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
-_SHARED_HANDLE = 64
-"""Bytes of CUipcMemHandle."""
-_LAZY_PEER_ACCESS = 1
 
 Swap = Callable[[str], Sequence[str]]
 """Give a word to all ranks; returns those of all, in order."""
-
-
-class _Handle(ctypes.Structure):
-    """CUipcMemHandle."""
-
-    _fields_ = (("words", ctypes.c_char * _SHARED_HANDLE),)
 
 
 class _Addresses(ctypes.Structure):
@@ -122,7 +115,7 @@ class PeerSums:
             return
         counts = self._counts[int(name == "two_shot")]
         addresses = (c_uint64(at) for at in (x.data_ptr(), counts.data_ptr(), self._stop.data_ptr(), *offsets))
-        kernel(PROGRAMS, THREADS, self._memory, *addresses, *map(c_uint32, sizes))
+        kernel(PROGRAMS, THREADS, self._memory, *addresses, *map(c_uint32, sizes), early=True)
 
 
 def peer_sums(rank: int, size: int, device: torch.device, swap: Swap) -> PeerSums | None:
@@ -135,29 +128,23 @@ def peer_sums(rank: int, size: int, device: torch.device, swap: Swap) -> PeerSum
 
 def shared_memory(rank: int, size: int, device: torch.device, swap: Swap) -> list[int]:
     """Allocate zeroed memory that all ranks map. Returns the addresses of all ranks' memory, or none if a rank cannot have it."""
-    mine, handle = c_uint64(), _Handle()
-    able = size <= MOST_RANKS and is_hopper(device) and cuda.available()
-    if able:
+    mine, word = c_uint64(), b""
+    if size <= MOST_RANKS and is_hopper(device) and cuda.available():
         try:
             cuda.call("cuMemAlloc_v2", byref(mine), c_size_t(Layout(size).total))
             cuda.call("cuMemsetD8_v2", mine, c_uint(0), c_size_t(Layout(size).total))
             cuda.call("cuCtxSynchronize")
-            cuda.call("cuIpcGetMemHandle", byref(handle), mine)
+            word = share(mine.value)
         except RuntimeError:
-            able = False
-    handles = swap(bytes(handle).hex() if able else "")
-    if not all(handles):
+            word = b""
+    words = swap(word.hex())
+    if not all(words):
         return []
     memory: list[int] = []
-    for number, word in enumerate(handles):
-        address = mine
-        if number != rank:
-            address = c_uint64()
-            try:
-                other = _Handle.from_buffer_copy(bytes.fromhex(word))
-                cuda.call("cuIpcOpenMemHandle_v2", byref(address), other, c_uint(_LAZY_PEER_ACCESS))
-            except RuntimeError:
-                memory.clear()
-                break
-        memory.append(address.value)
+    for number, shared in enumerate(words):
+        try:
+            memory.append(mine.value if number == rank else open_shared(bytes.fromhex(shared)))
+        except RuntimeError:
+            memory.clear()
+            break
     return memory if all(swap("mapped" if memory else "")) else []

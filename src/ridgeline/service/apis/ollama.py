@@ -123,7 +123,7 @@ async def show(request: web.Request) -> web.Response:
     """Facts of the served model, in the form of Ollama's API."""
     service = request.app[FRONT].service()
     body, _ = await read_json(request, partial(read_members, known=SHOW))
-    service.card.check(_model(service, body.get("model", body.get("name"))))
+    service.card.check(model_name(service, body.get("model", body.get("name"))))
     facts = service.client.facts
     template = service.templates.choose(tools=False).template
     capabilities = ["completion"]
@@ -177,7 +177,7 @@ def _stamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _model(service: Service, name: str | None) -> str | None:
+def model_name(service: Service, name: str | None) -> str | None:
     """A model's name without the tag that clients add."""
     return service.card.name if name == service.card.name + LATEST else name
 
@@ -237,7 +237,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 async def _call(form: Any, service: Service, fields: Translated, arrival: float) -> tuple[Call, OllamaShape, Any]:
-    fields.values["model"] = _model(service, fields.get("model"))
+    fields.values["model"] = model_name(service, fields.get("model"))
     call, shape, streaming = await read_translated(service, fields, "ollama", arrival)
     return call, OllamaShape(shape, service.card.name, call.arrival, form), streaming
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.service.apis import ollama, response_items
+from ridgeline.service.apis import ollama, ollama_embed, response_items
 from ridgeline.service.apis.messages import COUNTED, MESSAGES
+from ridgeline.service.embeddings import BODY as EMBEDDINGS_BODY
+from ridgeline.service.rerank import RERANK, SCORE
 from ridgeline.service.schemas import GENERATES, READS_BODY, Details, Schema, record_schema
 
 _JSON, _EVENTS, _LINES = "application/json", "text/event-stream", "application/x-ndjson"
@@ -28,6 +30,24 @@ def _list(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
+_EMBEDDING_WORDS = {
+    "input": "A text, a list of texts, a list of token ids, or a list of such lists.",
+    "encoding_format": "float, or base64 of float32 numbers, the lowest byte first.",
+    "dimensions": "How many numbers of a vector are kept, from the first one.",
+    "normalize": "Scale vectors to length 1 (default: as the model's files say).",
+    "add_special_tokens": "Add the tokens that the tokenizer adds to a text (default: true).",
+    "priority": "Requests with a lower number run first.",
+    "cache_salt": "Prefixes are shared only among equal salts.",
+}
+_RERANK_WORDS = {
+    "documents": 'Texts, or objects {"text": ...}.',
+    "top_n": "How many results are returned, the most relevant first (default: all).",
+    "return_documents": "Results contain the texts (default: true).",
+}
+_SCORE_WORDS = {
+    "text_1": "A text, for all of text_2, or a list with one for each.",
+    "text_2": "A text or a list of texts.",
+}
 _OLLAMA = {"model": _STRING, "created_at": _STRING, "done": {"type": "boolean"}}
 _OLLAMA_END = {
     "done_reason": {"enum": ["stop", "length", "content_filter"]},
@@ -35,7 +55,50 @@ _OLLAMA_END = {
     "prompt_eval_count": _COUNT,
     "eval_count": _COUNT,
 }
+_VECTOR = _list({"type": "number"})
+_POOLED_USAGE = _object({"prompt_tokens": _COUNT, "total_tokens": _COUNT})
 API_ANSWERS: dict[str, Schema] = {
+    "Embeddings": _object(
+        {
+            "object": {"const": "list"},
+            "data": _list(
+                _object(
+                    {
+                        "object": {"const": "embedding"},
+                        "index": _COUNT,
+                        "embedding": {"type": ["array", "string"], "items": {"type": "number"}},
+                    }
+                )
+            ),
+            "model": _STRING,
+            "usage": _POOLED_USAGE,
+        }
+    ),
+    "Ranking": _object(
+        {
+            "id": _STRING,
+            "model": _STRING,
+            "results": _list(
+                _object(
+                    {"index": _COUNT, "relevance_score": {"type": "number"}}, {"document": _object({"text": _STRING})}
+                )
+            ),
+            "usage": _POOLED_USAGE,
+        }
+    ),
+    "Scores": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "list"},
+            "created": _COUNT,
+            "model": _STRING,
+            "data": _list(_object({"index": _COUNT, "object": {"const": "score"}, "score": {"type": "number"}})),
+            "usage": _POOLED_USAGE,
+        }
+    ),
+    "OllamaEmbeddings": _object(
+        {"model": _STRING, "embeddings": _list(_VECTOR), "total_duration": _COUNT, "prompt_eval_count": _COUNT}
+    ),
     "Message": _object(
         {
             "id": _STRING,
@@ -72,7 +135,39 @@ API_ANSWERS: dict[str, Schema] = {
     "OllamaModels": _object({"models": _list(_object({"name": _STRING, "model": _STRING, "size": _COUNT}))}),
 }
 
+_RERANK = Details(
+    body=record_schema(RERANK, _RERANK_WORDS, ("query", "documents")),
+    example={"query": "Who lit the lamp?", "documents": ["The keeper did.", "It rained."], "top_n": 1},
+    answers={_JSON: _ref("Ranking")},
+    errors=GENERATES,
+)
+_SCORE = Details(
+    body=record_schema(SCORE, _SCORE_WORDS, ("text_1", "text_2")),
+    example={"text_1": "Who lit the lamp?", "text_2": ["The keeper did.", "It rained."]},
+    answers={_JSON: _ref("Scores")},
+    errors=GENERATES,
+)
 API_DETAILS: Mapping[str, Details] = {
+    **dict.fromkeys(("post /rerank", "post /v1/rerank", "post /v2/rerank"), _RERANK),
+    **dict.fromkeys(("post /score", "post /v1/score"), _SCORE),
+    "post /api/embed": Details(
+        body=record_schema(ollama_embed.EMBED, {}, ("input",)),
+        example={"input": ["Hello!"]},
+        answers={_JSON: _ref("OllamaEmbeddings")},
+        errors=GENERATES,
+    ),
+    "post /api/embeddings": Details(
+        body=record_schema(ollama_embed.EMBED_PROMPT, {}, ("prompt",)),
+        example={"prompt": "Hello!"},
+        answers={_JSON: _object({"embedding": _VECTOR})},
+        errors=GENERATES,
+    ),
+    "post /v1/embeddings": Details(
+        body=record_schema(EMBEDDINGS_BODY, _EMBEDDING_WORDS, ("input",)),
+        example={"input": ["Hello!", "Good morning!"]},
+        answers={_JSON: _ref("Embeddings")},
+        errors=GENERATES,
+    ),
     "post /v1/messages": Details(
         body=record_schema(MESSAGES, {}, ("max_tokens", "messages")),
         example={"max_tokens": 64, "messages": _HI},

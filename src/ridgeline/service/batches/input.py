@@ -158,7 +158,7 @@ def prefix_key(body: dict[str, Any]) -> bytes:
 
 def _choices(body: dict[str, Any]) -> int:
     """Choices that a body asks for, n for each prompt; 1 if it is not valid, which is found when the row runs."""
-    n, prompt = body.get("n"), body.get("prompt")
+    n, prompt = body.get("n"), body.get("prompt", body.get("input"))
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
     return min(MAX_CHOICES, prompts * (n if isinstance(n, int) and n > 0 else 1))
 

@@ -28,6 +28,7 @@ from ridgeline.service.batches.objects import Batch, Problem, RequestCounts, Sta
 from ridgeline.service.batches.results import Results
 from ridgeline.service.batches.store import Store, StoredBatch
 from ridgeline.service.choices import usage_dict
+from ridgeline.service.embeddings import EMBEDDINGS
 from ridgeline.service.endpoint import Endpoint
 from ridgeline.service.errors import as_ridgeline, error_body
 from ridgeline.service.fields import Fields
@@ -39,6 +40,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": endpoint(ResponseStore(0), ""),  # rows go on from nothing, and only the result file keeps them
+    "/v1/embeddings": EMBEDDINGS,
 }
 """Endpoints whose requests a batch may contain, and how their bodies are read."""
 PRIORITY = 1 << 32

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -115,12 +115,20 @@ class BatchUsage(msgspec.Struct):
     total_tokens: int = 0
 
     def add(self, usage: Mapping[str, Any]) -> None:
-        """Add the usage object of a row's answer."""
-        self.input_tokens += usage["prompt_tokens"]
-        self.input_tokens_details.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
-        self.output_tokens += usage["completion_tokens"]
-        self.output_tokens_details.reasoning_tokens += usage["completion_tokens_details"]["reasoning_tokens"]
+        """Add the usage object of a row's answer: of a chat completion or completion, of a response, or of embeddings."""
+        read, cached = _part(usage, ("prompt_tokens", "input_tokens"), "cached_tokens")
+        written, reasoning = _part(usage, ("completion_tokens", "output_tokens"), "reasoning_tokens")
+        self.input_tokens += read
+        self.input_tokens_details.cached_tokens += cached
+        self.output_tokens += written
+        self.output_tokens_details.reasoning_tokens += reasoning
         self.total_tokens += usage["total_tokens"]
+
+
+def _part(usage: Mapping[str, Any], names: Sequence[str], detail: str) -> tuple[int, int]:
+    """The tokens under the first of `names` that a usage object has, and those of them that are `detail`; 0 if it has none."""
+    name = next((name for name in names if name in usage), names[0])
+    return usage.get(name, 0), usage.get(f"{name}_details", {}).get(detail, 0)
 
 
 class Batch(msgspec.Struct, kw_only=True):

@@ -46,7 +46,6 @@ _WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])")
 _WINDOW_S = {"m": 60, "h": 3600, "d": 86_400}
 _ANCHOR = "created_at"
 _OTHER_ENDPOINTS = (
-    "/v1/embeddings",
     "/v1/moderations",
     "/v1/images/generations",
     "/v1/images/edits",

@@ -30,7 +30,8 @@ Series: TypeAlias = Callable[[], str]
 MORE_SERIES: web.AppKey[Series] = web.AppKey("more_series")
 """Series of what stands beside the router: a fleet."""
 ROUTES = web.RouteTableDef()
-_FORWARDED = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")
+_FORWARDED = ("/v1/chat/completions", "/v1/completions", *_VECTORS, "/tokenize", "/detokenize")
 _MODELS_S = 2.0
 _KEYS = ("authorization", "x-api-key")
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import aiohttp
+from aiohttp import AddrInfoType
 
 from ridgeline.metrics.catalogue import FIRST_TOKEN_SECONDS
 from ridgeline.metrics.metrics import Histogram
 from ridgeline.service.fleet.demand import CHUNK_TOKENS
 from ridgeline.service.fleet.options import RouterConfig
 from ridgeline.service.fleet.upstream import Upstream
+from ridgeline.service.listen import Probes
 from ridgeline.service.prefix_index import PrefixIndex
 from ridgeline.service.routing import POLICIES, Demand, Router, State, Ticket
 
@@ -22,8 +25,18 @@ _CONNECT_S = 1.0
 _KEEP_ALIVE_S = 30.0
 """Seconds for which an idle connection is kept, less than a server keeps it (75)."""
 _READ_BUFFER = 1 << 16
+_PROBES = Probes(10, 5, 4)
+"""A connection to a host that is gone, or that a firewall forgot, ends after 30 s. Health checks do not see it, because they have
+connections of their own."""
 REMOVED = "removed"
 """Label of all replicas that were removed."""
+
+
+def probed_socket(address: AddrInfoType) -> socket.socket:
+    """A socket for a connection to a replica, which the system probes while nothing comes."""
+    made = socket.socket(*address[:3])
+    _PROBES.set(made)
+    return made
 
 
 @dataclass(slots=True)
@@ -49,7 +62,7 @@ class Balancer:
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Balancer:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=probed_socket)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=_READ_BUFFER

@@ -43,12 +43,12 @@ def read_demand(headers: Mapping[str, str], body: Any) -> Reading:
 
 
 def prompt_bytes(body: Mapping[str, Any]) -> bytes:
-    """The prompt as bytes that begin with those of every prompt that it continues: tools, then messages; or a text; or ids."""
+    """The prompt as bytes that begin with those of every prompt that it continues: tools, then messages; or texts; or ids."""
     if "messages" in body:
         messages = body["messages"] if isinstance(body["messages"], list) else [body["messages"]]
         parts = [body["tools"], *messages] if body.get("tools") else messages
         return b"".join(msgspec.json.encode(part) for part in parts)
-    prompts = body.get("prompt")
+    prompts = next((body[name] for name in ("prompt", "input", "documents", "text_2") if name in body), None)
     if isinstance(prompts, list) and not all(isinstance(item, int) for item in prompts):
         return b"".join(map(_prompt_bytes, prompts))
     return _prompt_bytes(prompts)

@@ -33,6 +33,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "idle_s": (0.1, 1e6),
 }
 _QUANTILE = 0.95
+_OF_BOTH = ("max_queue", "max_body_mb", "drain_s", "otlp_traces_endpoint", "log_level")
+"""Options of SHARED that replicas have for themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def _gpus(value: Any, path: Path) -> tuple[str, ...]:
 def _serve(options: dict[str, Any], origin: str) -> Mapping[str, Any]:
     """Options of a replica, checked as those of `ridgeline serve`."""
     for name in options:
-        if name in ("host", "port", "batch_dir", *SHARED) and name not in ("max_queue", "max_body_mb", "drain_s"):
+        if name in ("host", "port", "batch_dir", *SHARED) and name not in _OF_BOTH:
             where = "leave it out" if name == "batch_dir" else "give it in the section router"
             raise ConfigError(f"{name} ({origin}) is set by the fleet: {where}.", param=name)
     _read(options, *CONFIGS, origin=origin)

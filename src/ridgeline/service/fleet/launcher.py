@@ -10,14 +10,13 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ridgeline.core.errors import RidgelineError
-from ridgeline.core.resolve import ENVIRONMENT
+from ridgeline.core.resolve import ENVIRONMENT, STANDARD_INPUT
 from ridgeline.service.fleet.options import SHARED
 
 _LISTENING = re.compile(r"listening on (https?://[^\s;]+)")
@@ -114,21 +113,23 @@ class LocalLauncher:
         self, serve: Mapping[str, Any], gpus: Sequence[str], api_key: str | None, show: Callable[[str], None]
     ) -> None:
         self._gpus, self._api_key, self._show = gpus, api_key, show
-        self._folder = tempfile.TemporaryDirectory(prefix="ridgeline-fleet-")
-        self._config = Path(self._folder.name) / "replica.json"
-        self._config.write_text(json.dumps(dict(serve)))
+        self._serve = dict(serve)
 
     async def start(self, name: str, place: int) -> LocalReplica:
-        command = [sys.executable, "-m", "ridgeline", "serve", "--config", str(self._config)]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env=self.environment(place),
-            start_new_session=True,  # Ctrl-C ends the fleet, which drains its replicas
-            preexec_fn=_end_with_parent,
-        )
+        with open(
+            os.memfd_create("ridgeline-replica"), "w+b"
+        ) as options:  # no file is left when this process is killed
+            options.write(json.dumps(self.options(place)).encode())
+            options.flush()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "ridgeline", "serve", "--config", str(STANDARD_INPUT)),
+                stdin=options,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env=self.environment(place),
+                start_new_session=True,  # Ctrl-C ends the fleet, which drains its replicas
+                preexec_fn=_end_with_parent,
+            )
         replica = LocalReplica(name, process, self._show)
         try:
             await replica.wait_listening()
@@ -138,7 +139,12 @@ class LocalLauncher:
         return replica
 
     async def close(self) -> None:
-        self._folder.cleanup()
+        """Nothing is held."""
+
+    def options(self, place: int) -> dict[str, Any]:
+        """Those of a replica. A folder of KV pages has one server, so each place has its own below --kv-disk."""
+        folder = self._serve.get("kv_disk")
+        return self._serve | ({"kv_disk": str(Path(folder) / f"place-{place}")} if folder else {})
 
     def environment(self, place: int) -> dict[str, str]:
         """That of a replica: this process's, without options of the router, which the replica would read as its own."""

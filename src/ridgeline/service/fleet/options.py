@@ -14,7 +14,7 @@ from ridgeline.service.routing import POLICIES, Capacity
 
 SHARED = (
     "host", "port", "api_key", "admin_api_key", "allowed_origins", "allowed_hosts", "root_path", "ssl_certfile", "ssl_keyfile",
-    "ssl_keyfile_password", "max_queue", "max_body_mb", "drain_s",
+    "ssl_keyfile_password", "max_queue", "max_body_mb", "drain_s", "otlp_traces_endpoint", "log_format", "log_level",
 )  # fmt: skip
 """Options of `ServiceConfig` that a router has. `max_queue` bounds the requests that wait in it."""
 BOUNDS: Mapping[str, tuple[float, float]] = {

@@ -18,7 +18,7 @@ from ridgeline.service.errors import BUSY, error_event
 from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.demand import read_demand
 from ridgeline.service.fleet.upstream import Exchange, Upstream
-from ridgeline.service.guard import ACCESS, REQUEST_ID, request_id
+from ridgeline.service.guard import ACCESS, REQUEST_ID, TRACE, name_request, request_id
 from ridgeline.service.routing import Ticket
 
 BALANCER = web.AppKey("balancer", Balancer)
@@ -38,6 +38,8 @@ _NOT_READY = frozenset({502, 503, 504})
 _DEFAULT_PAUSE_S = 0.5
 _STREAMED_BODY = 1 << 18
 """Bytes above which a body is written in pieces, so that other streams go on."""
+_WHOLE_BYTES = 1 << 20
+"""Up to this length an answer of known length is read before any of it is passed on."""
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ async def forward(request: web.Request) -> web.StreamResponse:
         read = partial(read_demand, request.headers)
         body, (demand, body_id) = await held.enter_async_context(access.bodies.held(request, read))
         if isinstance(body_id, str) and "x-request-id" not in request.headers:
-            request[REQUEST_ID] = request_id(body_id)
+            name_request(request, request_id(body_id))
         ticket = await balancer.place(demand)
         passing = Passing(request, balancer, ticket, bytes(body), held)
         try:
@@ -113,6 +115,7 @@ class Passing:
         """Send the request to one replica. None: it is to be sent again. Raises ReplicaLost or ClientLost."""
         if (upstream := self._balancer.upstreams.get(name)) is None:
             raise ReplicaLost("it was removed")
+        self._request[TRACE].sent(name)
         try:
             async with asyncio.timeout(None) as scope:
                 exchange = Exchange(scope)
@@ -146,13 +149,15 @@ class Passing:
 
     async def _pass(self, upstream: Upstream, exchange: Exchange, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         """Pass an answer on as it comes."""
-        content, request = reply.content, self._request
-        chunk = await content.readany()
+        content, request, length = reply.content, self._request, reply.headers.get("content-length")
+        # One that is complete at once is passed on when all of it is here, so that it is sent again if it breaks off.
+        whole = length is not None and int(length) <= _WHOLE_BYTES
+        chunk = await (content.read() if whole else content.readany())
         self._balancer.first_byte(self._ticket)
         self._body = b""
         await self._held.aclose()
         response = web.StreamResponse(status=reply.status, headers=_returned(reply.headers, self._name))
-        if (length := reply.headers.get("content-length")) is not None:
+        if length is not None:
             response.content_length = int(length)
         self._response = response
         try:
@@ -194,12 +199,13 @@ class Passing:
         return self._ticket.replica.name
 
     def _headers(self) -> list[tuple[str, str]]:
+        trace = self._request[TRACE].headers
         headers = [
             (name, value)
             for name, value in self._request.headers.items()
-            if (lower := name.lower()) not in _NOT_SENT and not lower.startswith("sec-fetch-")
+            if (lower := name.lower()) not in _NOT_SENT and lower not in trace and not lower.startswith("sec-fetch-")
         ]
-        return [*headers, ("x-request-id", self._request[REQUEST_ID]), ("accept-encoding", "identity")]
+        return [*headers, *trace.items(), ("x-request-id", self._request[REQUEST_ID]), ("accept-encoding", "identity")]
 
 
 def _returned(headers: Mapping[str, str], name: str) -> list[tuple[str, str]]:

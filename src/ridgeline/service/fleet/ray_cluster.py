@@ -26,9 +26,9 @@ class Agent:
         self._launcher = LocalLauncher({**serve, "host": host}, (), api_key, print)
         self._replica: LocalReplica
 
-    async def start(self, name: str) -> str:
+    async def start(self, name: str, place: int) -> str:
         """Start the replica; returns its address."""
-        self._replica = await self._launcher.start(name, 0)
+        self._replica = await self._launcher.start(name, place)
         return self._replica.url
 
     async def wait_ended(self) -> str:
@@ -110,7 +110,7 @@ class RayLauncher:
             find_host = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_node_address)
             host = await _result(find_host.remote())
             agents.append(ray.remote(Agent).options(**options).remote(self._serve, self._api_key, host))
-            return RayReplica(await _result(agents[0].start.remote(name)), agents[0], close)
+            return RayReplica(await _result(agents[0].start.remote(name, place)), agents[0], close)
         except Exception as error:
             close()
             raise RidgelineError(f"The replica {name} did not start on the cluster: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -42,6 +43,7 @@ async def routing(
         finally:
             await access.drain()
             await runner.cleanup()
+            await asyncio.to_thread(access.tracing.close)
 
 
 async def serve_router(

@@ -66,8 +66,8 @@ class Upstream:
     async def send(
         self, method: str, path: str, headers: Sequence[tuple[str, str]], body: Any
     ) -> aiohttp.ClientResponse:
-        """The head of an answer. Raises aiohttp.ClientError or OSError."""
-        return await self._session.request(
+        """The head of an answer. Raises aiohttp.ClientError or OSError, as reading its body does."""
+        reply = await self._session.request(
             method,
             self.url + path,
             headers=headers,
@@ -75,6 +75,8 @@ class Upstream:
             allow_redirects=False,
             skip_auto_headers=("user-agent",),
         )
+        _end_with_connection(reply)
+        return reply
 
     async def watch(self, changed: Callable[[State], None]) -> None:
         """Check its health until cancelled. changed: called after every check."""
@@ -122,6 +124,28 @@ class Upstream:
             idle = begun and now - exchange.idle_since > self._idle_s
             if idle or silence > (GIVE_UP_S if begun else MOVE_S):
                 exchange.abort()
+
+
+def _end_with_connection(reply: aiohttp.ClientResponse) -> None:
+    """End the body of an answer with an error when its connection ends before it. aiohttp (3.14) closes the connection when bytes
+    of a body are malformed, and leaves the body open: its reader would wait forever.
+    """
+    body, connection = reply.content, reply.connection
+    closed = None if connection is None or connection.protocol is None else connection.protocol.closed
+
+    def end(_: object = None) -> None:
+        if not body.is_eof() and body.exception() is None:
+            body.set_exception(aiohttp.ClientPayloadError("its connection has ended, or its bytes are malformed"))
+
+    if closed is None:
+        end()
+        return
+    closed.add_done_callback(end)
+
+    def complete() -> None:
+        closed.remove_done_callback(end)
+
+    body.on_eof(complete)
 
 
 def _step(body: bytes) -> int | None:

@@ -14,7 +14,14 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import Resolved, read_file, resolve, split_options
 from ridgeline.service.batches.settings import OFF
 
-SERVICE_OPTIONS = ("chat_template", "allow_special_in_content", "warm_prefix", "idle_sleep_minutes", "asleep_requests")
+SERVICE_OPTIONS = (
+    "chat_template",
+    "allow_special_in_content",
+    "warm_prefix",
+    "pooling",
+    "idle_sleep_minutes",
+    "asleep_requests",
+)
 """Options of `ServiceConfig` that a model may have of its own."""
 EVICTIONS = ("sleep", "unload")
 _NOT_TOGETHER = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,3 +34,4 @@ async def serve_models(
         await front.drain()
         await runner.cleanup()
         await front.end()
+        await asyncio.to_thread(front.tracing.close)
