@@ -58,6 +58,10 @@ HEART: Mapping[str, str] = {
 """Package, or file of ops and core, that the request path passes through, with the reason. Paths are below PACKAGES."""
 BESIDE_HEART: Mapping[str, str] = {
     "engine/virtual.py": "simulation",
+    "core/adapters.py": "LoRA adapters: start-up",
+    "engine/adapters.py": "LoRA adapters: loads and unloads them, by orders of operators",
+    "models/adapters.py": "LoRA adapters: reads their files",
+    "ops/adapters.py": "LoRA adapters: what they add to linears, with the option --enable-lora",
     "engine/tiers.py": "start-up: options of the tiers below the KV cache",
     "kv/pins.py": "pinned prefixes, for requests with cache_control",
     "kv/copies.py": "tiers below the KV cache: copies, with the option --kv-offload-gb",

@@ -58,7 +58,9 @@ def largest_rank(config: dict[str, Any]) -> int:
     ranks = [config.get("r"), *pattern.values()]
     for rank in ranks:
         if type(rank) is not int or rank < 1:
-            raise ConfigError(f"{CONFIG_FILE} has the rank {rank!r}: ranks (r, rank_pattern) are whole numbers from 1 on.")
+            raise ConfigError(
+                f"{CONFIG_FILE} has the rank {rank!r}: ranks (r, rank_pattern) are whole numbers from 1 on."
+            )
     return max(ranks)
 
 

@@ -73,6 +73,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "copies of experts": Feature("redundant_experts", lambda choice: choice.model.redundant_experts > 0),
     "experts": Feature("", lambda choice: any(layer.experts for layer in choice.layers)),
+    "adapters": Feature("enable_lora", lambda choice: choice.model.enable_lora or bool(choice.model.lora_modules)),
     "sleep": Feature("enable_sleep_mode", lambda choice: choice.engine.enable_sleep_mode),
     "prefill apart from decode": Feature("", lambda choice: choice.hands_over),
     "a GPU": Feature("", lambda choice: choice.device == "cuda"),
@@ -100,6 +101,26 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("sleep", _CONTEXT_PARALLEL, "several ranks do not sleep together so far", "leave the parallel sizes out"),
     Refusal("sleep", _APART, "several engines do not sleep together so far", "leave it out"),
     Refusal("sleep", "weights in host memory", "these weights have no memory on the GPU to release", "leave it out"),
+    Refusal("adapters", "a GPU", "adapters have not run on a GPU yet", "leave it out, or use --device cpu"),
+    Refusal("adapters", "experts", "adapters change no experts so far", "merge the adapter into the model"),
+    Refusal(
+        "adapters",
+        "deterministic",
+        "a step with adapters runs other kernels for all of its requests",
+        "leave --deterministic out",
+    ),
+    Refusal("adapters", "sleep", "adapters would be lost with the memory", "leave --enable-sleep-mode out"),
+    Refusal("adapters", _PIPELINE, "each stage would need a part of the adapter", "use --tensor-parallel-size"),
+    Refusal(
+        "adapters", _CONTEXT_PARALLEL, "these ranks divide tokens, and adapters with them", "use --tensor-parallel-size"
+    ),
+    Refusal(
+        "adapters",
+        "sequence parallelism",
+        "these ranks divide tokens, and adapters with them",
+        "leave --sequence-parallel out",
+    ),
+    Refusal("adapters", _APART, "the engines would have to load each adapter", "leave --prefill-engines out"),
     Refusal("retention", "layers with windows", "the windows bound the cache already", "use --kv-retention all"),
     Refusal(
         "retention",

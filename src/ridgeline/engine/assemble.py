@@ -77,12 +77,11 @@ def assemble(
         leases = Leases(
             plan.layout, plan.n_pages, prefix_cache=caching, source=source, retention=retention, pin_share=pinned
         )
-        hand_overs = open_hand_over(pools, leases, loaded.runner, fingerprint)
         pace_s, n_stages = reader_pace(config.reader_pace), config.pipeline_parallel_size
         limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len, pace_s, n_stages)
         scheduler = Scheduler(plan.layout, leases, limits, policy, loaded.speculation)
         facts = _facts(rank, loaded.model) | {"fingerprint": fingerprint, "cost": cost_values(cost)}
-        facts |= {"startup_s": times.seconds, "ceilings": ceilings}
+        facts |= {"startup_s": times.seconds, "ceilings": ceilings, "adapters": loaded.adapters.listed()}
         setup = Setup(
             max_len=plan.max_len,
             vocab_size=spec.vocab_size,
@@ -97,7 +96,8 @@ def assemble(
                 loaded.model.decoder.expert_loads(), list(experts_of(loaded.model.rank_spec.layers))
             ),
             check=group.check,
-            hand_overs=hand_overs,
+            hand_overs=open_hand_over(pools, leases, loaded.runner, fingerprint),
+            adapters=loaded.adapters,
             sleeper=open_sleeper(rank, loaded, prints, facts),
             closing=partial(keep_pool, leases, loaded.runner.transfers),
         )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ridgeline.core.errors import RequestError, RidgelineError
 from ridgeline.core.events import StepUpdates, Update
 from ridgeline.core.sampling import MAX_STOP_IDS
+from ridgeline.engine.adapters import ADAPTER_ORDERS, Adapters
 from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.handover import HandOvers
 from ridgeline.engine.late_compiles import LateCompiles
@@ -50,7 +51,7 @@ class Setup:
     seed: seeds the generator of seeds for requests without one. facts: the content of Ready and of the "stats" reply. check: raises
     EngineFailed if another rank is lost; called in every turn. closing: called before the device is released. hand_overs: prompts
     that this engine computes for others, or others for it. sleeper: releases the memory of weights and cache. profiler: records
-    profiles.
+    profiles. adapters: LoRA adapters that requests may name.
     """
 
     max_len: int
@@ -68,6 +69,7 @@ class Setup:
     hand_overs: HandOvers = field(default_factory=HandOvers)
     sleeper: Sleeper = field(default_factory=Sleeper)
     profiler: Profiler = field(default_factory=Profiler)
+    adapters: Adapters = field(default_factory=Adapters)
 
 
 class Engine:
@@ -162,8 +164,7 @@ class Engine:
 
     def _requests(self, message: Submit, compiled: CompiledGrammar | None) -> list[Request]:
         """One request per choice. Raises RequestError for a request that can never run (the service refuses these first)."""
-        sampling, setup = message.sampling, self.setup
-        length = len(message.tokens)
+        sampling, setup, length = message.sampling, self.setup, len(message.tokens)
         if self._draining or setup.sleeper.level:
             raise RequestError("The engine sleeps or is shutting down: wake it up, or use another replica.")
         if not 1 <= length < setup.max_len:
@@ -183,7 +184,7 @@ class Engine:
         drawn_tokens = 1 if message.hand_over else sampling.max_tokens or setup.max_len
         limit = length if sampling.pooling else min(setup.max_len, length + drawn_tokens)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        root = chain_root(message.salt, setup.fingerprint)
+        adapter, adapter_hash = setup.adapters.find(message.adapter)
         requests = []
         for choice in message.drawn or range(sampling.n):
             self._arrivals += 1
@@ -205,11 +206,12 @@ class Engine:
                     seed=seed,
                     order=(message.priority, self._arrivals),
                     arrival=message.arrival,
-                    root=root,
+                    root=chain_root(message.salt, setup.fingerprint + adapter_hash),
                     cache=message.cache,
                     breakpoints=() if choice else message.breakpoints,
                     has_reader=message.has_reader,
                     client=message.client,
+                    adapter=adapter,
                     constraint=constraint,
                 )
             )
@@ -247,6 +249,8 @@ class Engine:
             return reply
         if message.order in PROFILE_ORDERS:
             return self.setup.profiler.obey(message.order, message.argument)
+        if message.order in ADAPTER_ORDERS:
+            return self.setup.adapters.obey(message.order, message.argument, self._scheduler.adapters)
         if message.order == "drain":
             self._draining = True
             return {}

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from ridgeline.core.adapters import with_adapters
 from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
@@ -25,6 +26,7 @@ from ridgeline.core.spec import KvLayout, ModelSpec, kv_layout
 from ridgeline.core.stages import rank_layout, stage_layout, stages
 from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.core.version import VERSION
+from ridgeline.engine.adapters import Adapters, open_adapters
 from ridgeline.engine.graph_shapes import draft_limits
 from ridgeline.engine.hosts import check_hosts, gpu_of
 from ridgeline.engine.runner import Runner, build_runner
@@ -109,6 +111,7 @@ class LoadedRank:
     speculation: Speculation
     drafter: DeviceDrafter
     weights: DeviceRange | None = None
+    adapters: Adapters = field(default_factory=Adapters)
 
 
 def plan_rank(
@@ -126,6 +129,7 @@ def plan_rank(
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
     choice = choice_of(model, config, spec, wanted, device.type)
     check_together(replace(choice, hands_over=bool(pools.descriptors)))
+    drafter_memory = with_adapters(drafter_memory, model, spec, config.tensor_parallel_size)
     parts = stages(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
     memory = _memory(device, len(config.host_ranks) * max(1, len(pools.descriptors)))
@@ -144,6 +148,7 @@ def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
     loaded.decoder.group_experts()
     weights = move(loaded.decoder.all_tensors(), device) if rank.config.enable_sleep_mode else None
     loaded.decoder.finish_loading()
+    adapters = open_adapters(loaded.decoder, rank.model, mesh.size)
     sizes = Sizes(
         plan.max_rows,
         plan.max_step_tokens,
@@ -161,7 +166,7 @@ def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
     times.ends("weights")
     runner = build_runner(loaded, _layout(rank, mesh), sizes, times.progress, drafter, runner_kind(mesh.stage))
     times.ends("runner")
-    return LoadedRank(loaded, runner, speculation, drafter, weights)
+    return LoadedRank(loaded, runner, speculation, drafter, weights, adapters)
 
 
 def _layout(rank: RankPlan, mesh: Mesh) -> KvLayout:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ridgeline.core.draft import Draft
 from ridgeline.core.events import PinOutcome
-from ridgeline.core.plan import TokenLogprobs
+from ridgeline.core.plan import Join, TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.speculation.state import SpeculationState
 
@@ -136,6 +136,22 @@ class Request:
     run."""
     paid: float = -1.0
     speculation: SpeculationState = field(default_factory=SpeculationState)
+
+    def join(self, computed: int) -> Join:
+        """What the device must know. computed: tokens whose keys and values are there."""
+        return Join(
+            self.row,
+            self.generation,
+            self.tokens[:],
+            self.prompt_len,
+            computed,
+            self.limit,
+            self.stop_ids,
+            self.seed,
+            self.choice,
+            self.sampling,
+            self.adapter,
+        )
 
     def ready(self, samples: bool, drafter_waits: Callable[[Request], bool]) -> bool:
         """Whether the next query tokens can be planned.

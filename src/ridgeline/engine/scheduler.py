@@ -19,7 +19,7 @@ from operator import attrgetter
 from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.errors import RidgelineError
 from ridgeline.core.events import StepCounts, StepUpdates, Update
-from ridgeline.core.plan import Flag, Join, Logits, StepPlan, StepResult
+from ridgeline.core.plan import Flag, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
 from ridgeline.engine.in_flight import Share, StepInFlight
 from ridgeline.engine.leases import Leases
@@ -84,6 +84,11 @@ class Scheduler:
     def queued(self) -> int:
         """Number of choices that wait, including those that wait for the prompt of their leader."""
         return self._open - len(self.running)
+
+    @property
+    def adapters(self) -> set[int]:
+        """Slots of the adapters of all requests."""
+        return {request.adapter for choices in self._by_id.values() for request in choices.values()}
 
     def wait_seconds(self, now: float) -> float:
         """Seconds until there is work, unless a request arrives. Valid after a turn that did nothing."""
@@ -364,21 +369,7 @@ class Scheduler:
             if request.leader is None and self.leases.looks_up(request):
                 self.counts.prefix_queries += request.prompt_len
                 self.counts.prefix_hits += hit
-        plan.joins.append(
-            Join(
-                request.row,
-                request.generation,
-                request.tokens[:],
-                request.prompt_len,
-                hit,
-                request.limit,
-                request.stop_ids,
-                request.seed,
-                request.choice,
-                request.sampling,
-                request.adapter,
-            )
-        )
+        plan.joins.append(request.join(hit))
 
     # --- commit -----------------------------------------------------------------------------------------------------
 

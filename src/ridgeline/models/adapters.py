@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,10 +25,13 @@ from ridgeline.models.weights import LINEARS, short_name
 from ridgeline.quant.adapted import AdaptedWeight, Factors
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-READ = frozenset({"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"})
+READ = frozenset(
+    {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"}
+)
 WITHOUT_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path eva_config exclude_modules inference_mode layers_pattern layers_to_transform "
-    "loftq_config lora_dropout megatron_core peft_version qalora_group_size revision runtime_config target_modules task_type".split()
+    "loftq_config lora_dropout megatron_core peft_version qalora_group_size revision runtime_config target_modules "
+    "task_type".split()
 )
 """Keys that say which modules were trained, and how: the tensors of the file show it. Any other key must be empty or false."""
 PLAIN_STARTS = frozenset({"gaussian", "eva", "mica", "orthogonal"})
@@ -36,8 +39,7 @@ PLAIN_STARTS = frozenset({"gaussian", "eva", "mica", "orthogonal"})
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(NamedTuple):
     """An adapter in host memory. factors: by module, such as layers.3.self_attn.q_proj. fingerprint: hash of its files."""
 
     folder: Path
@@ -129,8 +131,8 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
     for key, refused in wrong.items():
         if refused:
             raise ConfigError(
-                f"The adapter in {folder} has {key} = {str(config[key])[:80]!r} in {CONFIG_FILE}, which is not supported: only LoRA "
-                "on linears of the layers is. Merge the adapter into the model, or train it without."
+                f"The adapter in {folder} has {key} = {str(config[key])[:80]!r} in {CONFIG_FILE}, which is not supported: only "
+                "LoRA on linears of the layers is. Merge the adapter into the model, or train it without."
             )
 
 
@@ -178,7 +180,9 @@ def _scaled(
     a, b = pair["A"].float(), pair["B"].float() * (alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
     a, b = a.to(dtype), b.to(dtype)
     if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
-        raise ConfigError(f"The adapter in {folder} has values of {module} that are not finite in {dtype}: train it again.")
+        raise ConfigError(
+            f"The adapter in {folder} has values of {module} that are not finite in {dtype}: train it again."
+        )
     return a, b
 
 

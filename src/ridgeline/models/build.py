@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.core.adapters import plan_adapters
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.expert_parallel import whole_experts
@@ -24,6 +25,7 @@ from ridgeline.ops.selective import selecting
 from ridgeline.ops.striped import striped
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
+from ridgeline.quant.adapted import adapted
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
 from ridgeline.quant.integer import IntFormat
@@ -174,6 +176,7 @@ def load(
     weight_format = streamed(
         _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir)), spec, device
     )
+    weight_format, ops = adapted(weight_format, ops, plan_adapters(model), dtype, device)
     decoder = Decoder(Build(spec, ops, weight_format, mesh, dtype, device), spec.max_len)
     if dummy:
         load_dummy(decoder, model.seed, progress)

@@ -17,7 +17,7 @@ import torch
 
 from ridgeline.ops.capture import Capture, Captured
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import LayerParts, Ops, Programs, RunLayers
+from ridgeline.ops.table import LayerParts, Ops, RunLayers
 
 
 @dataclass(slots=True)
@@ -128,16 +128,21 @@ def adapting(ops: Ops, bank: Bank, groups: AdapterOps) -> Ops:
 
         return chosen
 
-    return replace(ops, programs=replace(ops.programs, layers=layers), capture=_capture(ops.capture, bank))
+    return replace(ops, programs=replace(ops.programs, layers=layers), capture=_Capture(ops.capture, bank))
 
 
-def _capture(capture: Capture, bank: Bank) -> Callable[[Callable[..., Any]], Captured]:
-    return lambda work: _WithoutAdapters(capture(work), work, bank)
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """Captured work is replayed while no adapter is loaded, and runs anew otherwise. Implements Capture."""
+
+    base: Capture
+    bank: Bank
+
+    def __call__(self, work: Callable[..., Any]) -> Captured:
+        return _WithoutAdapters(self.base(work), work, self.bank)
 
 
 class _WithoutAdapters:
-    """Captured work that is replayed while no adapter is loaded, and runs anew otherwise."""
-
     __slots__ = ("_bank", "_captured", "_work")
 
     def __init__(self, captured: Captured, work: Callable[..., Any], bank: Bank) -> None:

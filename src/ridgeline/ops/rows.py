@@ -16,8 +16,8 @@ class Int(IntEnum):
     """Columns of `ints`. Every step changes the first four.
 
     POSITION: tokens whose keys are written, which is also the position of the next query. LENGTH: slots in use; equal to POSITION
-    until a retention policy drops slots. KNOWN: tokens in the row. DONE: 1 once a stop token or the limit was reached. ADAPTER: slot of
-    the row's adapter, 0 for none.
+    until a retention policy drops slots. KNOWN: tokens in the row. DONE: 1 once a stop token or the limit was reached. ADAPTER:
+    slot of the row's adapter, 0 for none.
     """
 
     POSITION = 0

@@ -130,6 +130,4 @@ class StepInputs:
         length, position = self.length.index_select(0, row) - behind, self.position.index_select(0, tokens)
         count = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
         rows = self.rows.index_select(0, row)
-        return StepInputs(
-            rows, count, length, position, count[:-1], 1, self.max_length, adapters=self.adapters
-        )
+        return StepInputs(rows, count, length, position, count[:-1], 1, self.max_length, adapters=self.adapters)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.ops.adapters import AdapterOps, Bank, Pairs
+from ridgeline.core.adapters import AdapterPlan
+from ridgeline.ops.adapters import AdapterOps, Bank, Pairs, adapter_ops, adapting
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, Matrix, Scaled, TokenwiseOps, apply_norm
+from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, TokenwiseOps, apply_norm
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, WeightFormat
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -20,12 +21,12 @@ class AdaptedWeight(Weight):
     """A linear whose result differs by the adapter of a token's row. On several ranks each has the part of A or B that belongs to
     its part of the base weight, so that what is added is divided, or summed, with the result of the base."""
 
-    __slots__ = ("expects", "_base", "_bank", "_ops", "_tokenwise", "_dtype", "_cut", "pairs", "part_shapes")
+    __slots__ = ("expects", "_base", "bank", "_ops", "_tokenwise", "_dtype", "_cut", "pairs", "part_shapes")
 
     def __init__(self, form: AdaptedFormat, shape: LinearShape, share: Share) -> None:
         self._base = form.base.create(shape, share)
         self.expects: Mapping[tuple[int, str], Expected] = self._base.expects
-        self._bank, self._ops, self._tokenwise, self._dtype = form.bank, form.ops, form.tokenwise, form.dtype
+        self.bank, self._ops, self._tokenwise, self._dtype = form.bank, form.ops, form.tokenwise, form.dtype
         self._cut = cut = Cut.of(shape, share)
         self.part_shapes = [(part.rows, shape.d_in) for part in shape.parts]
         """Outputs and inputs of each part, unsharded."""
@@ -58,16 +59,16 @@ class AdaptedWeight(Weight):
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         y = self._base.apply(x, step)
-        group = None if step is None else self._ops.group(self._bank, step)
+        group = None if step is None else self._ops.group(self.bank, step)
         return y if group is None else self._ops.add(y, self._tensor(x), self.pairs, group)
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         total = self._base.add(x, stream, step)
-        group = None if step is None else self._ops.group(self._bank, step)
+        group = None if step is None else self._ops.group(self.bank, step)
         return total if group is None else self._ops.add(total, self._tensor(x), self.pairs, group)
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
-        if step is None or self._ops.group(self._bank, step) is None:
+        if step is None or self._ops.group(self.bank, step) is None:
             return self._base.activate(x, kind, step)
         return self._tokenwise.activate(self.apply(x, step), kind)
 
@@ -99,3 +100,14 @@ class AdaptedFormat:
 
     def create(self, shape: LinearShape, share: Share) -> AdaptedWeight:
         return AdaptedWeight(self, shape, share)
+
+
+def adapted(
+    base: WeightFormat, ops: Ops, plan: AdapterPlan, dtype: torch.dtype, device: torch.device
+) -> tuple[WeightFormat, Ops]:
+    """Format and operations of a model with slots for adapters; those given if it has none."""
+    if not plan.slots:
+        return base, ops
+    bank, groups = Bank(plan.slots, plan.rank), adapter_ops(device)
+    form = AdaptedFormat(base, bank, groups, ops.tokenwise, dtype, device)
+    return form, adapting(ops, bank, groups)

@@ -46,6 +46,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     hand_over: bool = False
     """Draw one token of each choice, and keep the pages of the prompt for another engine until Cancel or a deadline. Their ticket
     comes with the finish "length"."""
+    adapter: str = ""
+    """Name of the LoRA adapter, "" for the model itself."""
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
@@ -72,9 +74,11 @@ class Control(msgspec.Struct, tag="control", array_like=True):
     id: str
     order: str
     """One of "stats" (engine counters, including `free`, `used` and `total` pages), "reset_prefix_cache", "drain" (admit no new
-    request), "stop", "sleep", "wake_up", "update_weights", "profile_start" and "profile_stop"."""
+    request), "stop", "sleep", "wake_up", "update_weights", "profile_start", "profile_stop", "load_adapter" and
+    "unload_adapter"."""
     argument: str = ""
-    """The level of "sleep" (1 or 2), the model folder of "update_weights", the file that "profile_stop" writes."""
+    """The level of "sleep" (1 or 2), the model folder of "update_weights", the file that "profile_stop" writes, NAME=FOLDER of
+    "load_adapter", NAME of "unload_adapter"."""
 
 
 Up = Submit | Cancel | Finish | Control

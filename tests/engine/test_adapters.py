@@ -1,0 +1,218 @@
+"""Requests of one engine use different LoRA adapters in the same steps; each gets what a model with its adapter merged gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ridgeline.core.config import EngineConfig, ModelConfig
+from ridgeline.core.errors import ConfigError
+from ridgeline.core.resolve import split_options
+from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.local import LocalEngine
+from ridgeline.wire.messages import Control, Reply, Submit
+from tests.models.adapter_files import merge, write_adapter
+from tests.models.families import save
+
+PROMPTS = [[(11 * number + 3 * place) % 250 + 5 for place in range(40)] for number in range(3)]
+SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
+ADAPTERS: Mapping[str, Mapping[str, Any]] = {
+    "all": {"seed": 1},
+    "some": {"seed": 2, "modules": ("v_proj", "gate_proj"), "r": 8, "lora_alpha": 4},
+    "patterns": {"seed": 3, "rank_pattern": {"k_proj": 2}, "alpha_pattern": {"up_proj": 3}, "use_rslora": True},
+}
+Answers = dict[str, tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its adapters, and the models into which they are merged."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save("llama-gqa", folder / "base")
+    for name, options in ADAPTERS.items():
+        write_adapter(folder / "base", folder / name, **options)
+        merge(folder / "base", folder / name, folder / f"merged-{name}")
+    return folder
+
+
+def start(folder: Path, **options: Any) -> LocalEngine:
+    given = {"dtype": "float32", "max_model_len": 128, "device": "cpu", "threads": 1, "max_num_seqs": 8, **options}
+    model, engine = split_options(given, ModelConfig, EngineConfig)
+    return LocalEngine.start(ModelConfig(str(folder), **model), EngineConfig(kv_cache_memory=1 << 22, **engine))
+
+
+def run(engine: LocalEngine, adapters: Sequence[str], prompt: int = 0) -> Answers:
+    """The answers of one prompt with each adapter, in the same steps: tokens, and their log-probabilities."""
+    for name in adapters:
+        engine.submit(Submit(name or "base", PROMPTS[prompt], SAMPLING, 0.0, adapter=name))
+    answers: Answers = {name: ([], []) for name in adapters}
+    for delta in engine.deltas():
+        assert delta.finish in ("", "length"), delta.error
+        tokens, logprobs = answers["" if delta.id == "base" else delta.id]
+        tokens += delta.tokens
+        logprobs += [entry.logprob for entry in delta.logprobs or ()]
+    return answers
+
+
+def order(engine: LocalEngine, name: str, argument: str) -> dict[str, Any]:
+    """The reply to an order, which is sent again while the engine reads files."""
+    while True:
+        (reply,) = engine.engine.handle(Control("1", name, argument))
+        assert isinstance(reply, Reply)
+        if not reply.facts.get("busy"):
+            return reply.facts
+        time.sleep(0.001)
+
+
+@cache
+def merged(root: Path, name: str, prompt: int) -> tuple[list[int], list[float]]:
+    """What the model gives that has the adapter merged."""
+    engine = start(root / (f"merged-{name}" if name else "base"))
+    answer = run(engine, [""], prompt)[""]
+    engine.close()
+    return answer
+
+
+def alone(root: Path, names: Sequence[str], prompt: int = 0) -> Answers:
+    """What each model gives that has the adapter merged."""
+    return {name: merged(root, name, prompt) for name in names}
+
+
+def modules(root: Path, names: Sequence[str] = tuple(ADAPTERS)) -> str:
+    return ",".join(f"{name}={root / name}" for name in names)
+
+
+def same(got: Answers, expected: Answers) -> None:
+    for name, (tokens, logprobs) in expected.items():
+        assert got[name][0] == tokens, name
+        assert got[name][1] == pytest.approx(logprobs, abs=2e-3), name
+
+
+def test_many_adapters_in_a_batch_equal_merged_models(root: Path) -> None:
+    expected = alone(root, ["", *ADAPTERS])
+    assert len({tuple(tokens) for tokens, _ in expected.values()}) == 4
+    engine = start(root / "base", lora_modules=modules(root))
+    assert [(entry["name"], entry["rank"]) for entry in engine.engine.setup.facts["adapters"]] == [
+        ("all", 4),
+        ("some", 8),
+        ("patterns", 4),
+    ]
+    same(run(engine, ["all", "", "some", "patterns"]), expected)
+    same(run(engine, ["patterns"]), {"patterns": expected["patterns"]})
+    same(run(engine, [""]), {"": expected[""]})
+    engine.close()
+
+
+def test_adapters_come_and_go_while_the_engine_runs(root: Path) -> None:
+    """One slot serves one adapter after the other, and no prefix of one is used for another one, also under the same name."""
+    expected = alone(root, ["", "all", "some"])
+    engine = start(root / "base", enable_lora=True, max_loras=1)
+    same(run(engine, [""]), {"": expected[""]})
+    for name in ("all", "some", "all"):
+        assert order(engine, "load_adapter", f"x={root / name}")["adapters"][0]["root"] == str(root / name)
+        same({name: run(engine, ["x"])["x"]}, {name: expected[name]})
+        assert "as many as --max-loras" in order(engine, "load_adapter", f"y={root / name}")["error"]
+        assert "unload it first" in order(engine, "load_adapter", f"x={root / name}")["error"]
+        assert order(engine, "unload_adapter", "x") == {"adapters": []}
+        same(run(engine, [""]), {"": expected[""]})
+    engine.submit(Submit("late", PROMPTS[0], SAMPLING, 0.0, adapter="x"))
+    (refused,) = [delta for delta in engine.deltas() if delta.finish]
+    assert refused.finish == "refused" and "'x' is not loaded" in refused.error
+    assert "loaded are: none" in order(engine, "unload_adapter", "x")["error"]
+    engine.close()
+
+
+def test_a_prefix_is_found_by_requests_of_the_same_adapter_only(root: Path) -> None:
+    engine = start(root / "base", lora_modules=modules(root))
+    cached = {}
+    for number, name in enumerate(["", "all", "some", "", "all", "some"]):
+        engine.submit(Submit(str(number), PROMPTS[1], SAMPLING, 0.0, adapter=name))
+        cached[number] = max(delta.cached for delta in engine.deltas())
+    assert [cached[number] > 0 for number in range(6)] == [False] * 3 + [True] * 3
+    engine.close()
+
+
+def test_a_slot_is_not_taken_from_running_requests(root: Path) -> None:
+    """A request goes on with its adapter when that is unloaded."""
+    expected = alone(root, ["all"])
+    engine = start(root / "base", lora_modules=modules(root, ["all"]), max_loras=1)
+    engine.submit(Submit("all", PROMPTS[0], SAMPLING, 0.0, adapter="all"))
+    tokens: list[int] = []
+    for delta in engine.deltas():
+        if not tokens:
+            assert order(engine, "unload_adapter", "all") == {"adapters": []}
+            assert "still run" in order(engine, "load_adapter", f"x={root / 'some'}")["error"]
+        tokens += delta.tokens
+    assert tokens == expected["all"][0]
+    assert order(engine, "load_adapter", f"x={root / 'some'}")["adapters"][0]["name"] == "x"
+    engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculate": "reference"},
+        {"speculate": "draft:FOLDER"},
+        {"tensor_parallel_size": 2},
+        {"max_num_batched_tokens": 16},
+    ],
+)
+def test_adapters_go_with_drafts_ranks_and_chunks(root: Path, options: dict[str, Any]) -> None:
+    expected = alone(root, ["all", ""])
+    given = {key: str(value).replace("FOLDER", str(root / "base")) for key, value in options.items()}
+    engine = start(root / "base", lora_modules=modules(root), **given)
+    same(run(engine, ["all", ""]), expected)
+    same(run(engine, ["all", ""]), expected)
+    if "tensor_parallel_size" in options:
+        assert "only at the start" in order(engine, "unload_adapter", "all")["error"]
+    engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_quantized_models_have_adapters_too(root: Path, form: str) -> None:
+    """Requests without an adapter get what they get from a server without adapters; others do not."""
+    plain = start(root / "base", quantization=form)
+    expected = run(plain, [""])
+    plain.close()
+    engine = start(root / "base", quantization=form, lora_modules=modules(root))
+    answers = run(engine, ["", "all"])
+    same(answers, expected)
+    assert answers["all"][0] != expected[""][0]
+    engine.close()
+
+
+@pytest.mark.long
+def test_peft_gives_the_same(root: Path) -> None:
+    """Adapters that PEFT itself has read, on the model of transformers."""
+    peft = pytest.importorskip("peft")
+    engine = start(root / "base", lora_modules=modules(root))
+    answers = run(engine, list(ADAPTERS))
+    engine.close()
+    for name, (tokens, logprobs) in answers.items():
+        base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
+        model = peft.PeftModel.from_pretrained(base, root / name).eval()
+        with torch.inference_mode():
+            logits = model(torch.tensor([PROMPTS[0] + tokens])).logits[0, len(PROMPTS[0]) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        assert expected.argmax(-1).tolist() == tokens
+        assert expected.max(-1).values.tolist() == pytest.approx(logprobs, abs=1e-3)
+
+
+def test_options_are_checked_before_weights_load(root: Path) -> None:
+    for options, message in (
+        ({"lora_modules": f"{modules(root)},more={root / 'nothing'}"}, "adapter_config.json cannot be read"),
+        ({"lora_modules": modules(root), "max_loras": 2}, "--max-loras is 2"),
+        ({"lora_modules": modules(root), "max_lora_rank": 4}, "rank 8"),
+        ({"enable_lora": True, "deterministic": True}, "--enable-lora with --deterministic"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            start(root / "base", **options)
