@@ -96,6 +96,14 @@ def test_no_command_has_an_option_that_is_taken_for_a_configuration(name: str) -
     assert {action.dest for action in _actions(parser)} & set(option_types()) - derived <= set(OWN.get(name, ()))
 
 
+def test_adapters_may_be_given_one_by_one() -> None:
+    given = read("some/model", "--lora", "a=x", "--lora-modules", "b=y,c=z")
+    assert given.flags == {"model": "some/model", "lora_modules": "a=x,b=y,c=z"}
+    for wrong in ("a", "a=", "a=x,a=y"):
+        with pytest.raises(ConfigError, match="--lora-modules"):
+            resolve({"lora_modules": wrong})
+
+
 def test_file_and_rest() -> None:
     parser = parser_for("fit", "", CONFIGS)
     parser.add_argument("--on")

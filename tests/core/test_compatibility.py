@@ -35,6 +35,7 @@ CHOSEN: dict[str, dict[str, object]] = {
     "a pipeline": {"pipeline_parallel_size": 2},
     "steps in flight": {"steps_in_flight": 1},
     "sleep": {"enable_sleep_mode": True},
+    "adapters": {"enable_lora": True},
     "copies of experts": {"redundant_experts": 2},
     "a KV format on a GPU": {"kv_cache_dtype": "int8"},
 }

@@ -163,7 +163,16 @@ class FakeEngine:
         else:
             self.orders.append(message.order)
             held = {"free": 10, "used": self.open, "total": 10 + self.open}
-            self.send(Reply(message.id, held if message.order == "stats" else {"forgotten": 3}))
+            self.send(
+                Reply(
+                    message.id,
+                    held
+                    if message.order == "stats"
+                    else {"adapters": []}
+                    if "adapter" in message.order
+                    else {"forgotten": 3},
+                )
+            )
         self._wake.set()
 
     def _drop(self, ends: Callable[[_Row], bool]) -> None:

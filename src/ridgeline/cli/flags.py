@@ -21,6 +21,8 @@ from ridgeline.core.sampling import SamplingParams
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "n", "stop")
 """Fields of SamplingParams that have a flag."""
 
+JOINED = frozenset({"lora_modules"})
+"""Options that may be given several times: their values are joined by commas."""
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 _EPILOG = (
     "Whole numbers may end in k, m, g (powers of 1000) or K, M, G (powers of 1024). Every option can also be set by an "
@@ -39,6 +41,16 @@ class Arguments:
     """File of --config."""
     options: argparse.Namespace
     """Arguments of this command that are not configuration fields."""
+
+
+class _Join(argparse.Action):
+    """Joins the values of an option that is given several times."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 class Parser(argparse.ArgumentParser):
@@ -96,6 +108,8 @@ def add_options(parser: argparse.ArgumentParser, configs: Sequence[type], names:
             help_text = field.metadata["help"].replace("%", "%%") + _default_text(field.default)
             if value_type is bool:
                 group.add_argument(*flags, dest=field.name, action=argparse.BooleanOptionalAction, help=help_text)
+            elif field.name in JOINED:
+                group.add_argument(*flags, dest=field.name, action=_Join, metavar="NAME=FOLDER", help=help_text)
             else:
                 choices = [word for word in CHOICES.get(field.name, ()) if word]
                 metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[value_type]

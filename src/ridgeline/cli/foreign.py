@@ -42,7 +42,6 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "--enable-auto-tool-choice": ForeignOption(_TEMPLATE),
     "--tool-call-parser": ForeignOption(_TEMPLATE, None),
     "--reasoning-parser": ForeignOption(_TEMPLATE, None),
-    "--enable-lora": ForeignOption("merge the adapter into the weights", accepted=False),
 }
 
 

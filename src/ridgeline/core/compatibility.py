@@ -269,6 +269,8 @@ def _shown(name: str, choice: Choice) -> str:
     option = FEATURES[name].option
     if not option:
         return name
+    if option == "enable_lora" and choice.model.lora_modules:  # implies it
+        option = "lora_modules"
     value = getattr(choice.model if hasattr(choice.model, option) else choice.engine, option)
     flag = f"--{option.replace('_', '-')}"
     if isinstance(value, bool):

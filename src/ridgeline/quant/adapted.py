@@ -47,9 +47,9 @@ class AdaptedWeight(Weight):
         b.zero_()
         for place, factors in enumerate(parts):
             if factors is not None:
-                own = len(factors[0])
-                a[place * rank : place * rank + own].copy_(factors[0][:, cut.columns])
-                b[cut.stacked_rows[place], :own].copy_(factors[1][cut.rows[place]])
+                size = len(factors[0])
+                a[place * rank : place * rank + size].copy_(factors[0][:, cut.columns])
+                b[cut.stacked_rows[place], :size].copy_(factors[1][cut.rows[place]])
         pairs.device_ranks[slot].fill_(rank)
 
     # --- Weight -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,9 @@ def answer_key(call: Call) -> bytes | None:
     sampling = call.sampling
     if (sampling.temperature > 0 and sampling.seed is None) or call.breakpoints:
         return None
-    digest = hashlib.sha256(msgspec.msgpack.encode((call.salt, call.continues, call.max_tokens == 0, sampling)))
+    digest = hashlib.sha256(
+        msgspec.msgpack.encode((call.adapter, call.salt, call.continues, call.max_tokens == 0, sampling))
+    )
     for prompt in call.prompts:
         digest.update(len(prompt).to_bytes(8) + array("i", prompt).tobytes())
     return digest.digest()

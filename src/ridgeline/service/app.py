@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from ridgeline.service import debug, insight, openapi, pages, routes, sleep_routes, vector_routes
+from ridgeline.service import adapter_routes, debug, insight, openapi, pages, routes, sleep_routes, vector_routes
 from ridgeline.service.apis import messages, ollama, ollama_embed, responses
 from ridgeline.service.apis.response_store import ResponseStore
 from ridgeline.service.batches import routes as batch_routes
@@ -39,6 +39,7 @@ def make_app(front: Front) -> web.Application:
     app.router.add_routes(responses.ROUTES)
     app.router.add_routes(routes.ROUTES)
     app.router.add_routes(sleep_routes.ROUTES)
+    app.router.add_routes(adapter_routes.ROUTES)
     app.router.add_routes(debug.ROUTES)
     app.router.add_routes(batch_routes.ROUTES)
     app.router.add_routes(key_routes.ROUTES)

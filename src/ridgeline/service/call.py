@@ -42,7 +42,8 @@ class Call:
     request_id: of the header x-request-id. run_id: of the header x-run-id, "" without one. declared: latency limits that the caller
     set for this request. ignored: parts of its messages that the template does not read. batch: it is a row of a batch.
     breakpoints: ends of cached prefixes of its only prompt.
-    payer: the client who sent it. trace: of the HTTP request.
+    payer: the client who sent it. trace: of the HTTP request. adapter: name of its LoRA adapter, "" for the
+    model itself.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -65,6 +66,7 @@ class Call:
     breakpoints: tuple[Breakpoint, ...] = ()
     payer: Payer = NO_PAYER
     trace: Trace = NO_TRACE
+    adapter: str = ""
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class Call:
                 has_reader=reader,
                 breakpoints=breakpoints,
                 client=self.payer.name,
+                adapter=self.adapter,
             )
             for index, prompt in enumerate(self.prompts)
         ]

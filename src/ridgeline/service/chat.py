@@ -79,6 +79,7 @@ async def read_chat(
         priority=read_priority(fields),
         tier=read_tier(fields),
         salt=fields.get("cache_salt", ""),
+        adapter=service.card.adapter,
         continues=fields.get("continue_final_message", False),
         constrained_by=grammar_field(fields) if tools is None else "tools",
         has_reader=streaming is not None and (tags is None or publishes),

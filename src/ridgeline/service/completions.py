@@ -72,8 +72,7 @@ async def read_completion(
         else max_tokens
     )
     sampling = read_sampling(service, fields, limit)
-    alternatives = fields.get("logprobs")
-    echo = fields.get("echo", False)
+    alternatives, echo = fields.get("logprobs"), fields.get("echo", False)
     prompt_alternatives = fields.get("prompt_logprobs")
     if echo and alternatives is not None:
         prompt_alternatives = max(alternatives, prompt_alternatives or 0)
@@ -88,6 +87,7 @@ async def read_completion(
         priority=read_priority(fields),
         tier=read_tier(fields),
         salt=fields.get("cache_salt", ""),
+        adapter=service.card.adapter,
         continues=True,
         constrained_by=grammar_field(fields),
         has_reader=streaming is not None,

@@ -13,6 +13,7 @@ from ridgeline.metrics import Metrics
 from ridgeline.metrics.exposition import gauge, labelled
 from ridgeline.metrics.metrics import PREFIX
 from ridgeline.service.access import Access
+from ridgeline.service.adapters import AdapterBook
 from ridgeline.service.sleep import Sleep
 from ridgeline.service.state import Service
 from ridgeline.wire.client import Client
@@ -32,6 +33,7 @@ class Front(Access):
         self.client = client
         self.metrics = metrics
         self.sleep = Sleep(config, lambda: self.client)
+        self.adapters = AdapterBook(lambda: self.client)
         self._lost = ""
         """Why the last engine was lost, while it is being replaced."""
         self._service: Service | None = None
@@ -64,11 +66,11 @@ class Front(Access):
         """The service for a request for a model, whose engine is awake until the end. Raises Unavailable and ModelNotFound."""
         self.check()
         async with self.sleep.awake():
-            yield self.service()
+            yield self.service().named(model)
 
     async def known(self, model: str | None) -> Service:
         """The service for work that needs no engine, such as that of the tokenizer. Raises Unavailable and ModelNotFound."""
-        return self.service()
+        return self.service().named(model)
 
     def of(self, model: str | None) -> Front:
         """The front of a model. Raises Unavailable and ModelNotFound."""
@@ -90,31 +92,33 @@ class Front(Access):
 
     def cards(self) -> list[dict[str, Any]]:
         """The models as /v1/models lists them. Raises Unavailable."""
-        service = self.service()
-        card = service.card
+        service, served = self.service(), self.service().card
+        shared = {
+            "object": "model",
+            "owned_by": "ridgeline",
+            "max_model_len": service.limits.context,
+            "state": "asleep" if self.sleep.level else "awake",
+        }
         return [
-            {
-                "id": card.name,
-                "object": "model",
-                "created": card.created,
-                "owned_by": "ridgeline",
-                "root": card.root,
-                "parent": None,
-                "max_model_len": service.limits.context,
-                "state": "asleep" if self.sleep.level else "awake",
-            }
+            {"id": served.name, "created": served.created, "root": served.root, "parent": None, **shared},
+            *(
+                {"id": card.name, "created": card.created, "root": card.root, "parent": served.name, **shared}
+                for card in self.adapters
+            ),
         ]
 
     def card(self, name: str) -> dict[str, Any]:
         """A model by its name. Raises Unavailable and ModelNotFound."""
-        self.service().card.check(name)
-        return self.cards()[0]
+        card = self.service().card.of(name)
+        card.check(name)
+        return next(entry for entry in self.cards() if entry["id"] == card.name)
 
     def render(self) -> bytes:
         """All metrics in the text format of Prometheus."""
         state = "asleep" if self.sleep.level else "awake"
         states = self._states({self.metrics.model_name: state}, ("awake", "asleep"))
-        return self.metrics.render() + states.encode()
+        adapters = self.adapters.render(self.metrics.model_name)
+        return self.metrics.render() + states.encode() + adapters.encode()
 
     @staticmethod
     def _states(states: Mapping[str, str], known: Sequence[str]) -> str:

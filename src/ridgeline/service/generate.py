@@ -50,6 +50,8 @@ def _admitted(request: web.Request, service: Service, call: Call, model: str | N
     if changed:
         request[IGNORED] = (*request.get(IGNORED, ()), *changed)
     service.metrics.live.on_arrival()
+    if call.adapter:
+        service.card.adapters.requests[call.adapter] += 1
     stats = service.client.stats
     try:
         holder.check(call)

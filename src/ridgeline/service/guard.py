@@ -48,7 +48,8 @@ _OPEN = frozenset({"/health", "/openapi.json"}) | _PAGES
 _OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
 """Routes that need no key. Pages contain no data; they request it with the key."""
 _ADMIN = re.compile(
-    r"/(reset_prefix_cache|sleep|wake_up|is_sleeping|update_weights_from_disk|admin/.*|debug/.*|requests(/.*)?|runs/.*|dashboard/data)"
+    r"/(reset_prefix_cache|sleep|wake_up|is_sleeping|update_weights_from_disk|v1/(un)?load_lora_adapter|admin/.*|debug/.*"
+    r"|requests(/.*)?|runs/.*|dashboard/data)"
 )
 """Routes of operators: they change the server for all clients, or show the requests of others."""
 _FORMS = frozenset({"/v1/files"})

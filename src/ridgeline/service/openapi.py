@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 import ridgeline
+from ridgeline.service.adapter_routes import LOAD, UNLOAD
 from ridgeline.service.answers import ANSWERS
 from ridgeline.service.apis.schemas import API_ANSWERS, API_DETAILS
 from ridgeline.service.batches.routes import BATCH_BODY, BATCH_PAGE, FILE_PAGE, MAX_BATCH_PAGE, MAX_FILE_PAGE
@@ -140,6 +141,10 @@ _UPDATE_DESCRIPTIONS = {
     "abort_all_requests": "End the running requests, instead of waiting for them.",
     "timeout_s": str(_SLEEP["timeout_s"]["description"]),
 }
+_LORA_DESCRIPTIONS = {
+    "lora_name": "Name by which requests choose the adapter, as their model.",
+    "lora_path": "Folder of the adapter on the server, as PEFT saves it.",
+}
 _PURPOSE = {"type": "string", "description": "Only files with this purpose: batch or batch_output."}
 _FILE_ORDER = {"enum": ["asc", "desc"], "default": "desc", "description": "The oldest or the latest files first."}
 _STEP = {"enum": list(STEPS), "default": "day", "description": "The step of the sums, in UTC."}
@@ -242,6 +247,18 @@ DETAILS: Mapping[str, Details] = {
     ),
     "post /wake_up": Details({"model": _MODEL}, answers={_JSON: {"type": "object"}}, errors=(403, 404, 503)),
     "get /is_sleeping": Details({"model": _MODEL}, answers={_JSON: {"type": "object"}}, errors=(403, 404, 503)),
+    "post /v1/load_lora_adapter": Details(
+        body=record_schema(LOAD, _LORA_DESCRIPTIONS, tuple(LOAD)),
+        example={"lora_name": "sql", "lora_path": "/adapters/sql"},
+        answers={_JSON: {"type": "object"}},
+        errors=(*READS_BODY, 403),
+    ),
+    "post /v1/unload_lora_adapter": Details(
+        body=record_schema(UNLOAD, _LORA_DESCRIPTIONS, tuple(UNLOAD)),
+        example={"lora_name": "sql"},
+        answers={_JSON: {"type": "object"}},
+        errors=(*READS_BODY, 403),
+    ),
     "post /debug/profile": Details(
         body=record_schema(PROFILE, _PROFILE_DESCRIPTIONS),
         example={"seconds": 2},

@@ -35,7 +35,7 @@ class PinBook:
         judged = []
         for point, outcome in zip(call.breakpoints, outcomes, strict=True):
             digest = hashlib.sha256(
-                call.salt.encode() + b"\0" + array("i", prompt[: outcome.tokens]).tobytes()
+                f"{call.adapter}\0{call.salt}\0".encode() + array("i", prompt[: outcome.tokens]).tobytes()
             ).digest()
             if digest in self._lost:
                 self._lost.discard(digest)

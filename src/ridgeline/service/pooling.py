@@ -148,6 +148,7 @@ def pooled_call(service: Service, prompts: Sequence[list[int]], fields: Fields, 
         0,
         priority=fields.get("priority", 0),
         salt=fields.get("cache_salt", ""),
+        adapter=service.card.adapter,
     )
 
 

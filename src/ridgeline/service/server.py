@@ -138,8 +138,13 @@ class Server:
         embedder = await asyncio.to_thread(read_embedder, config.pooling, folder)
         facts = await client.wait_ready()
         card = ModelCard(
-            config.served_model_name or name, name, int(time.time()), facts.get("generation_defaults") or {}
+            config.served_model_name or name,
+            name,
+            int(time.time()),
+            facts.get("generation_defaults") or {},
+            self.front.adapters,
         )
+        await self.front.adapters.restored(client)
         service = _make_service(self.front, card, folder, (tokenizer, templates), self._moderation)
         service = replace(service, embedder=embedder)
         self._service = service
@@ -169,6 +174,7 @@ class Server:
             try:
                 await client.wait_ready()
                 await self.front.sleep.restored(client)
+                await self.front.adapters.restored(client)
                 service = _renewed(self._service, client)
                 await warm(service, self._prefixes)
             except RidgelineError:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ContextTooLong, ModelNotFound, RequestError
 from ridgeline.core.sampling import MAX_STOP_IDS, Pooling
 from ridgeline.metrics import Metrics
+from ridgeline.service.adapters import NO_ADAPTERS, AdapterBook
 from ridgeline.service.answer_cache import AnswerCache
 from ridgeline.service.gate import Gate
 from ridgeline.service.grammar_checks import GrammarChecks
@@ -28,13 +29,21 @@ _SHRINK = 4
 class ModelCard:
     """The model as the API shows it. created: unix seconds.
 
-    defaults: sampling parameters of its generation_config.json, used where a request sets none.
+    defaults: sampling parameters of its generation_config.json, used where a request sets none. adapters: that requests may name
+    instead. adapter: name of the adapter whose card this is, "" for the model itself.
     """
 
     name: str
     root: str
     created: int
     defaults: Mapping[str, float]
+    adapters: AdapterBook = NO_ADAPTERS
+    adapter: str = ""
+
+    def of(self, name: str | None) -> ModelCard:
+        """The card of the adapter with this name; this one if there is none."""
+        card = self.adapters.find(name)
+        return self if card is None else replace(self, name=card.name, root=card.root, adapter=card.name)
 
     def names(self, name: str | None) -> tuple[str, ...]:
         """The names that mean the model of a request for `name`."""
@@ -43,8 +52,9 @@ class ModelCard:
     def check(self, name: str | None) -> None:
         """Raises ModelNotFound for another model's name. A request without a model is accepted."""
         if name is not None and name not in (self.name, self.root):
+            adapters = "".join(f", {card.name!r}" for card in self.adapters)
             raise ModelNotFound(
-                f"The model {name[:80]!r} does not exist: this server serves {self.name!r}.", param="model"
+                f"The model {name[:80]!r} does not exist: this server serves {self.name!r}{adapters}.", param="model"
             )
 
 
@@ -142,3 +152,8 @@ class Service:
     pin_book: PinBook = field(default_factory=PinBook)
     answers: AnswerCache = field(default_factory=AnswerCache)
     embedder: Embedder = Embedder()
+
+    def named(self, model: str | None) -> Service:
+        """The service for a request for a model: an adapter has a card of its own."""
+        card = self.card.of(model)
+        return self if card is self.card else replace(self, card=card)

@@ -181,7 +181,7 @@ class _Run:
         self._ledger = ledger
         self._usage = usage
         self._keep_alive_s = service.config.keep_alive_s
-        shadow = None if call.batch or call.sampling.pooling else service.shadow
+        shadow = None if call.batch or call.sampling.pooling or call.adapter else service.shadow
         self._shadow = shadow if shadow is not None and shadow.draws() else None
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}

@@ -244,6 +244,7 @@ async def run_row(service: Service, job: Job, row: int, last_attempt: bool) -> R
     try:
         if isinstance(fields, RequestError):
             raise fields
+        service = service.named(fields.get("model"))
         job.holder.check_model(*service.card.names(fields.get("model")))
         job.holder.check_budget()
         call, shape, _ = await ENDPOINTS[job.batch.endpoint].call(service, fields, time.time())

@@ -119,6 +119,8 @@ def _read(
         placed = Placed(**split_options(given, Placed)[0])
         _check(options, placed)
         resolved = read(options)
+        if resolved.model.enable_lora or resolved.model.lora_modules:
+            raise ConfigError("adapters need a server with one model: leave --models out.", param="enable_lora")
         refused = _cannot_sleep(resolved, has_gpu)
         evict = placed.evict or ("unload" if refused else "sleep")
         if evict == "sleep" and (refused or options.get("enable_sleep_mode") is False):
