@@ -41,7 +41,7 @@ CASES = {
     "copies, deterministic": ("qwen3-moe", 2, {}, {"deterministic": True}, (2, 3)),
 }
 """Name -> family, tensor-parallel ranks, options of model and engine, hot experts."""
-SHORT = "five over two", "copies"
+SHORT = ("copies",)
 
 
 def write_load(path: Path, layers: int, experts: int, hot: tuple[int, ...]) -> None:

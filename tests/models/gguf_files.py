@@ -74,7 +74,7 @@ def write(folder: Path, options: Options) -> Written:
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     path = folder / "tiny.gguf"
     writer = gguf.GGUFWriter(path, options.architecture)
-    metadata(writer, options)
+    add_values(writer, values_of(options))
     weights = {}
     for key, value in model.state_dict().items():
         parts = key.split(".")
@@ -86,9 +86,7 @@ def write(folder: Path, options: Options) -> Written:
         weights[key] = torch.from_numpy(np.array(gguf.quants.dequantize(blocks, kind or Kind.F32)))
         layer = f"blk.{parts[2]}." if "layers" in parts else ""
         if options.architecture == "llama" and parts[-2] in ("q_proj", "k_proj"):
-            # As _permute of convert_hf_to_gguf.py: the halves of a head become pairs of neighbours.
-            heads = SIZES["num_attention_heads" if parts[-2] == "q_proj" else "num_key_value_heads"]
-            blocks = blocks.reshape(heads, 2, -1, *blocks.shape[1:]).swapaxes(1, 2).reshape(blocks.shape)
+            blocks = permuted(blocks, SIZES["num_attention_heads" if parts[-2] == "q_proj" else "num_key_value_heads"])
         writer.add_tensor(f"{layer}{NAMES[parts[-2]]}.{parts[-1]}", blocks, raw_dtype=kind)
     for key, array in options.tensors.items():
         writer.add_tensor(key, array)
@@ -115,9 +113,15 @@ def stored(value: np.ndarray, kind: Kind) -> np.ndarray:
     return blocks.reshape(*value.shape[:-1], -1)
 
 
-def metadata(writer: gguf.GGUFWriter, options: Options) -> None:
+def permuted(blocks: np.ndarray, heads: int) -> np.ndarray:
+    """Queries or keys as _permute of convert_hf_to_gguf.py stores them: the halves of a head become pairs of neighbours."""
+    return blocks.reshape(heads, 2, -1, *blocks.shape[1:]).swapaxes(1, 2).reshape(blocks.shape)
+
+
+def values_of(options: Options) -> dict[str, Any]:
+    """The metadata of a file."""
     kind = options.architecture
-    values = {
+    return {
         f"{kind}.block_count": SIZES["num_hidden_layers"],
         f"{kind}.context_length": SIZES["max_position_embeddings"],
         f"{kind}.embedding_length": SIZES["hidden_size"],
@@ -136,6 +140,10 @@ def metadata(writer: gguf.GGUFWriter, options: Options) -> None:
         "tokenizer.chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
         **options.metadata,
     }
+
+
+def add_values(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
+    """Write metadata. A value None is left out."""
     for key, value in values.items():
         if isinstance(value, list):
             writer.add_array(key, value)
