@@ -32,7 +32,7 @@ SIZES = {
     "bos_token_id": BOS,
     "eos_token_id": END,
 }
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
 NAMES = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",
@@ -43,6 +43,12 @@ NAMES = {
     **{f"{name}_proj": f"attn_{name}" for name in "qkv"},
     **{f"{name}_norm": f"attn_{name}_norm" for name in "qk"},
     **{f"{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+
+GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -69,13 +75,17 @@ class Options:
 def write(folder: Path, options: Options) -> Written:
     folder.mkdir(exist_ok=True)
     name = CLASSES[options.architecture]
-    config = getattr(transformers, f"{name}Config")(**SIZES, tie_word_embeddings=options.head is None, **options.config)
+    parts_of = "Text" if name == "Gemma3" else ""
+    config = getattr(transformers, f"{name}{parts_of}Config")(
+        **{**SIZES, **options.config}, tie_word_embeddings=options.head is None
+    )
     torch.manual_seed(3)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     path = folder / "tiny.gguf"
     writer = gguf.GGUFWriter(path, options.architecture)
     add_values(writer, values_of(options))
     weights = {}
+    names = NAMES | (GEMMA if options.architecture == "gemma3" else {})
     for key, value in model.state_dict().items():
         parts = key.split(".")
         if key == "lm_head.weight" and options.head is None:
@@ -85,9 +95,11 @@ def write(folder: Path, options: Options) -> Written:
         blocks = stored((value + noise).numpy(), kind or Kind.F32)
         weights[key] = torch.from_numpy(np.array(gguf.quants.dequantize(blocks, kind or Kind.F32)))
         layer = f"blk.{parts[2]}." if "layers" in parts else ""
+        if options.architecture == "gemma3" and value.dim() == 1:
+            blocks = blocks + 1  # as modify_tensors of convert_hf_to_gguf.py
         if options.architecture == "llama" and parts[-2] in ("q_proj", "k_proj"):
             blocks = permuted(blocks, SIZES["num_attention_heads" if parts[-2] == "q_proj" else "num_key_value_heads"])
-        writer.add_tensor(f"{layer}{NAMES[parts[-2]]}.{parts[-1]}", blocks, raw_dtype=kind)
+        writer.add_tensor(f"{layer}{names[parts[-2]]}.{parts[-1]}", blocks, raw_dtype=kind)
     for key, array in options.tensors.items():
         writer.add_tensor(key, array)
     for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
@@ -122,7 +134,7 @@ def values_of(options: Options) -> dict[str, Any]:
     """The metadata of a file."""
     kind = options.architecture
     return {
-        f"{kind}.block_count": SIZES["num_hidden_layers"],
+        f"{kind}.block_count": options.config.get("num_hidden_layers", SIZES["num_hidden_layers"]),
         f"{kind}.context_length": SIZES["max_position_embeddings"],
         f"{kind}.embedding_length": SIZES["hidden_size"],
         f"{kind}.feed_forward_length": SIZES["intermediate_size"],

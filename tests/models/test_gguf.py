@@ -70,6 +70,27 @@ def test_logits_equal_those_of_the_dequantized_weights(kind, served, tmp_path):
         Options("qwen2", Kind.Q8_0, head=None),
         Options("qwen3", Kind.Q4_K),
         Options("llama", Kind.Q8_0, config={"attention_bias": True}),
+        Options(
+            "gemma3",
+            Kind.Q8_0,
+            head=None,
+            config={
+                "num_hidden_layers": 7,
+                "sliding_window": 8,
+                "query_pre_attn_scalar": 64,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                },
+            },
+            metadata={
+                "gemma3.attention.key_length": 64,
+                "gemma3.attention.sliding_window": 8,
+                "gemma3.rope.freq_base": 1_000_000.0,
+                "gemma3.rope.scaling.type": "linear",
+                "gemma3.rope.scaling.factor": 8.0,
+            },
+        ),
     ],
 )
 def test_families(options, tmp_path):
@@ -168,7 +189,7 @@ def test_frequencies_of_llama_3(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"general.architecture": "mamba"}, "'mamba' is not read: supported are llama, qwen2, qwen3"),
+        ({"general.architecture": "mamba"}, "'mamba' is not read: supported are llama, qwen2, qwen3, gemma3"),
         ({"split.count": 3}, "llama-gguf-split --merge"),
         ({"llama.expert_count": 8}, "experts"),
         ({"llama.attention.sliding_window": 8}, "llama.attention.sliding_window is not supported"),

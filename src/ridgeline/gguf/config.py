@@ -11,7 +11,12 @@ from typing import Any
 from ridgeline.core.errors import ConfigError, UnsupportedModel
 from ridgeline.gguf.file import GgufFile
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 """Architectures that are read, as general.architecture names them, and the name in config.json."""
 PERMUTED = ("llama",)
 """Architectures whose queries and keys llama.cpp stores in another order of their outputs."""
@@ -25,6 +30,9 @@ _READ = (
     "tensor_data_layout",
 )  # fmt: skip
 """Keys of an architecture that are read or do not affect the numbers."""
+_GEMMA_READ = ("attention.sliding_window", "rope.freq_base_swa")
+_GEMMA_27B_LAYERS = 62
+"""Gemma 3 27B scales queries by its width per head, the other sizes by the size of a head. The file does not say so."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values of every published Llama 3 with scaled frequencies. The file has only the resulting factors."""
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -54,7 +62,7 @@ def make_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
     if file.metadata.get("split.count", 0) > 1:
         raise file.refused("it is one of several parts", "join them with `llama-gguf-split --merge` first")
     values = {key.removeprefix(f"{kind}."): value for key, value in file.metadata.items() if key.startswith(f"{kind}.")}
-    unknown = sorted(set(values) - set(_READ))
+    unknown = sorted(set(values) - {*_READ, *(_GEMMA_READ if kind == "gemma3" else ())})
     if unknown:
         raise file.refused(f"the metadata {kind}.{unknown[0]} is not supported", "serve the safetensors of this model")
     if values.get("expert_count"):
@@ -85,10 +93,13 @@ def make_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
         "max_position_embeddings": required(file, f"{kind}.context_length"),
         "rms_norm_eps": required(file, f"{kind}.attention.layer_norm_rms_epsilon"),
         "rope_theta": float(values.get("rope.freq_base", 10_000.0)),
-        "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": _dtype(file),
     }
+    if kind == "gemma3":
+        config |= _gemma(file, values, config)
+    else:
+        config["hidden_act"] = "silu"
     if kind == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
@@ -97,6 +108,19 @@ def make_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
     if bits := integer_bits(file):
         config["quantization_config"] = _integers(bits)
     return config | _tokens(file), _generation(file)
+
+
+def _gemma(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of Gemma 3. Every sixth layer is global, as in all published sizes; only these layers have a rope scaling."""
+    scale = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": float(values.get("rope.freq_base", 1_000_000.0)),
+        "rope_local_base_freq": float(values.get("rope.freq_base_swa", 10_000.0)),
+        "sliding_window": required(file, "gemma3.attention.sliding_window"),
+        "query_pre_attn_scalar": scale if config["num_hidden_layers"] == _GEMMA_27B_LAYERS else config["head_dim"],
+    }
 
 
 def _integers(bits: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,12 @@ _INSIDE = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Names that differ in Gemma 3."""
 _INTO_CONFIG = ("rope_freqs.weight",)
 """Tensors that gguf.config reads."""
 
@@ -49,14 +56,14 @@ class GgufTensors:
     def __init__(self, path: Path) -> None:
         self._file = read_file(path)
         self._content = np.memmap(path, np.uint8, "r")
-        bits = integer_bits(self._file)
+        bits, kind = integer_bits(self._file), self._file.metadata["general.architecture"]
         self._published = Published("pack-quantized", bits, GROUP) if bits else None
         self._sources: dict[str, str] = {}
         """Name in the file by the name that is given."""
         for name in self._file.tensors:
             if name in _INTO_CONFIG:
                 continue
-            given = _hugging_face(name)
+            given = _hugging_face(name, _INSIDE | (_GEMMA if kind == "gemma3" else {}))
             parts = ("weight_packed", "weight_scale", "weight_shape") if self._published and _is_linear(given) else ()
             for part in parts:
                 self._sources[given.removesuffix("weight") + part] = name
@@ -93,8 +100,10 @@ class GgufTensors:
         return encode(published, *ordered)
 
     def _ordered(self, source: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Undo llama.cpp's order of the outputs of queries and keys: [head, pair, half] becomes [head, half, pair]."""
+        """Undo what llama.cpp changes. Outputs of queries and keys: [head, pair, half] becomes [head, half, pair]."""
         kind = self._file.metadata["general.architecture"]
+        if kind == "gemma3" and source.endswith("norm.weight"):
+            return tensor - 1.0  # llama.cpp adds Gemma's offset of norms to the weights
         match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", source)
         if kind not in PERMUTED or match is None:
             return tensor
@@ -108,12 +117,12 @@ class GgufTensors:
         return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _hugging_face(name: str) -> str:
+def _hugging_face(name: str, inside: Mapping[str, str]) -> str:
     """The name in Hugging Face's layout; an unknown tensor keeps its name, and the loader refuses it."""
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if layer is None or layer[2] not in _INSIDE:
+    if layer is None or layer[2] not in inside:
         return _OUTSIDE.get(name, name)
-    return f"model.layers.{layer[1]}.{_INSIDE[layer[2]]}.{layer[3]}"
+    return f"model.layers.{layer[1]}.{inside[layer[2]]}.{layer[3]}"
 
 
 def _is_linear(name: str) -> bool:
