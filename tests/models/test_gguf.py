@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import gguf
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from ridgeline.core.config import ModelConfig
-from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.errors import ConfigError, RidgelineError, UnsupportedModel
 from ridgeline.gguf.blocks import READERS, dequantize
 from ridgeline.gguf.file import TYPES
 from ridgeline.gguf.folder import model_folder
@@ -169,6 +170,15 @@ def test_scored_tokenizer(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "hello world é"
 
 
+def test_scored_tokenizer_without_a_space_before_the_text(tmp_path):
+    """As Gemma's."""
+    metadata = {**scored(), "tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    tokenizer = Tokenizer.load(folder_of(write(tmp_path, Options(metadata=metadata))))
+    ids = tokenizer.encode("hello world", add_special_tokens=True)
+    assert [PIECES[index] for index in ids] == ["hello", "▁world"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hello world"
+
+
 def test_frequencies_of_llama_3(tmp_path):
     """The file has factors; config.json gets the parameters from which Llama 3.1 computes them."""
     config = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -231,6 +241,23 @@ def test_damaged_files(tmp_path):
     written.path.write_bytes(content[:4] + (1).to_bytes(4, "little") + content[8:])
     with pytest.raises(UnsupportedModel, match="version 1 of GGUF"):
         folder_of(written)
+
+
+def test_changed_bytes_of_the_header(tmp_path):
+    """Whatever the header says, a file is read or refused with a message."""
+    written = write(tmp_path, Options())
+    content, draw = written.path.read_bytes(), Random(5)
+    refused = 0
+    for _ in range(40):
+        changed = bytearray(content)
+        for _ in range(3):
+            changed[draw.randrange(8, 900)] = draw.choice((0, 1, 255))
+        written.path.write_bytes(changed)
+        try:
+            read_model(folder_of(written))
+        except RidgelineError:
+            refused += 1
+    assert 20 < refused <= 40
 
 
 def test_folder_follows_the_file(tmp_path):
