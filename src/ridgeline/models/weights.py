@@ -186,7 +186,9 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
         files = tuple(sorted(folder.glob("*.safetensors")))
     if not files:
         others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt", "*.pth") for path in folder.glob(pattern))
-        remedy = f" Serve a *.gguf itself; convert others to safetensors: {', '.join(others[:4])}." if others else ""
+        remedy = (
+            f" Convert {', '.join(others[:4])} to safetensors first (a *.gguf is served by its path)." if others else ""
+        )
         raise ConfigError(f"{folder} has no *.safetensors.{remedy} For random weights use --load-format dummy.")
     lost = [path.name for path in files if not path.is_file()]
     if lost:
