@@ -26,8 +26,9 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "ops": ("core", "hardware"),
     "quant": ("core", "ops"),
     "kv": ("core", "ops", "quant"),
+    "gguf": ("core", "quant"),
     "parallel": ("core", "ops"),
-    "models": ("core", "ops", "quant", "parallel"),
+    "models": ("core", "ops", "quant", "parallel", "gguf"),
     "decoding": ("core", "ops", "models"),
     "speculation": ("core", "ops", "models", "decoding"),
     "engine": (

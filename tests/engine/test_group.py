@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-SHORT = {("drafts", "both"), ("whole experts", "two ranks")}
+SHORT = {("drafts", "both")}
 """The others are long: `drafts` has two stages of two ranks each, with prefix hits and preemption."""
 TENSOR, PIPELINE, CONTEXT = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "context"))
 DIVIDED = {"sequence_parallel": True}

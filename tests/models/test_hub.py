@@ -29,10 +29,12 @@ def test_folder_wins(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("", "no config.json"), ("a/b/c", "does not exist"), ("file.gguf", "a file")]
+    ("name", "said"),
+    [("", "no config.json"), ("a/b/c", "does not exist"), ("file.bin", "a file"), ("file.gguf", "not a GGUF file")],
 )
 def test_bad_paths(name, said, tmp_path):
-    (tmp_path / "file.gguf").write_bytes(b"")
+    if name.startswith("file"):
+        (tmp_path / name).write_bytes(b"")
     with pytest.raises(ConfigError, match=said):
         hub.resolve_model(ModelConfig(model=f"{tmp_path}/{name}"))
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = 2
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # and not of the module, of which several processes run parts in turns
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mesh")
     with pytest.MonkeyPatch.context() as patch:
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks(folder: Path) -> Iterator[list[dict[str, torch.Tensor]]]:
     """What each rank wrote."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])

@@ -13,6 +13,7 @@ from ridgeline.service.prefix_index import ENTRY_BYTES, MAX_HOLDERS, PrefixIndex
 from ridgeline.service.progress import Progress
 from ridgeline.service.routing import (
     SAMPLED,
+    Arrivals,
     Breaker,
     Capacity,
     Demand,
@@ -228,6 +229,18 @@ def test_a_session_stays_until_its_replica_is_full() -> None:
     router = fleet(2, least_work, capacity=Capacity(limit=5))
     names = [sent(router, Demand(1000, session="s")) for _ in range(10)]
     assert len(set(names[:5])) == 1 and len(set(names[5:])) == 1 and names[0] != names[5]
+
+
+def test_prompt_tokens_that_a_replica_has_do_not_arrive() -> None:
+    router = fleet(1)
+    arrivals, prompt = Arrivals(router.totals), Demand(1000, chunk_hashes(b"x" * 4000, 400))
+    computed(router, prompt)
+    assert arrivals.rates(2.0) == (0.5, 500.0)
+    for _ in range(4):
+        computed(router, prompt)
+    requests, tokens = arrivals.rates(2.0)
+    assert requests == 2.0 and 0 < tokens < 300, "most of a known prompt is cached"
+    assert arrivals.rates(1.0) == (0.0, 0.0)
 
 
 def test_the_fleet_learns_its_speed_and_stays_even_while_idle() -> None:

@@ -295,9 +295,9 @@ class ModelSpec:
     def layer_bytes(self) -> int:
         """Bytes of the stored weights of all layers."""
         width, total = DTYPE_BYTES[self.dtype], 0
-        for layer in self.layers:
-            total += sum(self.matrix_bytes(matrix) for matrix in self.matrices(layer))
-            total += (self.stream_norms() * self.d_model + self.head_norm_params(layer)) * width
+        for layer, layers in Counter(self.layers).items():
+            vectors = (self.stream_norms() * self.d_model + self.head_norm_params(layer)) * width
+            total += layers * (vectors + sum(self.matrix_bytes(matrix) for matrix in self.matrices(layer)))
         return total
 
     @property

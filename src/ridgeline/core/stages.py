@@ -42,13 +42,14 @@ def stages(spec: ModelSpec, count: int) -> tuple[slice, ...]:
             f"--pipeline-parallel-size is {count}: give 1 to {len(spec.layers)}, the number of layers.",
             param="pipeline_parallel_size",
         )
-    sizes = [replace(spec, layers=(layer,)).layer_bytes for layer in spec.layers]
+    size_of = {layer: replace(spec, layers=(layer,)).layer_bytes for layer in set(spec.layers)}
+    sizes = [size_of[layer] for layer in spec.layers]
     head = spec.step_weight_bytes - sum(sizes)
     least = {(0, len(sizes)): 0}
     """(stages, first layer) -> bytes of the largest of so many stages from this layer to the last."""
     cuts: dict[tuple[int, int], int] = {}
     for parts in range(1, count + 1):
-        for first in range(len(sizes) - parts, -1, -1):
+        for first in range(len(sizes) - parts, -1, -1) if parts < count else (0,):
             candidates = []
             for end in range(first + 1, len(sizes) + 1):
                 if (parts - 1, end) in least:

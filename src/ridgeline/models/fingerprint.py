@@ -6,6 +6,8 @@ import json
 from hashlib import sha256
 from pathlib import Path
 
+from ridgeline.gguf.file import read_file
+from ridgeline.gguf.folder import SUFFIX
 from ridgeline.models.weights import checkpoint_files
 
 SAMPLE = 2048
@@ -23,14 +25,26 @@ def content_hash(folder: Path, *, weights: bool = True) -> bytes:
     """
     digest = sha256((folder / "config.json").read_bytes())
     for path in checkpoint_files(folder) if weights else ():
+        header, spans = _layout(path)
+        digest.update(header)
         with path.open("rb", buffering=0) as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-            digest.update(header)
-            data = 8 + len(header)
-            tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-            for begin, end in sorted(entry["data_offsets"] for entry in tensors.values()):
+            for begin, end in spans:
                 for last in ((begin + end) // 2, end):
                     first = max(begin, last - SAMPLE)
-                    file.seek(data + first)
+                    file.seek(first)
                     digest.update(file.read(last - first))
     return digest.digest()
+
+
+def _layout(path: Path) -> tuple[bytes, list[tuple[int, int]]]:
+    """(header of a tensor file, first byte of each tensor and the byte after it)."""
+    with path.open("rb", buffering=0) as file:
+        if path.suffix == SUFFIX:
+            gguf = read_file(path)
+            return file.read(gguf.data), sorted((each.start, each.start + each.size) for each in gguf.tensors.values())
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    data = 8 + len(header)
+    return header, sorted(
+        (data + begin, data + end) for begin, end in (each["data_offsets"] for each in tensors.values())
+    )

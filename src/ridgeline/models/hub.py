@@ -1,4 +1,4 @@
-"""Resolves a model to a local folder: a folder, a name on the Hugging Face hub, or the model shipped with Ridgeline."""
+"""Resolves a model to a local folder: a folder, a GGUF file, a name on the Hugging Face hub, or the model of this package."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.gguf.folder import SUFFIX, model_folder
 
 NEEDED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 WEIGHTS = ("*.safetensors",)
@@ -23,7 +24,11 @@ def shipped_model() -> Path:
 
 
 def resolve_model(
-    model: ModelConfig, *, shipped: Path | None = None, snapshot: Callable[..., str] | None = None
+    model: ModelConfig,
+    *,
+    shipped: Path | None = None,
+    snapshot: Callable[..., str] | None = None,
+    cache: Path | None = None,
 ) -> Path:
     """The local folder of model.model, downloaded first if it is a hub name. Raises ConfigError with the remedy.
 
@@ -32,6 +37,7 @@ def resolve_model(
     Args:
         shipped: the folder to use if no model is named; None: shipped_model().
         snapshot: the download function; None: huggingface_hub.snapshot_download.
+        cache: where folders of GGUF files are written, see gguf.folder.
     """
     name = model.model
     folder = Path(name).expanduser() if name else shipped or shipped_model()
@@ -43,10 +49,16 @@ def resolve_model(
         return folder
     if not name:
         raise ConfigError("The shipped model is missing from this installation: give a model folder or a hub name.")
+    if folder.is_dir() and (files_in_gguf := sorted(folder.glob(f"*{SUFFIX}"))):
+        raise ConfigError(f"The folder {folder} has no config.json: give the file, for example {files_in_gguf[0]}.")
     if folder.is_dir():
         raise ConfigError(f"The folder {folder} has no config.json: give a model folder in the layout of Hugging Face.")
+    if folder.is_file() and folder.suffix == SUFFIX:
+        return model_folder(folder, cache)
     if folder.is_file():
-        raise ConfigError(f"{folder} is a file: give the folder that contains config.json and *.safetensors.")
+        raise ConfigError(
+            f"{folder} is a file: give a *.gguf, or the folder that contains config.json and *.safetensors."
+        )
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"The model folder {name} does not exist: check the path.")
     return _download(model, snapshot)

@@ -1,4 +1,4 @@
-"""Loads the weights of a decoder from safetensors files, or creates dummy weights from config.json.
+"""Loads the weights of a decoder from safetensors files or a GGUF file, or creates dummy weights from config.json.
 
 A checkpoint is read tensor by tensor in file order, directly into the weights on the device. Files are memory-mapped, a GPU
 receives them through a few pinned buffers, and merged projections are filled in place. Besides the weights the device holds one
@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.gguf.folder import LINK, SUFFIX
+from ridgeline.gguf.tensors import GgufTensors
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.tensor_names import as_llama
@@ -168,7 +170,7 @@ def separate_experts(tensors: Tensors) -> Tensors:
 
 
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model folder: model.safetensors.index.json, model.safetensors, or all *.safetensors."""
+    """The files of a model folder: those of model.safetensors.index.json, model.safetensors, a linked GGUF file, or all."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -178,11 +180,15 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
             raise ConfigError(f"{index} is not a safetensors index ({error!r}): download the model again.") from None
     elif (folder / "model.safetensors").is_file():
         files = (folder / "model.safetensors",)
+    elif (folder / LINK).is_file():
+        files = (folder / LINK,)
     else:
         files = tuple(sorted(folder.glob("*.safetensors")))
     if not files:
         others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt", "*.pth") for path in folder.glob(pattern))
-        remedy = f" Convert {', '.join(others[:4])} to safetensors first." if others else ""
+        remedy = (
+            f" Convert {', '.join(others[:4])} to safetensors first (a *.gguf is served by its path)." if others else ""
+        )
         raise ConfigError(f"{folder} has no *.safetensors.{remedy} For random weights use --load-format dummy.")
     lost = [path.name for path in files if not path.is_file()]
     if lost:
@@ -191,8 +197,11 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[safe_open]:
-    """Open a safetensors file, memory-mapped. Raises ConfigError with the remedy if it cannot be read."""
+def opened(path: Path) -> Iterator[safe_open | GgufTensors]:
+    """Open a safetensors or GGUF file, memory-mapped. Raises ConfigError with the remedy if it cannot be read."""
+    if path.suffix == SUFFIX:
+        yield GgufTensors(path)
+        return
     try:
         with safe_open(path, framework="pt") as shard:
             yield shard

@@ -25,7 +25,7 @@ from ridgeline.planner.simulate import Event, Figures, Outcome, Server, VirtualS
 from ridgeline.planner.surrogate import StepTimes, Surrogate
 from ridgeline.service.autoscale import Autoscaler, Decision, Load, Scaling
 from ridgeline.service.prefix_index import PrefixIndex
-from ridgeline.service.routing import POLICIES, Capacity, Demand, Router, State, Ticket
+from ridgeline.service.routing import POLICIES, Arrivals, Capacity, Demand, Router, State, Ticket
 
 LOOK_S = 10.0
 """Seconds between two decisions of the autoscaler."""
@@ -162,8 +162,7 @@ class _Simulation:
         self._numbers: dict[Ticket, int] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._made, self._names = count(), count()
-        self._looked = 0, 0
-        """Requests and prompt tokens that had arrived at the last look of the autoscaler."""
+        self._arrivals = Arrivals(self._router.totals)
 
     def run(self) -> FleetFigures:
         begin = self._requests[0].at_s if self._requests else 0.0
@@ -326,16 +325,15 @@ class _Simulation:
         """Let the autoscaler decide."""
         assert self._autoscaler is not None
         self._at(now + LOOK_S, self._look)
-        router, totals = self._router, self._router.totals
-        requests, tokens = totals.requests - self._looked[0], totals.offered_tokens - self._looked[1]
-        self._looked = totals.requests, totals.offered_tokens
+        router = self._router
+        requests_s, tokens_s = self._arrivals.rates(LOOK_S)
         serving = [replica for replica in router.replicas.values() if not replica.draining]
         have = len(serving) + router.expected
         running = sum(replica.running for replica in router.replicas.values())
         load = Load(
             now,
-            requests / LOOK_S,
-            tokens / LOOK_S,
+            requests_s,
+            tokens_s,
             running,
             len(router.queue),
             router.waiting_tokens,

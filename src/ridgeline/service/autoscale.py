@@ -57,8 +57,9 @@ class Scaling:
 class Load:
     """What the router measured since the last decision.
 
-    requests_s, prompt_tokens_s: arrivals per second. running: requests at replicas. waiting: requests in the router;
-    waiting_tokens: of their prompts. replicas: those that run or start. speed: measured over assumed prefill rate.
+    requests_s, prompt_tokens_s: arrivals per second, without prompt tokens that replicas are expected to have. running: requests at
+    replicas. waiting: requests in the router; waiting_tokens: of their prompts. replicas: those that run or start. speed: measured
+    over assumed prefill rate.
     """
 
     now: float

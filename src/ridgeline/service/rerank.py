@@ -22,7 +22,7 @@ _TEXTS = f"a string or a list of at most {MAX_INPUTS - 1} strings"
 
 def _read_documents(name: str, value: Any) -> list[str]:
     if not isinstance(value, list) or not 1 <= len(value) < MAX_INPUTS:
-        raise wrong(name, value if not isinstance(value, list) else f"{len(value)} documents", _DOCUMENTS)
+        raise wrong(name, value, _DOCUMENTS)
     texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in value]
     for index, text in enumerate(texts):
         if not isinstance(text, str):

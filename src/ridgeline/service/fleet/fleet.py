@@ -18,6 +18,7 @@ from ridgeline.service.autoscale import Autoscaler, Decision, Load
 from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.file import FleetFile
 from ridgeline.service.fleet.launcher import Launcher, Running
+from ridgeline.service.routing import Arrivals
 
 KEPT_DECISIONS = 1000
 _FIRST_PAUSE_S = 0.5
@@ -110,16 +111,13 @@ class Fleet:
         if file.scaling is None:
             return
         scaler = Autoscaler(file.scaling)
-        totals, last = router.totals, self._clock()
-        requests, tokens = totals.requests, totals.offered_tokens
+        arrivals, last = Arrivals(router.totals), self._clock()
         router.expected += 1  # with zero replicas requests wait for the first
         try:
             while True:
                 await self._pause(file.autoscale.every_s)
                 now = self._clock()
-                passed = max(1e-6, now - last)
-                rates = ((totals.requests - requests) / passed, (totals.offered_tokens - tokens) / passed)
-                requests, tokens, last = totals.requests, totals.offered_tokens, now
+                rates, last = arrivals.rates(max(1e-6, now - last)), now
                 if self.cold_start_s:
                     scaler.cold_start_s = self.cold_start_s
                 await self._follow(scaler.decide(self._measure(now, *rates)))

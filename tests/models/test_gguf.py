@@ -1,0 +1,293 @@
+"""GGUF files: equal logits for every type, equal tokens, and clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from ridgeline.core.config import ModelConfig
+from ridgeline.core.errors import ConfigError, RidgelineError, UnsupportedModel
+from ridgeline.gguf.blocks import READERS, dequantize
+from ridgeline.gguf.file import TYPES
+from ridgeline.gguf.folder import model_folder
+from ridgeline.llm import LLM, SamplingParams
+from ridgeline.models.build import build
+from ridgeline.models.config import read_model
+from ridgeline.models.fingerprint import content_hash
+from ridgeline.models.hub import resolve_model
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.text.tokenizer import Tokenizer
+from tests.models.gguf_files import BOS, END, TOKENS, TOOL, Options, Written, write
+from tests.models.paged import PagedRows
+
+CPU = torch.device("cpu")
+TEXT = "hello world, don't 12 345  Ünï\n\n<tool> x"
+
+
+def logits(folder: Path, **options: object) -> torch.Tensor:
+    model = build(folder, model=ModelConfig(dtype="float32", **options), ops=REFERENCE, device=CPU)
+    return PagedRows(model).step([(1, list(range(3, 25)))])
+
+
+def folder_of(written: Written) -> Path:
+    return resolve_model(ModelConfig(model=str(written.path)), cache=written.folder.parent / "cache")
+
+
+@pytest.mark.parametrize(
+    ("kind", "served"),
+    [
+        (Kind.F32, ("float32", "")),
+        (Kind.F16, ("float16", "")),
+        (Kind.BF16, ("bfloat16", "")),
+        (Kind.Q8_0, ("bfloat16", "int8-g32")),
+        (Kind.Q4_0, ("bfloat16", "int4-g32")),
+        (Kind.Q5_0, ("bfloat16", "")),
+        (Kind.Q4_K, ("bfloat16", "")),
+        (Kind.Q5_K, ("bfloat16", "")),
+        (Kind.Q6_K, ("bfloat16", "")),
+    ],
+)
+def test_logits_equal_those_of_the_dequantized_weights(kind, served, tmp_path):
+    """Q8_0 and Q4_0 stay integers: their scales and codes are those of the file."""
+    head = kind if served[1] == "" else Kind.Q6_K
+    written = write(tmp_path, Options(kind=kind, head=head))
+    folder = folder_of(written)
+    ours, theirs = logits(folder), logits(written.folder)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    spec, _ = read_model(folder)
+    assert (spec.dtype if kind != head or not served[1] else "bfloat16", spec.quantization) == served
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options("qwen2", Kind.Q8_0, head=None),
+        Options("qwen3", Kind.Q4_K),
+        Options("llama", Kind.Q8_0, config={"attention_bias": True}),
+        Options(
+            "gemma3",
+            Kind.Q8_0,
+            head=None,
+            config={
+                "num_hidden_layers": 7,
+                "sliding_window": 8,
+                "query_pre_attn_scalar": 64,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                },
+            },
+            metadata={
+                "gemma3.attention.key_length": 64,
+                "gemma3.attention.sliding_window": 8,
+                "gemma3.rope.freq_base": 1_000_000.0,
+                "gemma3.rope.scaling.type": "linear",
+                "gemma3.rope.scaling.factor": 8.0,
+            },
+        ),
+    ],
+)
+def test_families(options, tmp_path):
+    """Biases of queries and keys are permuted in a llama, and a tied head has no tensor."""
+    if options.architecture == "qwen3":
+        options.metadata = {"qwen3.attention.key_length": 64, "qwen3.attention.value_length": 64}
+    written = write(tmp_path, options)
+    ours, theirs = logits(folder_of(written)), logits(written.folder)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_k_types_are_quantized_while_they_load(tmp_path):
+    folder = folder_of(write(tmp_path, Options(kind=Kind.Q6_K)))
+    quantized = logits(folder, quantization="int8")
+    assert not torch.equal(quantized, logits(folder))
+    with pytest.raises(ConfigError, match="already quantized"):
+        logits(folder_of(write(tmp_path / "q8", Options(kind=Kind.Q8_0))), quantization="int4")
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_blocks_equal_llama_cpp(name):
+    """Random bytes, so that every code, scale and minimum occurs."""
+    kind = next(kind for kind in TYPES.values() if kind.name == name)
+    blocks = np.random.default_rng(0).integers(0, 256, (500, kind.size), dtype=np.uint8)
+    with np.errstate(all="ignore"):  # some scales are NaN or infinite
+        theirs = gguf.quants.dequantize(blocks, Kind[name])
+    ours = dequantize(name, torch.from_numpy(blocks)).numpy()
+    assert ours.shape == (500, kind.elements) and np.array_equal(ours, theirs, equal_nan=True)
+
+
+def test_byte_level_tokenizer(tmp_path):
+    tokenizer = Tokenizer.load(folder_of(write(tmp_path, Options())))
+    ids = tokenizer.encode(TEXT, add_special_tokens=True)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT
+    assert {TOKENS.index("hello"), TOKENS.index("Ġworld"), TOOL} <= set(ids) and ids[0] != BOS
+    assert TOKENS.index("12") not in ids  # Qwen's pre-tokenizer separates digits
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (BOS, END)
+    assert tokenizer.special_ids == {BOS, END} and tokenizer.markup_ids == {TOOL}
+    assert "bos_token" in tokenizer.templates["default"]
+
+
+@pytest.mark.parametrize(("pre", "first", "joined"), [("llama-bpe", BOS, True), ("smollm", None, False)])
+def test_pre_tokenizers(pre, first, joined, tmp_path):
+    """Llama 3 begins with its BOS token and joins up to three digits."""
+    tokenizer = Tokenizer.load(folder_of(write(tmp_path, Options(metadata={"tokenizer.ggml.pre": pre}))))
+    ids = tokenizer.encode("12 hello", add_special_tokens=True)
+    assert (ids[0] == BOS) == (first == BOS) and (TOKENS.index("12") in ids) == joined
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "12 hello"
+
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+PIECES += [*"▁helowrd", "he", "ll", "hell", "hello", "▁hello", "▁w", "or", "▁wor", "▁world", "ld"]
+
+
+def scored() -> dict[str, object]:
+    kinds = [2, 3, 3, *[6] * 256]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.tokens": PIECES,
+        "tokenizer.ggml.scores": [-float(index) for index in range(len(PIECES))],
+        "tokenizer.ggml.token_type": kinds + [1] * (len(PIECES) - len(kinds)),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+def test_scored_tokenizer(tmp_path):
+    tokenizer = Tokenizer.load(folder_of(write(tmp_path, Options(metadata=scored()))))
+    ids = tokenizer.encode("hello world é", add_special_tokens=True)
+    pieces = [PIECES[index] for index in ids]
+    assert pieces[0] == "<s>" and pieces[-3:] == ["▁", "<0xC3>", "<0xA9>"]
+    # Pieces of higher scores are joined first: "or" before "▁wor" cannot be, its score is lower than that of "▁w".
+    assert pieces[1:-3] == ["▁hello", "▁world"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hello world é"
+
+
+def test_scored_tokenizer_without_a_space_before_the_text(tmp_path):
+    """As Gemma's."""
+    metadata = {**scored(), "tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    tokenizer = Tokenizer.load(folder_of(write(tmp_path, Options(metadata=metadata))))
+    ids = tokenizer.encode("hello world", add_special_tokens=True)
+    assert [PIECES[index] for index in ids] == ["hello", "▁world"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hello world"
+
+
+def test_frequencies_of_llama_3(tmp_path):
+    """The file has factors; config.json gets the parameters from which Llama 3.1 computes them."""
+    config = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    config |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS as FREQUENCIES
+
+    scaled, _ = FREQUENCIES["llama3"](LlamaConfig(head_dim=64, rope_parameters=config), CPU)
+    factors = (10_000.0 ** -(torch.arange(32) / 32) / scaled).numpy()
+    folder = folder_of(write(tmp_path, Options(tensors={"rope_freqs.weight": factors})))
+    written = json.loads((folder / "config.json").read_text())["rope_scaling"]
+    assert written == {key: value for key, value in config.items() if key != "rope_theta"}
+    assert logits(folder).isfinite().all()
+    with pytest.raises(UnsupportedModel, match="not those of a Llama 3"):
+        folder_of(write(tmp_path / "odd", Options(tensors={"rope_freqs.weight": factors * 1.5})))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"general.architecture": "mamba"}, "'mamba' is not read: supported are llama, qwen2, qwen3, gemma3"),
+        ({"split.count": 3}, "llama-gguf-split --merge"),
+        ({"llama.expert_count": 8}, "experts"),
+        ({"llama.attention.sliding_window": 8}, "llama.attention.sliding_window is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"llama.rope.dimension_count": 32}, "not the size of a head, 64"),
+        ({"tokenizer.ggml.model": "t5"}, "'t5' is not read"),
+        ({"tokenizer.ggml.pre": "viking"}, "'viking' is not read"),
+        ({"tokenizer.ggml.merges": ["a b"]}, "'a b', which is not a pair of tokens"),
+        ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id is 999"),
+        ({"llama.block_count": None}, "lacks the metadata llama.block_count"),
+    ],
+)
+def test_refused_metadata(metadata, said, tmp_path):
+    written = write(tmp_path, Options(metadata=metadata))
+    with pytest.raises((UnsupportedModel, ConfigError), match=said):
+        folder_of(written)
+
+
+def test_refused_types(tmp_path):
+    written = write(tmp_path, Options(tensors={"blk.0.extra.weight": np.zeros(256, np.int8)}))
+    with pytest.raises(UnsupportedModel, match="blk.0.extra.weight has type I8, which is not read"):
+        folder_of(written)
+    unknown = write(tmp_path / "b", Options(tensors={"blk.0.extra.weight": np.ones(256, np.float32)}))
+    with pytest.raises(UnsupportedModel, match="unknown tensors blk.0.extra.weight"):
+        logits(folder_of(unknown))
+
+
+def test_damaged_files(tmp_path):
+    """A file that ends early, anywhere, and one that is something else."""
+    written = write(tmp_path, Options(kind=Kind.Q4_0))
+    content = written.path.read_bytes()
+    for size in (4, 9, 100, 3000, len(content) // 2, len(content) - 64):
+        written.path.write_bytes(content[:size])
+        with pytest.raises(ConfigError, match="not a complete GGUF file"):
+            folder_of(written)
+    written.path.write_bytes(b"GGML" + content[4:])
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
+        folder_of(written)
+    written.path.write_bytes(content[:4] + (1).to_bytes(4, "little") + content[8:])
+    with pytest.raises(UnsupportedModel, match="version 1 of GGUF"):
+        folder_of(written)
+
+
+def test_changed_bytes_of_the_header(tmp_path):
+    """Whatever the header says, a file is read or refused with a message."""
+    written = write(tmp_path, Options())
+    content, draw = written.path.read_bytes(), Random(5)
+    refused = 0
+    for _ in range(40):
+        changed = bytearray(content)
+        for _ in range(3):
+            changed[draw.randrange(8, 900)] = draw.choice((0, 1, 255))
+        written.path.write_bytes(changed)
+        try:
+            read_model(folder_of(written))
+        except RidgelineError:
+            refused += 1
+    assert 20 < refused <= 40
+
+
+def test_folder_follows_the_file(tmp_path):
+    """The same file has the same folder; another content at the same path has another one, and another hash."""
+    written = write(tmp_path, Options())
+    first = folder_of(written)
+    assert first == folder_of(written)
+    before = content_hash(first)
+    content = bytearray(written.path.read_bytes())
+    content[-1] ^= 1
+    written.path.write_bytes(content)
+    second = folder_of(written)
+    assert second != first and content_hash(second) != before
+    with pytest.raises(ConfigError, match="give the file, for example .*tiny.gguf"):
+        resolve_model(ModelConfig(model=str(tmp_path)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        model_folder(written.path, tmp_path / "file")
+
+
+def test_end_to_end(tmp_path):
+    """An engine serves the file: greedy tokens are those of the reference operations."""
+    folder = folder_of(write(tmp_path, Options(kind=Kind.Q8_0)))
+    model = LLM(folder, dtype="float32", max_model_len=64)
+    try:
+        answer = model.generate(["hello world"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))[0]
+    finally:
+        model.close()
+    expected = []
+    for _ in range(4):
+        served = build(folder, model=ModelConfig(dtype="float32"), ops=REFERENCE, device=CPU)
+        expected.append(int(PagedRows(served).step([(1, [*answer.prompt_ids, *expected])])[-1].argmax()))
+    assert answer.choices[0].token_ids == expected and answer.choices[0].finish == "length"
