@@ -114,7 +114,11 @@ def _groups(step: StepInputs, adapters: torch.Tensor) -> Groups | None:
 
 def adapter_ops(device: torch.device) -> AdapterOps:
     """The operations of a device."""
-    return HostGroups()
+    if device.type != "cuda":
+        return HostGroups()
+    from ridgeline.ops.triton.adapters import TritonAdapters
+
+    return TritonAdapters()
 
 
 def adapting(ops: Ops, bank: Bank, groups: AdapterOps) -> Ops:
