@@ -8,11 +8,14 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from .served import served
 
 WAIT_S = 120.0
 
 
+@pytest.mark.long
 def test_a_second_engine_scores_what_the_first_one_said(tmp_path: Path) -> None:
     words = ("--quantization", "int4", "--shadow-rate", "1", "--max-model-len", "512")
     with served(tmp_path, *words) as server:

@@ -158,7 +158,15 @@ PROMPTS = ("The history of the city begins", "def add(a, b):\n    return", "Once
 
 
 @pytest.fixture(
-    scope="module", params=[("", 0), ("", 1), ("recurrent", 0), ("recurrent", 1), ("reference+recurrent", 0)]
+    scope="module",
+    params=[
+        ("", 1),
+        ("recurrent", 0),
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in (("", 0), ("recurrent", 1), ("reference+recurrent", 0))
+        ),
+    ],
 )
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LocalEngine, LocalEngine]]:
     """One that records its steps, and one that does not."""
