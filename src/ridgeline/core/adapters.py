@@ -73,7 +73,7 @@ class AdapterPlan:
 
     def bytes(self, spec: ModelSpec, ranks: int = 1) -> int:
         """Memory of all slots on each of `ranks` tensor ranks."""
-        values = sum(_layer_values(spec, layer, ranks) for layer in spec.layers)
+        values = sum(_layer_values(spec, layer, ranks) for layer in spec.layers) if self.slots else 0
         return self.slots * self.rank * values * DTYPE_BYTES[spec.dtype]
 
 
