@@ -18,7 +18,7 @@ from ridgeline.models.build import load
 from ridgeline.models.config import read_spec
 from ridgeline.ops.reference import REFERENCE
 from tests.models.adapter_files import write_adapter
-from tests.models.families import save
+from tests.models.families import SMALL
 
 SHAPES = {"layers.0.self_attn.q_proj": (6, 8), "layers.1.mlp.down_proj": (8, 12)}
 
@@ -102,7 +102,8 @@ def test_tensors_are_checked(
 
 def test_the_plan_counts_the_memory_of_all_slots(tmp_path: Path) -> None:
     """As many bytes as the linears have, and none without adapters."""
-    save("llama-gqa", tmp_path)
+    keys = {**SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
     config = ModelConfig(str(tmp_path), dtype="float32", enable_lora=True, max_loras=3, max_lora_rank=4)
     plan = plan_adapters(config)
     decoder = load(tmp_path, model=config, ops=REFERENCE, device=torch.device("meta")).decoder

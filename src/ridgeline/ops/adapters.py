@@ -112,11 +112,6 @@ def _groups(step: StepInputs, adapters: torch.Tensor) -> Groups | None:
     return Groups(order[len(order) - place :], parts)
 
 
-def adapter_ops(device: torch.device) -> AdapterOps:
-    """The operations of a device."""
-    return HostGroups()
-
-
 def adapting(ops: Ops, bank: Bank, groups: AdapterOps) -> Ops:
     """Operations of a decoder with adapters: programs that run whole layers, and captured steps, serve only steps without them."""
 

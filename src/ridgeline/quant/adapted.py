@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.core.adapters import AdapterPlan
-from ridgeline.ops.adapters import AdapterOps, Bank, Pairs, adapter_ops, adapting
+from ridgeline.ops.adapters import AdapterOps, Bank, HostGroups, Pairs, adapting
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, TokenwiseOps, apply_norm
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, WeightFormat
@@ -100,6 +100,15 @@ class AdaptedFormat:
 
     def create(self, shape: LinearShape, share: Share) -> AdaptedWeight:
         return AdaptedWeight(self, shape, share)
+
+
+def adapter_ops(device: torch.device) -> AdapterOps:
+    """The operations of a device."""
+    if device.type != "cuda":
+        return HostGroups()
+    from ridgeline.ops.triton.adapters import TritonAdapters
+
+    return TritonAdapters()
 
 
 def adapted(

@@ -1,0 +1,173 @@
+"""LoRA adapters on a GPU: products grouped by slot, without the host, so that CUDA graphs capture them.
+
+Two kernels for each linear. `_shrink` computes A x of each token, in parts of the inputs, whose sums `_expand` adds up while it
+computes B A x and adds it to the linear's result: the kernels of Punica (Chen et al. 2023, arXiv:2310.18547, section 4.1) and
+S-LoRA (Sheng et al. 2023, arXiv:2311.03285, section 5), for slots of different ranks. Tokens are grouped once per step, as those of
+experts (ops.triton.experts): a tile has tokens of one slot, and tiles without an adapter end at once. A step of few tokens needs no
+order: each token is a tile, and tokens of one slot read its weights through the L2 cache.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline.ops.adapters import Bank, Pairs
+from ridgeline.ops.step import StepInputs
+from ridgeline.ops.triton.experts import MMA_ROWS, SORTED_AT_ONCE, _pairs_of, _sort
+
+FEW_TOKENS = 16
+"""Most tokens of a step without an order."""
+MANY_TOKENS = 1024
+"""Fewest tokens of a step whose tiles are large."""
+LARGE_ROWS = 64
+SHRINK_INPUTS, EXPAND_OUTPUTS = 128, 128
+PART_INPUTS = 2048
+"""Inputs that one program of `_shrink` reads in a step of few tiles: the others are read at the same time."""
+MOST_PARTS = 8
+
+
+class Group(NamedTuple):
+    """Tokens of a step by slot. chosen: int32 [T], slot - 1, or the number of slots for none. order: int32 [T]. places: int32
+    [3, tiles], as _sort writes them. rows: tokens of a tile."""
+
+    chosen: torch.Tensor
+    order: torch.Tensor
+    places: torch.Tensor
+    rows: int
+    slots: int
+
+    @property
+    def is_sorted(self) -> bool:
+        return len(self.chosen) > FEW_TOKENS
+
+
+@triton.jit
+def _shrink(
+    x_ptr, a_ptr, ranks_ptr, out_ptr, chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
+    tokens, inputs, width, a_stride, held, length,
+    PARTS: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out float32 [splits, T, width]: A x over `length` inputs each. A [PARTS * rank, inputs] is the begin of a slot's memory."""
+    slot, token, inside = _pairs_of(
+        tl.program_id(0), chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, held, ROWS, SORTED
+    )
+    rows = 0
+    if slot >= 0:
+        rows = PARTS * tl.load(ranks_ptr + slot + 1)
+    first = tl.program_id(1) * WIDE
+    if first < rows:
+        split = tl.program_id(2)
+        at, place = first + tl.arange(0, WIDE), tl.arange(0, BLOCK)
+        a_ptr += (slot + 1).to(tl.int64) * a_stride
+        end = tl.minimum((split + 1) * length, inputs)
+        total = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+        for start in range(split * length, end, BLOCK):
+            here = start + place
+            x = tl.load(
+                x_ptr + token[:, None] * inputs + here[None, :], mask=inside[:, None] & (here < end)[None, :], other=0.0
+            )
+            a = tl.load(
+                a_ptr + at[None, :].to(tl.int64) * inputs + here[:, None],
+                mask=(at < rows)[None, :] & (here < end)[:, None],
+                other=0.0,
+            )
+            total = tl.dot(x, a, total, input_precision="ieee")
+        out = out_ptr + (split * tokens + token)[:, None] * width + at[None, :]
+        tl.store(out, total, mask=inside[:, None] & (at < rows)[None, :])
+
+
+@triton.jit
+def _expand(
+    inner_ptr, b_ptr, ranks_ptr, y_ptr, chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
+    tokens, width, b_stride, held, splits, end_0, end_1, outputs,
+    SORTED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y [T, outputs] += B (A x). B [outputs, rank] is the begin of a slot's memory. end_0, end_1: where the first two of three
+    parts end, which read different rows of A; a part may be empty."""
+    slot, token, inside = _pairs_of(
+        tl.program_id(0), chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, held, ROWS, SORTED
+    )
+    rank = 0
+    if slot >= 0:
+        rank = tl.load(ranks_ptr + slot + 1)
+    if rank > 0:
+        block = tl.program_id(1)
+        blocks_0, blocks_1 = tl.cdiv(end_0, WIDE), tl.cdiv(end_1 - end_0, WIDE)
+        part = (block >= blocks_0).to(tl.int32) + (block >= blocks_0 + blocks_1).to(tl.int32)
+        begin = tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
+        end = tl.where(part == 0, end_0, tl.where(part == 1, end_1, outputs))
+        block -= tl.where(part == 0, 0, tl.where(part == 1, blocks_0, blocks_0 + blocks_1))
+        at, place = begin + block * WIDE + tl.arange(0, WIDE), tl.arange(0, BLOCK)
+        b_ptr += (slot + 1).to(tl.int64) * b_stride
+        total = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+        for start in range(0, rank, BLOCK):
+            here = start + place
+            inner = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+            for split in range(splits):
+                row = (split * tokens + token)[:, None] * width + part * rank + here[None, :]
+                inner += tl.load(inner_ptr + row, mask=inside[:, None] & (here < rank)[None, :], other=0.0)
+            b = tl.load(
+                b_ptr + at[None, :].to(tl.int64) * rank + here[:, None],
+                mask=(at < end)[None, :] & (here < rank)[:, None],
+                other=0.0,
+            )
+            total = tl.dot(inner.to(b.dtype), b, total, input_precision="ieee")
+        y = y_ptr + token[:, None] * outputs + at[None, :]
+        mask = inside[:, None] & (at < end)[None, :]
+        value = tl.load(y, mask=mask, other=0.0).to(tl.float32) + total
+        tl.store(y, value.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+class TritonAdapters:
+    """AdapterOps of a GPU. The kernels run in every step, also while no adapter is loaded: a captured step stays valid."""
+
+    def group(self, bank: Bank, step: StepInputs) -> Group | None:
+        if step.adapters is None:
+            return None
+        if (cached := step.derived.get("adapters")) is None:
+            step.derived["adapters"] = cached = _group(bank, step, step.adapters)
+        return cached  # type: ignore[no-any-return]
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, group: Group) -> torch.Tensor:
+        tokens, outputs = y.shape
+        if not tokens:
+            return y
+        x, y, parts = x.contiguous(), y.contiguous(), len(pairs.ends)
+        rank = pairs.b.shape[1] // outputs
+        width, tiles = parts * rank, group.places.shape[1]
+        splits = 1 if group.rows > MMA_ROWS else min(MOST_PARTS, triton.cdiv(pairs.inputs, PART_INPUTS))
+        length = triton.cdiv(triton.cdiv(pairs.inputs, splits), SHRINK_INPUTS) * SHRINK_INPUTS
+        inner = torch.empty((splits, tokens, width), dtype=torch.float32, device=x.device)
+        places = (group.chosen, group.order, *group.places)
+        wide = min(64, max(16, triton.next_power_of_2(rank)))
+        shape = {"SORTED": group.is_sorted, "ROWS": group.rows}
+        _shrink[(tiles, triton.cdiv(width, wide), splits)](
+            x, pairs.a, pairs.device_ranks, inner, *places, tokens, pairs.inputs, width, pairs.a.stride(0), group.slots,
+            length, PARTS=parts, **shape, WIDE=wide, BLOCK=SHRINK_INPUTS, num_warps=4, num_stages=4,
+        )  # fmt: skip
+        ends = [*pairs.ends, *[outputs] * 3][:2]
+        blocks = sum(
+            triton.cdiv(end - begin, EXPAND_OUTPUTS) for begin, end in zip((0, *ends), (*ends, outputs), strict=True)
+        )
+        _expand[(tiles, blocks)](
+            inner, pairs.b, pairs.device_ranks, y, *places, tokens, width, pairs.b.stride(0), group.slots, splits, *ends,
+            outputs, **shape, WIDE=EXPAND_OUTPUTS, BLOCK=wide, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return y
+
+
+def _group(bank: Bank, step: StepInputs, adapters: torch.Tensor) -> Group:
+    slots = adapters.index_select(0, step.rows.index_select(0, step.row_of_inputs()))
+    chosen = torch.where(slots == 0, bank.slots, slots - 1)
+    tokens, groups, order = len(chosen), bank.slots + 1, torch.empty_like(chosen)
+    rows = LARGE_ROWS if tokens >= MANY_TOKENS else MMA_ROWS
+    if tokens <= FEW_TOKENS:
+        return Group(chosen, order, chosen.new_empty(3, tokens), rows, bank.slots)
+    places = chosen.new_empty(3, tokens // rows + groups)
+    _sort[(groups,)](chosen, order, *places, tokens, bank.slots, ROWS=rows, BLOCK=SORTED_AT_ONCE, num_warps=4)
+    return Group(chosen, order, places, rows, bank.slots)

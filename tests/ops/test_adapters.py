@@ -1,0 +1,197 @@
+"""What adapters add, by the path of a CPU and the kernels of a GPU, against float64; the kernels compile for Hopper anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ridgeline.ops.adapters import AdapterOps, Bank, HostGroups
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.step import StepInputs
+from ridgeline.ops.triton import adapters as kernels
+from ridgeline.ops.triton.adapters import FEW_TOKENS, TritonAdapters
+from ridgeline.quant.adapted import AdaptedFormat, AdaptedWeight
+from ridgeline.quant.format import LinearShape, Part, Share
+from ridgeline.quant.unquantized import UnquantizedFormat
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+"""Triton's interpreter computes products of bfloat16 wrongly."""
+INPUTS, SLOTS, MAX_RANK = 4160, 4, 24
+RANKS = {1: 8, 2: 24, 4: 3}
+"""Slot 3 is empty."""
+
+
+def step_of(slots: list[int], selected: torch.Tensor | None = None) -> StepInputs:
+    """A step of a token for each slot, from rows in another order."""
+    rows = torch.randperm(len(slots), generator=torch.Generator().manual_seed(1)).int()
+    adapters = torch.zeros(len(slots), dtype=torch.int32)
+    adapters[rows.long()] = torch.tensor(slots, dtype=torch.int32)
+    count = torch.arange(len(slots) + 1, dtype=torch.int32)
+    given = [tensor.to(DEVICE) for tensor in (rows, count, count[1:], count[1:], count[:-1])]
+    step = StepInputs(*given, 1, 1, adapters=adapters.to(DEVICE))
+    return step if selected is None else step.select(selected.int().to(DEVICE))
+
+
+def weight_of(
+    ops: AdapterOps, outputs: tuple[int, ...], dtype: torch.dtype
+) -> tuple[AdaptedWeight, Bank, torch.Tensor]:
+    """A linear with random adapters; the matrix of each slot in float64, that of the base as slot 0."""
+    torch.manual_seed(2)
+    bank = Bank(SLOTS, MAX_RANK)
+    base = UnquantizedFormat(REFERENCE.matmul.unquantized, dtype, DEVICE)
+    form = AdaptedFormat(base, bank, ops, REFERENCE.tokenwise, dtype, DEVICE)
+    weight = form.create(LinearShape(INPUTS, tuple(Part(rows, 1) for rows in outputs)), Share())
+    dense = torch.zeros(SLOTS + 1, sum(outputs), INPUTS, dtype=torch.float64)
+    start = 0
+    for part, rows in enumerate(outputs):
+        matrix = torch.randn(rows, INPUTS).to(dtype) / INPUTS**0.5
+        weight.load(part, "weight", matrix)
+        dense[:, start : start + rows] += matrix.double()
+        start += rows
+    for slot, rank in RANKS.items():
+        factors: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        start = 0
+        for part, rows in enumerate(outputs):
+            a, b = torch.randn(rank, INPUTS).to(dtype) / INPUTS**0.5, torch.randn(rows, rank).to(dtype)
+            left_out = slot == 1 and part == 1
+            factors.append(None if left_out else (a, b))
+            dense[slot, start : start + rows] += 0 if left_out else b.double() @ a.double()
+            start += rows
+        weight.store(slot, factors)
+        bank.loaded.add(slot)
+    return weight, bank, dense
+
+
+@pytest.mark.parametrize("make", [HostGroups, TritonAdapters])
+@pytest.mark.parametrize(
+    ("slots", "outputs", "dtype"),
+    [
+        ([2], (40,), torch.float32),
+        ([0, 0, 0], (40,), torch.float32),
+        ([1, 0, 2, 4, 1, 2], (130, 20, 20), torch.float32),
+        ([4, 0, 1] * 9 + [2] * 20, (70, 40), torch.float32),
+        ([2, 1] * 12, (48, 16, 16), HALF),
+    ],
+)
+def test_tokens_get_what_their_adapters_add(
+    make: Callable[[], AdapterOps], slots: list[int], outputs: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    weight, _, dense = weight_of(make(), outputs, dtype)
+    x = torch.randn(len(slots), INPUTS).to(dtype)
+    expected = torch.einsum("ti,toi->to", x.double(), dense[torch.tensor(slots)])
+    near = {"rtol": 2e-2, "atol": 6e-2} if dtype is HALF else {"rtol": 1e-4, "atol": 1e-4}
+    step = step_of(slots)
+    torch.testing.assert_close(weight.apply(x.to(DEVICE), step).double().cpu(), expected, **near)
+    stream = torch.randn(len(slots), sum(outputs)).to(dtype)
+    added = weight.add(x.to(DEVICE), stream.to(DEVICE).clone(), step)
+    torch.testing.assert_close(added.double().cpu(), expected + stream.double(), **near)
+
+
+def test_only_selected_tokens_are_multiplied() -> None:
+    slots, selected = [1, 2, 0, 4, 2], torch.tensor([1, 3])
+    weight, _, dense = weight_of(TritonAdapters(), (32,), torch.float32)
+    x = torch.randn(2, INPUTS)
+    got = weight.apply(x.to(DEVICE), step_of(slots, selected))
+    expected = torch.einsum("ti,toi->to", x.double(), dense[torch.tensor([2, 4])])
+    torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_large_tiles() -> None:
+    """The tiles of a long prompt, with few tokens."""
+    slots = [2] * 70 + [0] * 30 + [1] * 5
+    weight, bank, dense = weight_of(TritonAdapters(), (32,), torch.float32)
+    step, x = step_of(slots), torch.randn(len(slots), INPUTS)
+    ops = TritonAdapters()
+    group = ops.group(bank, step)
+    assert group is not None and group.is_sorted and len(slots) > FEW_TOKENS
+    chosen = group.chosen
+    places = chosen.new_empty(3, len(slots) // kernels.LARGE_ROWS + SLOTS + 1)
+    order = torch.empty_like(chosen)
+    kernels._sort[(SLOTS + 1,)](
+        chosen, order, *places, len(slots), SLOTS, ROWS=kernels.LARGE_ROWS, BLOCK=kernels.SORTED_AT_ONCE, num_warps=4
+    )
+    large = kernels.Group(chosen, order, places, kernels.LARGE_ROWS, SLOTS)
+    got = ops.add(torch.zeros(len(slots), 32, device=DEVICE), x.to(DEVICE), weight.pairs, large)
+    expected = torch.einsum("ti,toi->to", x.double(), (dense - dense[:1])[torch.tensor(slots)])
+    torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 64, 2048])
+def test_a_captured_step_serves_other_adapters_later(tokens: int) -> None:
+    """A CUDA graph reads which row has which adapter, and the adapters themselves, when it is replayed."""
+    weight, _, dense = weight_of(TritonAdapters(), (256, 64, 64), HALF)
+    x, slots = torch.randn(tokens, INPUTS).to(HALF), [0] * tokens
+    step, given = step_of(slots), x.to(DEVICE)
+    weight.apply(given, step_of(slots))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = weight.apply(given, step)
+    for number in (0, 1):
+        slots = [(token + number) % 3 * 2 for token in range(tokens)]  # slots 0, 2 and 4
+        assert step.adapters is not None
+        step.adapters.copy_(step_of(slots).adapters)  # type: ignore[arg-type]
+        if number:
+            weight.store(4, [None] * 3)
+            dense[4] = dense[0]
+        graph.replay()
+        expected = torch.einsum("ti,tio->to", x.double()[:16], dense[torch.tensor(slots[:16])].mT)
+        torch.testing.assert_close(got[:16].double().cpu(), expected, rtol=2e-2, atol=6e-2)
+
+
+def check_compiles(name: str, constants: dict[str, object]) -> str:
+    """Compile a kernel for a Hopper GPU; the names of its matrix and copy instructions."""
+    kernel = getattr(kernels, name)
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument in ("inner_ptr", "out_ptr"):
+            signature[argument] = "*fp32"
+        elif argument in ("x_ptr", "a_ptr", "b_ptr", "y_ptr"):
+            signature[argument] = "*bf16"
+        else:
+            signature[argument] = "*i32" if argument.endswith("_ptr") else "i32"
+    aligned = (
+        "x_ptr",
+        "a_ptr",
+        "b_ptr",
+        "y_ptr",
+        "inner_ptr",
+        "out_ptr",
+        "inputs",
+        "outputs",
+        "a_stride",
+        "b_stride",
+        "width",
+    )
+    apart = {
+        (kernel.arg_names.index(argument),): [["tt.divisibility", 16]] for argument in aligned if argument in signature
+    }
+    options = {"num_warps": 4, "num_stages": 4}
+    target = GPUTarget("cuda", 90, 32)
+    made = triton.compile(ASTSource(kernel, signature, constants, apart), target=target, options=options)
+    return " ".join(part for part in ("wgmma", "mma.sync", "cp.async") if part in made.asm["ptx"])
+
+
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("_shrink", {"PARTS": 3, "SORTED": True, "ROWS": 16, "WIDE": 16, "BLOCK": 128}),
+        pytest.param(
+            "_shrink", {"PARTS": 1, "SORTED": True, "ROWS": 64, "WIDE": 64, "BLOCK": 128}, marks=pytest.mark.long
+        ),
+        pytest.param("_expand", {"SORTED": True, "ROWS": 16, "WIDE": 128, "BLOCK": 16}, marks=pytest.mark.long),
+    ],
+)
+def test_the_kernels_compile_for_hopper(name: str, constants: dict[str, object], apart) -> None:
+    assert "mma" in apart(check_compiles, name, constants)
