@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
         runner.close()
         del model, runner
-        gc.collect()
+        gc.collect()  # cycles keep the pages of the runner
         if args.device == "cuda":
             torch.cuda.empty_cache()
 

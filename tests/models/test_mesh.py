@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = 2
 
 
-@pytest.fixture(scope="session")  # and not of the module, of which several processes run parts in turns
+@pytest.fixture(scope="session")  # a worker may run this module in several parts, and would start the ranks for each
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mesh")
     with pytest.MonkeyPatch.context() as patch:

@@ -71,8 +71,10 @@ async def test_names_of_attributes() -> None:
     """Each is of the semantic conventions, or says that it is ours."""
     with collecting() as collector, live(behaviour(says("Hello")), otlp_traces_endpoint=collector.url) as server:
         server.complete(stop=["x"], seed=3, n=2, frequency_penalty=0.1, presence_penalty=0.1)
+        assert server.send("POST", "/v1/embeddings", {"input": "hello"}).status == 200
     names = {name for span in collector.spans for name in span.attributes}
     assert {name for name in names if not name.startswith("ridgeline.")} <= CONVENTIONS
+    assert collector.named("embeddings tiny-test").attributes["gen_ai.operation.name"] == "embeddings"
     completion = collector.named("text_completion tiny-test").attributes
     assert completion["gen_ai.request.choice.count"] == 2 and completion["gen_ai.request.stop_sequences"] == ["x"]
 

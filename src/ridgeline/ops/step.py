@@ -76,7 +76,7 @@ class StepInputs:
     set if the token sees the j-th query token of its own row (None: plain causal order). Bits only restrict the causal order of
     slots. A token always sees itself, and tokens from the 64th on follow plain causal order, so -1 (all bits set) is a row without
     a tree. key_positions: int32 [R, slots], positions of keys if a retention policy compacts slots (None: position == slot).
-    adapters: int32 [R], slot of each device row's adapter, 0 for none (None: the model has no slots).
+    adapters: int32 [R], slot of each device row's adapter, 0 for none (None: no row has one).
     selected: int32 [W], the query tokens that run through the linears after the last attention (None: all, in order). derived:
     cache of tensors that an operation computed from this step's tensors and that later layers reuse (gather indices, masks). Keys
     name the operation and the tensors used. After an in-place change of the tensors, make a new StepInputs.

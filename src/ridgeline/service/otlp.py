@@ -80,6 +80,8 @@ class OtlpTrace(Trace):
         if not self._span.is_recording():
             return
         operation = "text_completion" if self._route in _COMPLETIONS else "chat"
+        if sampling.pooling is not None:
+            operation = "embeddings"
         self._span.update_name(f"{operation} {model}")
         self._span.set_attributes({"gen_ai.operation.name": operation, **request_attributes(record, sampling, model)})
         self._cut = record.cut
