@@ -112,7 +112,7 @@ class Failing(PlainLink):
     def up(self, rows: Sequence[object], blocks: Sequence[int]) -> object:  # type: ignore[override]
         raise RuntimeError("the link is down")
 
-    def down(self, blocks: Sequence[int], rows: Sequence[object]) -> object:  # type: ignore[override]
+    def down(self, blocks: Sequence[int], rows: Sequence[object], refilled: object = ()) -> object:  # type: ignore[override]
         raise RuntimeError("the link is down")
 
 

@@ -1,14 +1,16 @@
 """Copies between the pool and the tiers below it: runs the stores and transfers of plans, for the runner.
 
-On a CPU a copy is a plain copy of memory. On a GPU copies run on a stream of their own through pinned memory. A store first copies
-its pages on the device, in the order of the steps, so that the step that reuses the blocks does not wait for the link.
+On a CPU a copy is a plain copy of memory. On a GPU copies run on streams of their own through pinned memory, one each way. A store
+first copies its pages on the device, in the order of the steps, so that the step that reuses the blocks does not wait for the link.
+Pages of blocks that the same plan fills from the tiers leave without that copy: only the page that comes waits for the one that
+goes, and the steps for neither.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,9 +45,11 @@ class Event(Protocol):
 class Link(Protocol):
     """Copies between blocks of the pool and rows of host memory."""
 
-    def down(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Event: ...
+    def down(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], refilled: Set[int] = frozenset()) -> Event:
+        """Copy blocks to rows. refilled: blocks that only the next `up` writes to, which comes before the next step."""
 
-    def up(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> Event: ...
+    def up(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> Event:
+        """Copy rows to blocks."""
 
 
 class Past:
@@ -64,7 +68,7 @@ class PlainLink:
     def __init__(self, pages: torch.Tensor) -> None:
         self._pages = pages
 
-    def down(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Event:
+    def down(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], refilled: Set[int] = frozenset()) -> Event:
         for block, row in zip(blocks, rows, strict=True):
             row.copy_(self._pages[block])
         return Past()
@@ -79,41 +83,62 @@ class CudaLink:
     """The pool is on a GPU. Rows are pinned memory."""
 
     def __init__(self, pages: torch.Tensor) -> None:
-        self._pages, self._stream = pages, torch.cuda.Stream(pages.device)
+        self._pages = pages
+        self._down, self._up = torch.cuda.Stream(pages.device), torch.cuda.Stream(pages.device)
         half = max(1, STAGING_BYTES // 2 // pages.shape[1])
         self._staging = [torch.empty(half, pages.shape[1], dtype=torch.uint8, device=pages.device) for _ in range(2)]
         self._free = [torch.cuda.Event() for _ in range(2)]
         """Recorded when the half has left the device."""
         self._half = 0
+        self._leaving: dict[int, torch.cuda.Event] = {}
+        """Block that the next `up` fills -> recorded when its page has left."""
 
-    def down(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Event:
-        steps = torch.cuda.current_stream(self._pages.device)
-        size = self._staging[0].shape[0]
-        for first in range(0, len(blocks), size):
-            half, part = self._half, blocks[first : first + size]
+    def down(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], refilled: Set[int] = frozenset()) -> Event:
+        pairs = list(zip(blocks, rows, strict=True))
+        self._stage([pair for pair in pairs if pair[0] not in refilled])
+        self._down.wait_stream(self._steps)
+        with torch.cuda.stream(self._down):
+            for block, row in pairs:
+                if block in refilled:
+                    row.copy_(self._pages[block], non_blocking=True)
+                    self._leaving[block] = _mark(self._down)
+        return _mark(self._down)
+
+    def _stage(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Copy blocks to rows by way of the staging memory: later steps may write to the blocks."""
+        steps, size = self._steps, self._staging[0].shape[0]
+        for first in range(0, len(pairs), size):
+            half, part = self._half, pairs[first : first + size]
             self._half = 1 - half
             steps.wait_event(self._free[half])
             staged = self._staging[half][: len(part)]
-            torch.index_select(self._pages, 0, torch.tensor(part, device=self._pages.device), out=staged)
-            self._stream.wait_stream(steps)
-            with torch.cuda.stream(self._stream):
-                for page, row in zip(staged, rows[first : first + size], strict=True):
+            blocks = torch.tensor([block for block, _ in part], device=self._pages.device)
+            torch.index_select(self._pages, 0, blocks, out=staged)
+            self._down.wait_stream(steps)
+            with torch.cuda.stream(self._down):
+                for page, (_, row) in zip(staged, part, strict=True):
                     row.copy_(page, non_blocking=True)
-                self._free[half].record(self._stream)
-        return self._mark()
+                self._free[half].record(self._down)
 
     def up(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> Event:
         # Steps that were launched before may still read what the blocks held.
-        self._stream.wait_stream(torch.cuda.current_stream(self._pages.device))
-        with torch.cuda.stream(self._stream):
+        self._up.wait_stream(self._steps)
+        with torch.cuda.stream(self._up):
             for row, block in zip(rows, blocks, strict=True):
+                if left := self._leaving.pop(block, None):
+                    self._up.wait_event(left)
                 self._pages[block].copy_(row, non_blocking=True)
-        return self._mark()
+        return _mark(self._up)
 
-    def _mark(self) -> Event:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+    @property
+    def _steps(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._pages.device)
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 @dataclass(slots=True)
@@ -185,19 +210,19 @@ class TierTransfers(Transfers):
         ended: dict[int, bool] = {}
         for ticket in plan.cancels:
             self._cancel(ticket)
+        tiered = [transfer for transfer in plan.transfers if transfer.origin == self.origin]
+        # Pages of a reader come after later steps, so their blocks are staged.
+        refilled = {block for part in tiered for block, page in zip(part.blocks, part.pages, strict=True) if page > 0}
         for transfer in plan.stores:
             try:
                 rows = [self.memory[slot] for slot in transfer.pages]
-                self._stores[transfer.ticket] = self._link.down(transfer.blocks, rows)
+                self._stores[transfer.ticket] = self._link.down(transfer.blocks, rows, refilled)
             except Exception:
                 log.exception("%d evicted blocks are not kept", len(transfer.blocks))
                 ended[transfer.ticket] = False
-        local = []
-        for transfer in plan.transfers:
-            if transfer.origin == self.origin:
-                self.begin(transfer)
-            else:
-                local.append(transfer)
+        for transfer in tiered:
+            self.begin(transfer)
+        local = [transfer for transfer in plan.transfers if transfer.origin != self.origin]
         return ended | self.store.transfer(local) | self._take_ended()
 
     def begin(self, transfer: Transfer) -> None:
