@@ -10,7 +10,7 @@ import pytest
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.host_weights import BUFFERS, GIB, HostWeights, host_weights, least_host_bytes, streamed_s
+from ridgeline.core.host_weights import BUFFERS, GIB, HostTimes, HostWeights, host_weights, least_host_bytes, streamed_s
 from ridgeline.core.sizing import Memory, Planner
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 
@@ -77,7 +77,7 @@ def test_a_step_takes_as_long_as_the_slower_of_copies_and_work() -> None:
     copies = streamed_s(spec, 50e9)
     assert copies == split(8).bytes / 50e9 and streamed_s(spec, 0.0) == math.inf and streamed_s(LLAMA_8B, 0.0) == 0.0
     resident = CostModel(LLAMA_8B, 989e12, 4.8e12)
-    cost = replace(resident, spec=spec, streamed_s=copies)
+    cost = replace(resident, spec=spec, host=HostTimes(copies))
     assert cost.decode_s([2048]) == copies
     long = step_work(spec, [(0, 32_768)])
     assert cost.step_s(long) == resident.step_s(long) > copies

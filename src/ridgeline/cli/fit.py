@@ -22,7 +22,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.fit import REQUEST_TOKENS, Deployment, Risk, alternatives, command, flags, size
-from ridgeline.core.host_weights import LINK_SHARE, streamed_s
+from ridgeline.core.host_weights import LINK_SHARE, HostTimes, streamed_s
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import parse
 from ridgeline.core.sizing import Memory, MemoryPlan
@@ -75,7 +75,7 @@ def _recalibrated(calibrated: CostModel, link: float, spec: ModelSpec) -> CostMo
     """The calibrated cost model for another format of the same model, for which it is a guess. link: bytes per second of copies of
     weights from host memory."""
     same = (spec.dtype, spec.quantization) == (calibrated.spec.dtype, calibrated.spec.quantization)
-    return replace(calibrated, spec=spec, calibrated=same, streamed_s=streamed_s(spec, link))
+    return replace(calibrated, spec=spec, calibrated=same, host=HostTimes(streamed_s(spec, link)))
 
 
 def _report(deployment: Deployment, device: Device) -> int:

@@ -25,7 +25,7 @@ from ridgeline.core.calibration import load_calibration
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.host_weights import LINK_SHARE, check_gpu, streamed_s
+from ridgeline.core.host_weights import LINK_SHARE, HostTimes, check_gpu, streamed_s
 from ridgeline.core.plural import counted
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.bandwidth import with_measured_rates
@@ -142,7 +142,7 @@ def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, 
 def _cost(spec: ModelSpec, accelerator: Accelerator, calibration: str) -> CostModel:
     if calibration:
         cost = load_calibration(Path(calibration), spec).cost
-        return replace(cost, streamed_s=streamed_s(spec, accelerator.host_link * LINK_SHARE))
+        return replace(cost, host=HostTimes(streamed_s(spec, accelerator.host_link * LINK_SHARE)))
     return cost_model(accelerator, spec)
 
 

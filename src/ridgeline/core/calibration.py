@@ -12,6 +12,7 @@ from typing import Any
 
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.host_weights import HostTimes
 from ridgeline.core.spec import ModelSpec
 
 FACTORS = (
@@ -72,15 +73,17 @@ class Calibration:
 def cost_values(cost: CostModel) -> dict[str, Any]:
     """The rates and factors of a cost model as JSON values. Factors that equal another one (None) are left out."""
     factors = {name: _finite(value) for name in FACTORS if (value := getattr(cost, name)) is not None}
-    rates = {"flops_per_s": cost.flops_per_s, "bytes_per_s": cost.bytes_per_s, "streamed_s": _finite(cost.streamed_s)}
-    return {**rates, "factors": factors}
+    rates = {"flops_per_s": cost.flops_per_s, "bytes_per_s": cost.bytes_per_s}
+    host = {name: _finite(value) for name, value in asdict(cost.host).items()}
+    return {**rates, "host": host, "factors": factors}
 
 
 def read_cost(spec: ModelSpec, values: Mapping[str, Any], calibrated: bool = False) -> CostModel:
     """The cost model of `cost_values`. Raises KeyError, TypeError or ValueError for other values."""
     factors: dict[str, Any] = {name: float(value) for name, value in values["factors"].items()}
-    rates, streamed_s = (values["flops_per_s"], values["bytes_per_s"]), float(values.get("streamed_s", 0.0))
-    return CostModel(spec, *rates, calibrated=calibrated, streamed_s=streamed_s, **factors)
+    times = {name: float(value) for name, value in values.get("host", {}).items()}
+    host = HostTimes(**{**times, "few_tokens": int(times.get("few_tokens", 0))})  # type: ignore[arg-type]
+    return CostModel(spec, values["flops_per_s"], values["bytes_per_s"], calibrated=calibrated, host=host, **factors)
 
 
 def _finite(value: float) -> float | str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ridgeline.core.experts import idle_bytes
+from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
 from ridgeline.core.spec import ModelSpec, causal_pairs, restricts_last_layer
 
 
@@ -125,8 +126,7 @@ class CostModel:
     launch_s: seconds the host needs to launch a step with chunks, while the device works. ramp_tokens: tokens by which a step's
     arithmetic falls short of full tiles. overlap: how far arithmetic hides memory traffic, from 1 (one after the other) to
     infinity (the larger of the two); see `joined`. calibrated: the factors were fitted on this machine (`planner.calibrate`).
-    Otherwise they are defaults, and every figure derived from them must say so. streamed_s: seconds in which every step copies
-    weights from host memory beside its work, see core.host_weights.
+    Otherwise they are defaults, and every figure derived from them must say so. host: of weights in host memory.
     """
 
     spec: ModelSpec
@@ -143,7 +143,7 @@ class CostModel:
     launch_s: float = 0.0
     ramp_tokens: float = 0.0
     overlap: float = math.inf
-    streamed_s: float = 0.0
+    host: HostTimes = NO_HOST_WEIGHTS
 
     def step_s(self, work: StepWork) -> float:
         """Predicted seconds of a step with this work."""
@@ -155,7 +155,7 @@ class CostModel:
         cache = kv_bytes / (self.bytes_per_s * (self.kv_share or self.memory_share))
         products = joined(self.overlap, linear, weights, self.launch_s if chunked else 0.0)
         extra = self.overhead_s + logits * self.row_s + tokens * self.token_s
-        return max(products + joined(self.overlap, attention, cache) + extra, self.streamed_s)
+        return self.host.step_s(products + joined(self.overlap, attention, cache) + extra, tokens)
 
     def decode_s(self, lengths: Iterable[int]) -> float:
         """Predicted seconds of a step that gives each row one token. lengths: tokens that each row holds."""

@@ -238,7 +238,7 @@ def _split(deployment: Deployment, spec: ModelSpec, formats: Mapping[str, object
     _, missing = deployment.planner(spec, {}).plan()
     host_bytes = least_host_bytes(spec, missing)
     served = replace(spec, host_bytes=host_bytes)
-    if 0 < host_bytes <= memory.total and math.isfinite(cost(served).streamed_s):
+    if 0 < host_bytes <= memory.total and math.isfinite(cost(served).host.copies_s):
         planner, change = deployment.planner(served, {}), {**formats, "cpu_offload_gb": host_bytes / GIB}
         yield _candidate(deployment, served, planner.plan()[0], change, risk)
 

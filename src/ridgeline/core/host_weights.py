@@ -1,13 +1,14 @@
-"""Weights that stay in host memory and are copied to the GPU in every step (`--cpu-offload-gb`): which they are, and what a step
-pays for them.
+"""Weights that stay in host memory (`--cpu-offload-gb`): which they are, and what a step pays for them.
 
-A step takes as long as the slower of two things: its work on the device, and the copies of these weights over the host link, which
-run beside it. Source: FlexGen (Sheng et al. 2023), section 4.
+They are copied to the GPU in every step, beside its work there (FlexGen, Sheng et al. 2023, section 4). In a step of few tokens
+some linears are multiplied on the CPU instead, where they lie, while others are copied; Fiddler (Kamahori et al. 2024) does so for
+experts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.core.errors import ConfigError
@@ -24,11 +25,18 @@ OPTION = "cpu_offload_gb"
 @dataclass(frozen=True, slots=True)
 class HostWeights:
     """linears: numbers of the linears that stay in host memory; linears of all layers are numbered in the order of their use.
-    bytes: of these. largest: bytes of the largest one."""
+    sizes: bytes of each of these."""
 
     linears: frozenset[int] = frozenset()
-    bytes: int = 0
-    largest: int = 0
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes, default=0)
 
     @property
     def saved_bytes(self) -> int:
@@ -69,7 +77,7 @@ def host_weights(spec: ModelSpec) -> HostWeights:
         if total * most < spec.host_bytes * passed:
             taken[number] = size
             total += size
-    chosen = HostWeights(frozenset(taken), total, max(taken.values()))
+    chosen = HostWeights(frozenset(taken), tuple(taken.values()))
     if chosen.saved_bytes <= 0:
         raise ConfigError(
             f"--cpu-offload-gb is {spec.host_bytes / GIB:.4g}: it frees no memory, because copies need buffers of "
@@ -95,6 +103,45 @@ def least_host_bytes(spec: ModelSpec, missing: int) -> int:
         except ConfigError:
             continue
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Seconds that weights in host memory take in each step: copies_s: of the copies of all of them. In a step of at most
+    few_tokens tokens some are multiplied on the CPU in products_s, and the others are copied in few_copies_s."""
+
+    copies_s: float = 0.0
+    few_tokens: int = 0
+    products_s: float = 0.0
+    few_copies_s: float = 0.0
+
+    def step_s(self, device_s: float, tokens: int) -> float:
+        """Seconds of a step whose work on the device takes device_s. Copies run beside all other work, products after it."""
+        if tokens <= self.few_tokens:
+            return max(device_s + self.products_s, self.few_copies_s)
+        return max(device_s, self.copies_s)
+
+
+NO_HOST_WEIGHTS = HostTimes()
+
+
+def computed_linears(sizes: Sequence[int], link: float, products: float) -> frozenset[int]:
+    """Of the linears in host memory, in the order of their use, those that the CPU multiplies in a step of few tokens.
+
+    Each goes to the side that has it done first, so that products and copies end together.
+
+    Args:
+        sizes: bytes of each linear.
+        link, products: bytes/s that copies and the CPU's products read.
+    """
+    computed, copied_s, computed_s = set(), 0.0, 0.0
+    for number, size in enumerate(sizes):
+        if products and computed_s + size / products < copied_s + size / link:
+            computed.add(number)
+            computed_s += size / products
+        else:
+            copied_s += size / link
+    return frozenset(computed)
 
 
 def copy_s(count: int, bytes_per_s: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -67,7 +67,7 @@ def assemble(
     times.ends("ceilings")
     with start_group(rank, times) as group:
         loaded = load_rank(rank, group.mesh, times)
-        runner = group.lead(loaded.runner)
+        cost, runner = replace(cost, host=loaded.model.host_times), group.lead(loaded.runner)
         grammars = _grammars(folder, spec)
         times.ends("grammar")
         source, loaded.runner.transfers = open_tiers(

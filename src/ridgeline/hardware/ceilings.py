@@ -10,7 +10,7 @@ import torch
 
 from ridgeline.core.calibration import load_calibration
 from ridgeline.core.cost import CostModel
-from ridgeline.core.host_weights import streamed_s
+from ridgeline.core.host_weights import HostTimes, streamed_s
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.hardware.bandwidth import host_link_rate, measured_rates
 from ridgeline.hardware.power import Meter, power_counter
@@ -50,7 +50,7 @@ def read_ceilings(
     cost = fitted.cost if fitted else guess
     if spec.host_bytes:
         ceilings["host_link"] = host_link_rate(device)
-        cost = replace(cost, streamed_s=streamed_s(spec, ceilings["host_link"]))
+        cost = replace(cost, host=HostTimes(streamed_s(spec, ceilings["host_link"])))
     return cost, power, ceilings
 
 

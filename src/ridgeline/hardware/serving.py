@@ -11,7 +11,7 @@ from ridgeline.core.calibration import FACTORS, load_calibration, read_calibrati
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Space
-from ridgeline.core.host_weights import LINK_SHARE, streamed_s
+from ridgeline.core.host_weights import LINK_SHARE, HostTimes, streamed_s
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.hardware.probe import Device, probe
 from ridgeline.hardware.table import ACCELERATORS, Accelerator, find
@@ -65,7 +65,7 @@ def cost_model(row: Accelerator, spec: ModelSpec) -> CostModel:
     """Uncalibrated cost model from the published figures of a device. Attention computes in the model's dtype, whatever the
     products of the weights do."""
     copies_s = streamed_s(spec, row.host_link * LINK_SHARE)
-    cost = CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth, streamed_s=copies_s)
+    cost = CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth, host=HostTimes(copies_s))
     return replace(cost, attention_share=cost.compute_share * row.peak(spec.dtype) / cost.flops_per_s)
 
 
@@ -78,7 +78,7 @@ def calibrated_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel:
             "leave it out.",
             param="calibration",
         )
-    return replace(calibrated.cost, streamed_s=streamed_s(spec, row.host_link * LINK_SHARE))
+    return replace(calibrated.cost, host=HostTimes(streamed_s(spec, row.host_link * LINK_SHARE)))
 
 
 def transferred_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel | None:

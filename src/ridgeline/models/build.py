@@ -11,6 +11,7 @@ from ridgeline.core.adapters import plan_adapters
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.expert_parallel import whole_experts
+from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
 from ridgeline.core.quantization import resolve_format
 from ridgeline.core.selection import select_pages
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
@@ -21,6 +22,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
 from ridgeline.ops.capture import Uncaptured
+from ridgeline.ops.native_host import host_ops
 from ridgeline.ops.selective import selecting
 from ridgeline.ops.striped import striped
 from ridgeline.ops.table import Ops
@@ -28,9 +30,9 @@ from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from ridgeline.quant.adapted import adapted
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
+from ridgeline.quant.hosted import Host, streamed
 from ridgeline.quant.integer import IntFormat
 from ridgeline.quant.mixed import MixedFormat
-from ridgeline.quant.streamed import streamed
 from ridgeline.quant.unquantized import UnquantizedFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -41,13 +43,14 @@ OLDEST_FP8 = (8, 9)
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A decoder that is ready to run. spec: of the whole model, with the served dtype and max_len. mesh: which rank's share this
-    decoder holds."""
+    decoder holds. host_times: what its weights in host memory take."""
 
     spec: ModelSpec
     decoder: Decoder
     generation_defaults: GenerationDefaults
     ops: Ops
     mesh: Mesh = ONE_DEVICE
+    host_times: HostTimes = NO_HOST_WEIGHTS
 
     @property
     def rank_spec(self) -> ModelSpec:
@@ -119,6 +122,20 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
     return Fp8Format(matmul.fp8, dtype, device, stored.scales)
 
 
+def _host(spec: ModelSpec, ops: Ops, mesh: Mesh, stored: StoredAs) -> Host | None:
+    """The CPU, if it can multiply linears that stay in host memory; they must read activations as the device leaves them."""
+    rounds_inputs = spec.quantization and (
+        spec.quantization not in NUMBER_FORMATS or NUMBER_FORMATS[spec.quantization].inputs_8bit
+    )
+    plain = spec.gated and not rounds_inputs and not any(layer.experts for layer in spec.layers)
+    if not spec.host_bytes or not ops.on_host or mesh.size > 1 or mesh.stage.count > 1 or not plain:
+        return None
+    if (host := host_ops()) is None:
+        return None
+    host_format = _weight_format(spec, host.ops, torch.device("cpu"), stored)
+    return Host(host, host_format, ops.tokenwise.rms_norm, spec.activation, DTYPES[spec.dtype])
+
+
 def _check_experts(spec: ModelSpec, ops: Ops, device: torch.device) -> None:
     """Raise ConfigError for a number format in which the device cannot multiply by experts."""
     formats = ops.experts.formats if ops.experts else {spec.quantization}
@@ -173,8 +190,9 @@ def load(
     if mesh.context.size > 1:
         ops = striped(ops, mesh.context)
     dummy = model.load_format == "dummy" or device.type == "meta"
-    weight_format = streamed(
-        _weight_format(spec, ops, device, StoredAs() if dummy else stored_as(model_dir)), spec, device
+    stored = StoredAs() if dummy else stored_as(model_dir)
+    weight_format, host_times = streamed(
+        _weight_format(spec, ops, device, stored), spec, device, _host(spec, ops, mesh, stored)
     )
     weight_format, ops = adapted(weight_format, ops, plan_adapters(model), dtype, device)
     decoder = Decoder(Build(spec, ops, weight_format, mesh, dtype, device), spec.max_len)
@@ -184,4 +202,4 @@ def load(
         load_checkpoint(decoder, model_dir, progress)
     else:
         raise ConfigError(f"--load-format {model.load_format!r} is unknown: use auto or dummy.", param="load_format")
-    return LoadedModel(spec, decoder, defaults, ops, mesh)
+    return LoadedModel(spec, decoder, defaults, ops, mesh, host_times)

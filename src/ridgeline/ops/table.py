@@ -475,7 +475,8 @@ class SamplerOps:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert."""
+    """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert.
+    on_host: the CPU may multiply few tokens where a linear lies in its memory (quant.hosted), which adds in another order."""
 
     name: str
     tokenwise: TokenwiseOps
@@ -485,3 +486,4 @@ class Ops:
     programs: Programs = Programs()
     capture: Capture = Uncaptured
     experts: ExpertOps | None = None
+    on_host: bool = False

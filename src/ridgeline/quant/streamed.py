@@ -10,6 +10,7 @@ Source: FlexGen (Sheng et al. 2023), section 4, for the schedule.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +19,9 @@ from typing import Protocol
 
 import torch
 
-from ridgeline.core.host_weights import BUFFERS, host_weights
-from ridgeline.core.spec import ModelSpec
+from ridgeline.core.host_weights import BUFFERS
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, Matrix
+from ridgeline.ops.table import Activation, Matrix, Normed, Scaled
 from ridgeline.quant.format import Expected, LinearShape, Share, Weight, WeightFormat
 
 BLOCK_BYTES = 64 << 20
@@ -97,10 +97,21 @@ class WeightStream:
     """The `count` linears that stay in host memory, numbered in the order of their use, and those of them on the device.
 
     Any order is correct. An order other than that of the numbers is slower, because what was copied ahead is copied again.
+    computed: those that steps of up to few_tokens tokens do not read on the device (quant.hosted).
     """
 
-    def __init__(self, count: int, lane: Lane, memory: HostMemory) -> None:
+    def __init__(
+        self,
+        count: int,
+        lane: Lane,
+        memory: HostMemory,
+        computed: frozenset[int] = frozenset(),
+        few_tokens: int = 0,
+    ) -> None:
         self._count, self._lane, self._memory = count, lane, memory
+        self.computed, self.few_tokens = computed, few_tokens
+        self._all = list(range(count))
+        self._copied = [number for number in self._all if number not in computed]
         self._kept: dict[int, _Kept] = {}
         self._copies: list[Pieces] = []
         self._coming: set[int] = set()
@@ -139,23 +150,30 @@ class WeightStream:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def arrive(self, number: int) -> None:
-        """Work that is enqueued from now on finds the linear in its buffer, until `leave`."""
+    def arrive(self, number: int, tokens: int) -> None:
+        """Work that is enqueued from now on finds the linear in its buffer, until `leave`. tokens: of the step."""
         if number not in self._coming:
             self._coming.clear()
-            for following in range(number, number + BUFFERS):
-                self._send(following)
+            self._copy(number)
+            for following in range(number + 1, number + BUFFERS):
+                self._send(number + 1, following % BUFFERS, tokens)
         self._lane.wait(number % BUFFERS)
         self._coming.discard(number)
 
-    def leave(self, number: int) -> None:
+    def leave(self, number: int, tokens: int) -> None:
         """The work that reads the linear is enqueued."""
-        self._send(number + BUFFERS)
+        self._send(number + 1, number % BUFFERS, tokens)
 
-    def _send(self, number: int) -> None:
-        if number < self._count:
-            self._lane.copy(number % BUFFERS, self._copies[number])
-            self._coming.add(number)
+    def _send(self, first: int, buffer: int, tokens: int) -> None:
+        """Copy the next linear from `first` on that has its place in a buffer."""
+        order = self._copied if tokens <= self.few_tokens else self._all
+        following = (number for number in order[bisect_left(order, first) :] if number % BUFFERS == buffer)
+        if (number := next(following, None)) is not None:
+            self._copy(number)
+
+    def _copy(self, number: int) -> None:
+        self._lane.copy(number % BUFFERS, self._copies[number])
+        self._coming.add(number)
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -167,6 +185,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in the order of its memory, which has no gaps."""
     assert _span(tensor.shape, tensor.stride()) == tensor.numel()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def tokens_of(x: Activation) -> int:
+    """Tokens of a linear's input."""
+    return len(x.values if isinstance(x, Scaled) else x.x if isinstance(x, Normed) else x)
 
 
 class StreamedWeight(Weight):
@@ -190,23 +213,26 @@ class StreamedWeight(Weight):
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert self._weight is not None
-        self._stream.arrive(self._number)
+        tokens = tokens_of(x)
+        self._stream.arrive(self._number, tokens)
         out = self._weight.apply(x, step)
-        self._stream.leave(self._number)
+        self._stream.leave(self._number, tokens)
         return out
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert self._weight is not None
-        self._stream.arrive(self._number)
+        tokens = len(stream)
+        self._stream.arrive(self._number, tokens)
         out = self._weight.add(x, stream, step)
-        self._stream.leave(self._number)
+        self._stream.leave(self._number, tokens)
         return out
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
         assert self._weight is not None
-        self._stream.arrive(self._number)
+        tokens = tokens_of(x)
+        self._stream.arrive(self._number, tokens)
         out = self._weight.activate(x, kind, step)
-        self._stream.leave(self._number)
+        self._stream.leave(self._number, tokens)
         return out
 
     def matrix(self) -> Matrix | None:
@@ -220,11 +246,13 @@ class StreamedWeight(Weight):
 
 @dataclass(slots=True)
 class StreamedFormat:
-    """A format whose linears with the numbers `linears` stay in host memory. Linears are created in the order of their use."""
+    """A format whose linears with the numbers `linears` stay in host memory. Linears are created in the order of their use.
+    computed: creates the weights of those that few tokens multiply where they lie; None: there are none."""
 
     base: WeightFormat
     linears: frozenset[int]
     stream: WeightStream
+    computed: Callable[[WeightStream, int, Callable[[], Weight], LinearShape], Weight] | None = None
     name: str = "streamed"
     _created: int = field(default=0, init=False)
     _streamed: int = field(default=0, init=False)
@@ -233,13 +261,8 @@ class StreamedFormat:
         number, self._created = self._created, self._created + 1
         if number not in self.linears:
             return self.base.create(shape, share)
-        self._streamed += 1
-        return StreamedWeight(self.stream, self._streamed - 1, partial(self.base.create, shape, share))
-
-
-def streamed(base: WeightFormat, spec: ModelSpec, device: torch.device) -> WeightFormat:
-    """The format for a model on a GPU, of whose weights spec.host_bytes stay in host memory; `base` if none do."""
-    linears = host_weights(spec).linears
-    if not linears or device.type == "meta":
-        return base
-    return StreamedFormat(base, linears, WeightStream(len(linears), CudaLane(device), HostMemory(pinned=True)))
+        place, self._streamed = self._streamed, self._streamed + 1
+        create = partial(self.base.create, shape, share)
+        if self.computed is not None and place in self.stream.computed:
+            return self.computed(self.stream, place, create, shape)
+        return StreamedWeight(self.stream, place, create)

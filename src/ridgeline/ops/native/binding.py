@@ -173,7 +173,8 @@ class Library:
     sparse_pack(weight, packed or 0, n, k) -> bytes. sparse_linear: as linear, in bfloat16. expands: whether it pays (sparse.cpp).
     rows_gather, rows_advance, rows_verify, rows_keep, rows_last(arguments): see rows.cpp.
     huge_pages(address, bytes): requests pages of 2 MiB; it is optional.
-    replay(words, calls): makes recorded calls, see replay.cpp. log: records calls of all functions that steps call.
+    replay(words, calls): makes recorded calls, see replay.cpp. replay_in: address of the function of one pointer that does.
+    log: records calls of all functions that steps call.
     """
 
     kernels: dict[torch.dtype, Kernels]
@@ -190,6 +191,7 @@ class Library:
     rows_keep: Any
     rows_last: Any
     replay: Any
+    replay_in: int
     log: CallLog
     instructions: str
     compiler: str
@@ -271,6 +273,7 @@ def open_library(path: Path) -> Library:
         sparse_linear=foreign("sparse_linear", _ARGUMENTS["linear"], keeps_lock=False),
         expands=bool(library.rl_expands()),
         replay=library.rl_replay,
+        replay_in=ctypes.cast(library.rl_replay_in, c_void_p).value or 0,
         log=log,
         instructions=library.rl_instructions().decode(),
         compiler=library.rl_compiler().decode(),

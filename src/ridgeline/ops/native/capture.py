@@ -8,7 +8,9 @@ library's log (binding.Foreign). If the work consists of foreign calls, replayin
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +33,10 @@ class CallListCapture:
     """Capture work as a list of foreign calls. Implements Capture."""
 
     def __init__(self, library: Library) -> None:
-        self._library = library
+        self.library = library
 
     def __call__(self, work: Callable[..., Any]) -> CapturedCalls:
-        return CapturedCalls(self._library, work)
+        return CapturedCalls(self.library, work)
 
 
 class CapturedCalls:
@@ -67,30 +69,60 @@ class CapturedCalls:
         return self._record(*arguments) if self._runs == 2 else self._work(*arguments)
 
     def _record(self, *arguments: Any) -> Any:
-        witness, log = _Witness(), self._library.log
-        log.calls = calls = list[Call]()
-        try:
-            with witness:
-                result = self._work(*arguments)
-        finally:
-            log.calls = None
-        if calls and not witness.computed and sum(tensor.nbytes for tensor in witness.allocated) <= MAX_BYTES:
-            each = [word for function, arguments in calls for word in function.words(arguments)]
-            words = (ctypes.c_int64 * len(each))(*each)
-            self._calls, self._count = ctypes.addressof(words), len(calls)
-            self._result, self._kept = result, (words, calls, witness.allocated)
+        result, recorded = record(self._library, partial(self._work, *arguments))
+        if recorded is not None and sum(tensor.nbytes for tensor in recorded.allocated) <= MAX_BYTES:
+            self._calls, self._count = recorded.calls, recorded.count
+            self._result, self._kept = result, recorded
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The calls that a piece of work made. words: the number of threads and of calls, then the calls in the format of replay.cpp.
+    kept, allocated: the memory that they use."""
+
+    words: ctypes.Array[ctypes.c_int64]
+    kept: Sequence[Call]
+    allocated: Sequence[torch.Tensor]
+
+    @property
+    def calls(self) -> int:
+        """Address of the first call."""
+        return ctypes.addressof(self.words) + 16
+
+    @property
+    def count(self) -> int:
+        return len(self.kept)
+
+
+def record(library: Library, work: Callable[[], Any], pinned: bool = False) -> tuple[Any, Recorded | None]:
+    """Run work, and record its calls: (what it returned, the calls). None: it makes no calls, or torch computes or reads a value.
+    pinned: tensors that it allocates are in pinned memory."""
+    witness, log = _Witness(pinned), library.log
+    log.calls = calls = list[Call]()
+    try:
+        with witness:
+            result = work()
+    finally:
+        log.calls = None
+    if not calls or witness.computed:
+        return result, None
+    words = [torch.get_num_threads(), len(calls)]
+    words += [word for function, arguments in calls for word in function.words(arguments)]
+    return result, Recorded((ctypes.c_int64 * len(words))(*words), calls, witness.allocated)
 
 
 class _Witness(TorchFunctionMode):
     """Records the tensors that are allocated. computed: torch computed or read a value, which a list of calls cannot repeat."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool) -> None:
         super().__init__()
+        self._pinned = {"pin_memory": True} if pinned else {}
         self.computed, self.allocated = False, list[torch.Tensor]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), func.__name__
+        name = func.__name__
+        result = func(*args, **(kwargs or {}), **(self._pinned if name in _ALLOCATIONS else {}))
         if name in _ALLOCATIONS:
             self.allocated.append(result)
         elif name in _MAY_COPY:

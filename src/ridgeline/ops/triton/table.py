@@ -55,4 +55,5 @@ TRITON = Ops(
     ),
     programs=Programs(layers=layers),
     experts=TritonExperts(),
+    on_host=True,
 )

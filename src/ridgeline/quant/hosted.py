@@ -1,0 +1,178 @@
+"""Linears in host memory that steps of few tokens multiply on the CPU, where they lie, while others are copied to the device.
+
+A decode step reads a weight once, and the CPU reads its memory faster than the host link copies it. The tokens' inputs go to the
+host, a thread of the driver multiplies them, and the results come back, all in the order of the stream, so that CUDA graphs capture
+them. Steps of more tokens copy these linears like all others, since the GPU multiplies them faster. They are in host memory twice:
+as the device reads them, and as the CPU does.
+
+Source: Fiddler (Kamahori et al. 2024, arXiv:2402.07033), which computes experts of few tokens on the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+
+import torch
+
+from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes, HostWeights, computed_linears, host_weights
+from ridgeline.core.spec import ModelSpec
+from ridgeline.ops.native_host import HostCalls, HostOps
+from ridgeline.ops.step import StepInputs
+from ridgeline.ops.table import Activation, RmsNorm, Scaled, apply_norm
+from ridgeline.quant.format import LinearShape, Part, Share, Weight, WeightFormat
+from ridgeline.quant.streamed import CudaLane, HostMemory, StreamedFormat, StreamedWeight, WeightStream, tokens_of
+
+SIZES = (1, 4, 16)
+"""Tokens for which products are recorded; others take the next larger one. From some 36 tokens on a copy is as fast, by arithmetic
+(docs/log/2026-11-27-layers-on-the-cpu.md)."""
+TIMED = 5
+"""Products of the largest linear whose median time decides which linears the CPU multiplies."""
+
+
+@dataclass(slots=True)
+class Host:
+    """The CPU of a machine with a GPU. format: of weights that it multiplies. norm: of the device. kind: of the activation.
+    pinned: of the memory that the device copies from and to."""
+
+    ops: HostOps
+    format: WeightFormat
+    norm: RmsNorm
+    kind: str
+    dtype: torch.dtype
+    pinned: bool = True
+    _inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def inputs(self, width: int) -> torch.Tensor:
+        """Memory for the inputs [SIZES[-1], width] of a product. Products take turns, in the order of the stream."""
+        if width not in self._inputs:
+            self._inputs[width] = torch.zeros(SIZES[-1], width, dtype=self.dtype, pin_memory=self.pinned)
+        return self._inputs[width]
+
+    def products(self, width: int, work: Callable[[torch.Tensor], torch.Tensor]) -> list[Product]:
+        """`work` on inputs of each of SIZES; none if the CPU cannot repeat it without Python."""
+        products = []
+        for size in SIZES:
+            x = self.inputs(width)[:size]
+            result, calls = self.ops.record(partial(work, x))
+            if calls is not None:
+                products.append(Product(x, result, calls))
+        return products if len(products) == len(SIZES) else []
+
+    def rate(self, shape: LinearShape) -> float:
+        """Bytes/s that products of the most tokens read from the memory of a linear; 0: there are none."""
+        weight, other = (self._zeros(shape) for _ in range(2))
+        products = [self.products(shape.d_in, linear.apply) for linear in (weight, other)]
+        if not all(products):
+            return 0.0
+        x, times = self.inputs(shape.d_in), []
+        for number in range(TIMED + 1):
+            started = time.perf_counter()
+            (weight, other)[number % 2].apply(x)  # in turn, so that caches hold little of them
+            times.append(time.perf_counter() - started)
+        return sum(tensor.nbytes for tensor in weight.tensors()) / median(times[1:])
+
+    def _zeros(self, shape: LinearShape) -> Weight:
+        weight = self.format.create(shape, Share())
+        for (part, name), expected in weight.expects.items():
+            weight.load(part, name, torch.zeros(expected.shape, dtype=self.dtype))
+        return weight
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A recorded product: reads x [tokens, inputs] and writes result [tokens, outputs], both on the host."""
+
+    x: torch.Tensor
+    result: torch.Tensor
+    calls: HostCalls
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of x [up to as many tokens, inputs] on the device, in the order of its stream."""
+        rows = len(x)
+        self.x[:rows].copy_(x, non_blocking=True)
+        self.calls.enqueue()
+        return self.result[:rows].to(x.device, non_blocking=True)
+
+
+class HostedWeight(StreamedWeight):
+    """A linear in host memory. Few tokens are multiplied there."""
+
+    __slots__ = ("_applied", "_activated", "_host", "_linear", "_parts", "_width")
+
+    def __init__(
+        self,
+        host: Host,
+        stream: WeightStream,
+        number: int,
+        create: Callable[[], Weight],
+        shape: LinearShape,
+    ) -> None:
+        super().__init__(stream, number, create)
+        self._host, self._linear = host, host.format.create(shape, Share())
+        self._width, self._parts = shape.d_in, len(shape.parts)
+        self._applied: Sequence[Product] = ()
+        self._activated: Sequence[Product] = ()
+
+    def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
+        self._linear.load(part, name, tensor.cpu())
+        super().load(part, name, tensor)
+        if not self._missing:
+            self._applied = self._host.products(self._width, self._linear.apply)
+            if self._parts == 2:  # gate and up
+                self._activated = self._host.products(self._width, self._gated)
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        result = self._linear.activate(x, self._host.kind)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
+        product = self._product(x, self._applied)
+        return super().apply(x, step) if product is None else product.run(self._plain(x))
+
+    def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
+        product = self._product(x, self._applied)
+        return super().add(x, stream, step) if product is None else product.run(self._plain(x)).add_(stream)
+
+    def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
+        product = self._product(x, self._activated) if kind == self._host.kind else None
+        return super().activate(x, kind, step) if product is None else product.run(self._plain(x))
+
+    def _product(self, x: Activation, products: Sequence[Product]) -> Product | None:
+        at = bisect_left(SIZES, tokens_of(x))
+        return products[at] if at < len(products) else None
+
+    def _plain(self, x: Activation) -> torch.Tensor:
+        assert not isinstance(x, Scaled)
+        return apply_norm(x, self._host.norm)
+
+
+def streamed(
+    base: WeightFormat, spec: ModelSpec, device: torch.device, host: Host | None
+) -> tuple[WeightFormat, HostTimes]:
+    """The format for a model on a GPU, of whose weights spec.host_bytes stay in host memory, and the time that they take; `base` if
+    none do. host: None: none are multiplied there."""
+    chosen = host_weights(spec)
+    if not chosen.linears or device.type == "meta":
+        return base, NO_HOST_WEIGHTS
+    computed, times = (frozenset[int](), NO_HOST_WEIGHTS) if host is None else divided(chosen, spec, device, host)
+    lane, memory, few = CudaLane(device), HostMemory(pinned=True), times.few_tokens
+    stream = WeightStream(len(chosen.sizes), lane, memory, computed, few)
+    return StreamedFormat(base, chosen.linears, stream, partial(HostedWeight, host) if host else None), times
+
+
+def divided(chosen: HostWeights, spec: ModelSpec, device: torch.device, host: Host) -> tuple[frozenset[int], HostTimes]:
+    """Which of the linears in host memory the CPU multiplies in steps of few tokens, by measured rates, and the time of both kinds
+    of steps. None if the host has too little memory to hold them twice."""
+    link, widest = host.ops.link_rate(device), max(layer.d_ff for layer in spec.layers)
+    products = host.rate(LinearShape(spec.d_model, (Part(2 * widest, 2 * widest),)))
+    computed = computed_linears(chosen.sizes, link, products)
+    twice = sum(chosen.sizes[number] for number in computed)
+    if not twice or chosen.bytes + twice > host.ops.free_bytes():
+        return frozenset(), HostTimes(chosen.bytes / link)
+    return computed, HostTimes(chosen.bytes / link, SIZES[-1], twice / products, (chosen.bytes - twice) / link)

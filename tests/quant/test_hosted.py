@@ -1,0 +1,95 @@
+"""Linears in host memory that steps of few tokens multiply on the CPU: the same results, and copies of the others only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from ridgeline.core.formats import NUMBER_FORMATS
+from ridgeline.core.host_weights import BUFFERS, computed_linears, host_weights
+from ridgeline.models.config import read_spec
+from ridgeline.ops.native_host import HostOps, host_ops
+from ridgeline.ops.reference import REFERENCE
+from ridgeline.quant.format import LinearShape, Part, WeightFormat
+from ridgeline.quant.hosted import SIZES, Host, HostedWeight, divided
+from ridgeline.quant.integer import IntFormat
+from ridgeline.quant.streamed import HostMemory, StreamedFormat, WeightStream
+from ridgeline.quant.unquantized import UnquantizedFormat
+from tests.models.paged import PagedRows
+from tests.quant.test_streamed import CONFIG, CPU, F32, FORMATS, EarlyLane, LateLane, model
+
+
+def hosted(name: str) -> Host:
+    ops = host_ops()
+    if ops is None:
+        pytest.skip("needs the compiled operations of the CPU")
+    forms: dict[str, WeightFormat] = {
+        "": UnquantizedFormat(ops.ops.matmul.unquantized, F32, CPU),
+        "int4": IntFormat(ops.ops.matmul.integer, NUMBER_FORMATS["int4"], F32, CPU),
+    }
+    return Host(ops, forms[name], REFERENCE.tokenwise.rms_norm, "silu", F32, pinned=False)
+
+
+@pytest.mark.parametrize("lane", [EarlyLane, LateLane])
+@pytest.mark.parametrize("name", ["", "int4"])
+def test_few_tokens_are_multiplied_where_the_weights_lie(name: str, lane: type[EarlyLane]) -> None:
+    host, copies = hosted(name), lane()
+    spec = replace(read_spec(CONFIG), quantization=name)
+    spec = replace(spec, host_bytes=int(0.6 * spec.layer_bytes))
+    chosen = host_weights(spec)
+    computed = computed_linears(chosen.sizes, 1.0, 2.0)
+    count = len(chosen.sizes)
+    assert 0 < len(computed) < count
+    stream = WeightStream(count, copies, HostMemory(pinned=False), computed, SIZES[-1])
+    split = model(StreamedFormat(FORMATS[name](), chosen.linears, stream, partial(HostedWeight, host)), spec)
+    rows, same = PagedRows(split), PagedRows(model(FORMATS[name](), spec))
+    for work in (
+        [(0, list(range(3, 40))), (1, list(range(20, 31)))],
+        [(0, [5]), (1, [6])],
+        [(0, [7, 8, 9]), (1, list(range(40, 52)))],
+        [(0, [5])],
+        [(0, list(range(10, 30)))],
+    ):
+        copies.copies.clear()
+        torch.testing.assert_close(rows.step(work), same.step(work), rtol=2e-4, atol=2e-5)
+        few = sum(len(tokens) for _, tokens in work) <= SIZES[-1]
+        expected = [number % BUFFERS for number in range(count) if not (few and number in computed)]
+        assert sorted(copies.copies) == sorted(expected) and not copies.pending
+
+
+def test_rates_divide_the_linears() -> None:
+    sizes = [50, 33, 235, 117] * 20
+    assert computed_linears(sizes, 55.0, 0.0) == frozenset()
+    for link, products in ((55.0, 92.0), (55.0, 10.0), (25.0, 200.0)):
+        computed = computed_linears(sizes, link, products)
+        seconds = sum(sizes[number] for number in computed) / products
+        copies = (sum(sizes) - products * seconds) / link
+        best = sum(sizes) / (link + products)
+        assert max(seconds, copies) < 1.1 * best, (link, products)
+
+
+def test_a_host_without_memory_for_both_computes_nothing() -> None:
+    host = hosted("")
+    spec = read_spec(CONFIG)
+    spec = replace(spec, host_bytes=int(0.6 * spec.layer_bytes))
+    chosen = host_weights(spec)
+
+    def with_free(free: int) -> Host:
+        given = host.ops
+        return replace(host, ops=HostOps(given.ops, given.record, lambda _: 1.0, lambda: free))
+
+    computed, times = divided(chosen, spec, CPU, with_free(1 << 40))
+    assert computed and times.few_tokens == SIZES[-1] and times.copies_s == chosen.bytes
+    assert times.few_copies_s < times.copies_s and times.step_s(1.0, 3) < times.step_s(1.0, 300)
+    computed, times = divided(chosen, spec, CPU, with_free(chosen.bytes))
+    assert not computed and times.few_tokens == 0 and times.step_s(1.0, 3) == times.copies_s
+
+
+def test_work_that_cannot_be_recorded_is_left_to_copies() -> None:
+    host = hosted("")
+    assert host.rate(LinearShape(64, (Part(96, 96),))) > 0
+    plain = UnquantizedFormat(REFERENCE.matmul.unquantized, F32, CPU)
+    assert replace(host, format=plain).rate(LinearShape(64, (Part(96, 96),))) == 0.0
