@@ -110,6 +110,21 @@ def test_many_adapters_in_a_batch_equal_merged_models(root: Path) -> None:
     engine.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"speculate": "reference"}], ids=str)
+def test_a_gpu_gives_the_same(root: Path, options: dict[str, Any]) -> None:
+    """In graphs, whose kernels read which row has which adapter, and after another adapter has come to a slot."""
+    expected = alone(root, ["", *ADAPTERS])
+    engine = start(root / "base", lora_modules=modules(root), device="cuda", **options)
+    same(run(engine, ["all", "", "some", "patterns"]), expected)
+    same(run(engine, ["patterns", "all"]), {name: expected[name] for name in ("patterns", "all")})
+    order(engine, "unload_adapter", "some")
+    order(engine, "load_adapter", f"again={root / 'all'}")
+    same(run(engine, [""]), {"": expected[""]})
+    same({"all": run(engine, ["again"])["again"]}, {"all": expected["all"]})
+    engine.close()
+
+
 def test_adapters_come_and_go_while_the_engine_runs(root: Path) -> None:
     """One slot serves one adapter after the other, and no prefix of one is used for another one, also under the same name."""
     expected = alone(root, ["", "all", "some"])

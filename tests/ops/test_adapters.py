@@ -186,11 +186,17 @@ def check_compiles(name: str, constants: dict[str, object]) -> str:
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
-        ("_shrink", {"PARTS": 3, "SORTED": True, "ROWS": 16, "WIDE": 16, "BLOCK": 128}),
+        ("_shrink", {"PARTS": 3, "SORTED": True, "ROWS": 16, "WIDE": 16, "BLOCK": 256, "PDL": True}),
         pytest.param(
-            "_shrink", {"PARTS": 1, "SORTED": True, "ROWS": 64, "WIDE": 64, "BLOCK": 128}, marks=pytest.mark.long
+            "_shrink",
+            {"PARTS": 1, "SORTED": True, "ROWS": 64, "WIDE": 64, "BLOCK": 256, "PDL": True},
+            marks=pytest.mark.long,
         ),
-        pytest.param("_expand", {"SORTED": True, "ROWS": 16, "WIDE": 128, "BLOCK": 16}, marks=pytest.mark.long),
+        pytest.param(
+            "_expand",
+            {"SPLITS": 8, "SORTED": True, "ROWS": 16, "WIDE": 256, "BLOCK": 16, "PDL": True},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_kernels_compile_for_hopper(name: str, constants: dict[str, object], apart) -> None:

@@ -19,6 +19,8 @@ from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 CONFIG_FILE = "adapter_config.json"
 SLOTS, RANK = 8, 16
 """Adapters that may be loaded, and their largest rank, if neither options nor adapters of the start say otherwise."""
+RANK_STEP = 8
+"""Ranks in memory are multiples of it; zeros fill them up."""
 
 
 def read_modules(text: str) -> dict[str, str]:
@@ -64,6 +66,11 @@ def largest_rank(config: dict[str, Any]) -> int:
     return max(ranks)
 
 
+def padded_rank(rank: int) -> int:
+    """The rank that an adapter has in memory."""
+    return -(-rank // RANK_STEP) * RANK_STEP
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """Adapters that may be loaded at a time, and their largest rank. 0 slots: a server without adapters."""
@@ -74,7 +81,7 @@ class AdapterPlan:
     def bytes(self, spec: ModelSpec, ranks: int = 1) -> int:
         """Memory of all slots on each of `ranks` tensor ranks."""
         values = sum(_layer_values(spec, layer, ranks) for layer in spec.layers) if self.slots else 0
-        return self.slots * self.rank * values * DTYPE_BYTES[spec.dtype]
+        return self.slots * padded_rank(self.rank) * values * DTYPE_BYTES[spec.dtype]
 
 
 def plan_adapters(model: ModelConfig) -> AdapterPlan:

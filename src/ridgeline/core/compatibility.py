@@ -101,7 +101,6 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("sleep", _CONTEXT_PARALLEL, "several ranks do not sleep together so far", "leave the parallel sizes out"),
     Refusal("sleep", _APART, "several engines do not sleep together so far", "leave it out"),
     Refusal("sleep", "weights in host memory", "these weights have no memory on the GPU to release", "leave it out"),
-    Refusal("adapters", "a GPU", "adapters have not run on a GPU yet", "leave it out, or use --device cpu"),
     Refusal("adapters", "experts", "adapters change no experts so far", "merge the adapter into the model"),
     Refusal(
         "adapters",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.core.adapters import AdapterPlan
+from ridgeline.core.adapters import AdapterPlan, padded_rank
 from ridgeline.ops.adapters import AdapterOps, Bank, HostGroups, Pairs, adapting
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, Matrix, Ops, Scaled, TokenwiseOps, apply_norm
+from ridgeline.ops.table import Activation, Matrix, Normed, Ops, Scaled, TokenwiseOps, apply_norm
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, WeightFormat
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -30,7 +30,7 @@ class AdaptedWeight(Weight):
         self._cut = cut = Cut.of(shape, share)
         self.part_shapes = [(part.rows, shape.d_in) for part in shape.parts]
         """Outputs and inputs of each part, unsharded."""
-        slots, rank, (outputs, inputs) = form.bank.slots + 1, form.bank.rank, cut.size
+        slots, rank, (outputs, inputs) = form.bank.slots + 1, padded_rank(form.bank.rank), cut.size
         a = torch.zeros(slots, len(cut.rows) * rank * inputs, dtype=form.dtype, device=form.device)
         b = torch.zeros(slots, outputs * rank, dtype=form.dtype, device=form.device)
         ends = tuple(rows.stop for rows in cut.stacked_rows)
@@ -40,7 +40,7 @@ class AdaptedWeight(Weight):
     def store(self, slot: int, parts: Sequence[Factors | None]) -> None:
         """Give a slot the factors of each part of this linear; None: the adapter does not change the part."""
         pairs, cut = self.pairs, self._cut
-        rank = max((len(factors[0]) for factors in parts if factors is not None), default=0)
+        rank = padded_rank(max((len(factors[0]) for factors in parts if factors is not None), default=0))
         pairs.ranks[slot] = rank
         a, b = pairs.of(slot)
         a.zero_()
@@ -58,14 +58,18 @@ class AdaptedWeight(Weight):
         self._base.load(part, name, tensor)
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
-        y = self._base.apply(x, step)
         group = None if step is None else self._ops.group(self.bank, step)
-        return y if group is None else self._ops.add(y, self._tensor(x), self.pairs, group)
+        if group is None:
+            return self._base.apply(x, step)
+        tensor = self._tensor(x)
+        return self._ops.add(self._base.apply(_once(x, tensor), step), tensor, self.pairs, group)
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
-        total = self._base.add(x, stream, step)
         group = None if step is None else self._ops.group(self.bank, step)
-        return total if group is None else self._ops.add(total, self._tensor(x), self.pairs, group)
+        if group is None:
+            return self._base.add(x, stream, step)
+        tensor = self._tensor(x)
+        return self._ops.add(self._base.add(_once(x, tensor), stream, step), tensor, self.pairs, group)
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
         if step is None or self._ops.group(self.bank, step) is None:
@@ -84,6 +88,11 @@ class AdaptedWeight(Weight):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Those of the base; `pairs` has the adapters'."""
         return self._base.tensors()
+
+
+def _once(x: Activation, normed: torch.Tensor) -> Activation:
+    """The input of the base: a norm is not computed again."""
+    return normed if isinstance(x, Normed) else x
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ Two kernels for each linear. `_shrink` computes A x of each token, in parts of t
 computes B A x and adds it to the linear's result: the kernels of Punica (Chen et al. 2023, arXiv:2310.18547, section 4.1) and
 S-LoRA (Sheng et al. 2023, arXiv:2311.03285, section 5), for slots of different ranks. Tokens are grouped once per step, as those of
 experts (ops.triton.experts): a tile has tokens of one slot, and tiles without an adapter end at once. A step of few tokens needs no
-order: each token is a tile, and tokens of one slot read its weights through the L2 cache.
+order: each token is a tile, and tokens of one slot read its weights through the L2 cache. Both kernels begin while their
+predecessor ends (launch.py): the slots of tiles are known since the begin of the step, so the first weights are read before the wait.
 """
 
 # mypy: allow-untyped-defs
@@ -16,19 +17,23 @@ import torch
 import triton
 import triton.language as tl
 
+from ridgeline.core.adapters import RANK_STEP as PADDED_RANK
 from ridgeline.ops.adapters import Bank, Pairs
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.triton.experts import MMA_ROWS, SORTED_AT_ONCE, _pairs_of, _sort
+from ridgeline.ops.triton.launch import await_inputs, overlap
 
 FEW_TOKENS = 16
 """Most tokens of a step without an order."""
 MANY_TOKENS = 1024
 """Fewest tokens of a step whose tiles are large."""
 LARGE_ROWS = 64
-SHRINK_INPUTS, EXPAND_OUTPUTS = 128, 128
-PART_INPUTS = 2048
+SHRINK_INPUTS, EXPAND_OUTPUTS = 256, 256
+PART_INPUTS = 512
 """Inputs that one program of `_shrink` reads in a step of few tiles: the others are read at the same time."""
-MOST_PARTS = 8
+MOST_PARTS = 16
+RANK_STEP: tl.constexpr = tl.constexpr(PADDED_RANK)
+"""Ranks are multiples of it, so that loads of 16 bytes are aligned."""
 
 
 class Group(NamedTuple):
@@ -51,6 +56,7 @@ def _shrink(
     x_ptr, a_ptr, ranks_ptr, out_ptr, chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
     tokens, inputs, width, a_stride, held, length,
     PARTS: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out float32 [splits, T, width]: A x over `length` inputs each. A [PARTS * rank, inputs] is the begin of a slot's memory."""
     slot, token, inside = _pairs_of(
@@ -59,33 +65,41 @@ def _shrink(
     rows = 0
     if slot >= 0:
         rows = PARTS * tl.load(ranks_ptr + slot + 1)
-    first = tl.program_id(1) * WIDE
+    first, split = tl.program_id(1) * WIDE, tl.program_id(2)
+    at, place = first + tl.arange(0, WIDE), split * length + tl.arange(0, BLOCK)
+    end = tl.minimum((split + 1) * length, inputs)
+    a_ptr += (slot + 1).to(tl.int64) * a_stride
+    # The first weights come while the previous kernel ends.
+    a = _factors(a_ptr, at, place, rows, end, inputs)
+    await_inputs(PDL)
     if first < rows:
-        split = tl.program_id(2)
-        at, place = first + tl.arange(0, WIDE), tl.arange(0, BLOCK)
-        a_ptr += (slot + 1).to(tl.int64) * a_stride
-        end = tl.minimum((split + 1) * length, inputs)
-        total = tl.zeros((ROWS, WIDE), dtype=tl.float32)
-        for start in range(split * length, end, BLOCK):
-            here = start + place
+        x = tl.load(
+            x_ptr + token[:, None] * inputs + place[None, :], mask=inside[:, None] & (place < end)[None, :], other=0.0
+        )
+        total = tl.dot(x, a, input_precision="ieee")
+        for start in range(BLOCK, end - split * length, BLOCK):
+            here = place + start
             x = tl.load(
                 x_ptr + token[:, None] * inputs + here[None, :], mask=inside[:, None] & (here < end)[None, :], other=0.0
             )
-            a = tl.load(
-                a_ptr + at[None, :].to(tl.int64) * inputs + here[:, None],
-                mask=(at < rows)[None, :] & (here < end)[:, None],
-                other=0.0,
-            )
-            total = tl.dot(x, a, total, input_precision="ieee")
+            total = tl.dot(x, _factors(a_ptr, at, here, rows, end, inputs), total, input_precision="ieee")
         out = out_ptr + (split * tokens + token)[:, None] * width + at[None, :]
         tl.store(out, total, mask=inside[:, None] & (at < rows)[None, :])
 
 
 @triton.jit
+def _factors(a_ptr, at, place, rows, end, inputs):
+    """A of some inputs, transposed: [BLOCK, WIDE]."""
+    pointers = a_ptr + at[None, :].to(tl.int64) * inputs + place[:, None]
+    return tl.load(pointers, mask=(at < rows)[None, :] & (place < end)[:, None], other=0.0)
+
+
+@triton.jit
 def _expand(
     inner_ptr, b_ptr, ranks_ptr, y_ptr, chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
-    tokens, width, b_stride, held, splits, end_0, end_1, outputs,
-    SORTED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, width, b_stride, held, end_0, end_1, outputs,
+    SPLITS: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, outputs] += B (A x). B [outputs, rank] is the begin of a slot's memory. end_0, end_1: where the first two of three
     parts end, which read different rows of A; a part may be empty."""
@@ -95,31 +109,33 @@ def _expand(
     rank = 0
     if slot >= 0:
         rank = tl.load(ranks_ptr + slot + 1)
+    rank = rank // RANK_STEP * RANK_STEP  # the compiler sees that rows of B are aligned
+    block = tl.program_id(1)
+    blocks_0, blocks_1 = tl.cdiv(end_0, WIDE), tl.cdiv(end_1 - end_0, WIDE)
+    part = (block >= blocks_0).to(tl.int32) + (block >= blocks_0 + blocks_1).to(tl.int32)
+    begin = tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
+    end = tl.where(part == 0, end_0, tl.where(part == 1, end_1, outputs))
+    block -= tl.where(part == 0, 0, tl.where(part == 1, blocks_0, blocks_0 + blocks_1))
+    at, place = begin + block * WIDE + tl.arange(0, WIDE), tl.arange(0, BLOCK)
+    b_ptr += (slot + 1).to(tl.int64) * b_stride
+    pointers = b_ptr + at[None, :].to(tl.int64) * rank + place[:, None]
+    b = tl.load(pointers, mask=(at < end)[None, :] & (place < rank)[:, None], other=0.0)
+    await_inputs(PDL)
     if rank > 0:
-        block = tl.program_id(1)
-        blocks_0, blocks_1 = tl.cdiv(end_0, WIDE), tl.cdiv(end_1 - end_0, WIDE)
-        part = (block >= blocks_0).to(tl.int32) + (block >= blocks_0 + blocks_1).to(tl.int32)
-        begin = tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
-        end = tl.where(part == 0, end_0, tl.where(part == 1, end_1, outputs))
-        block -= tl.where(part == 0, 0, tl.where(part == 1, blocks_0, blocks_0 + blocks_1))
-        at, place = begin + block * WIDE + tl.arange(0, WIDE), tl.arange(0, BLOCK)
-        b_ptr += (slot + 1).to(tl.int64) * b_stride
-        total = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+        y = y_ptr + token[:, None] * outputs + at[None, :]
+        mask = inside[:, None] & (at < end)[None, :]
+        value = tl.load(y, mask=mask, other=0.0).to(tl.float32)
+        first = inner_ptr + token[:, None] * width + part * rank
         for start in range(0, rank, BLOCK):
             here = start + place
             inner = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-            for split in range(splits):
-                row = (split * tokens + token)[:, None] * width + part * rank + here[None, :]
-                inner += tl.load(inner_ptr + row, mask=inside[:, None] & (here < rank)[None, :], other=0.0)
-            b = tl.load(
-                b_ptr + at[None, :].to(tl.int64) * rank + here[:, None],
-                mask=(at < end)[None, :] & (here < rank)[:, None],
-                other=0.0,
-            )
-            total = tl.dot(inner.to(b.dtype), b, total, input_precision="ieee")
-        y = y_ptr + token[:, None] * outputs + at[None, :]
-        mask = inside[:, None] & (at < end)[None, :]
-        value = tl.load(y, mask=mask, other=0.0).to(tl.float32) + total
+            for split in tl.static_range(SPLITS):
+                row = first + split * tokens * width + here[None, :]
+                inner += tl.load(row, mask=inside[:, None] & (here < rank)[None, :], other=0.0)
+            value = tl.dot(inner.to(b.dtype), b, value, input_precision="ieee")
+            if start + BLOCK < rank:
+                more = (here + BLOCK < rank)[:, None]
+                b = tl.load(pointers + start + BLOCK, mask=(at < end)[None, :] & more, other=0.0)
         tl.store(y, value.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -142,21 +158,22 @@ class TritonAdapters:
         width, tiles = parts * rank, group.places.shape[1]
         splits = 1 if group.rows > MMA_ROWS else min(MOST_PARTS, triton.cdiv(pairs.inputs, PART_INPUTS))
         length = triton.cdiv(triton.cdiv(pairs.inputs, splits), SHRINK_INPUTS) * SHRINK_INPUTS
+        splits = triton.cdiv(pairs.inputs, length)
         inner = torch.empty((splits, tokens, width), dtype=torch.float32, device=x.device)
         places = (group.chosen, group.order, *group.places)
         wide = min(64, max(16, triton.next_power_of_2(rank)))
-        shape = {"SORTED": group.is_sorted, "ROWS": group.rows}
+        shape = {"SORTED": group.is_sorted, "ROWS": group.rows, **overlap(x.device)}
         _shrink[(tiles, triton.cdiv(width, wide), splits)](
             x, pairs.a, pairs.device_ranks, inner, *places, tokens, pairs.inputs, width, pairs.a.stride(0), group.slots,
-            length, PARTS=parts, **shape, WIDE=wide, BLOCK=SHRINK_INPUTS, num_warps=4, num_stages=4,
+            length, PARTS=parts, **shape, WIDE=wide, BLOCK=SHRINK_INPUTS, num_warps=4, num_stages=3,
         )  # fmt: skip
         ends = [*pairs.ends, *[outputs] * 3][:2]
         blocks = sum(
             triton.cdiv(end - begin, EXPAND_OUTPUTS) for begin, end in zip((0, *ends), (*ends, outputs), strict=True)
         )
         _expand[(tiles, blocks)](
-            inner, pairs.b, pairs.device_ranks, y, *places, tokens, width, pairs.b.stride(0), group.slots, splits, *ends,
-            outputs, **shape, WIDE=EXPAND_OUTPUTS, BLOCK=wide, num_warps=4, num_stages=2,
+            inner, pairs.b, pairs.device_ranks, y, *places, tokens, width, pairs.b.stride(0), group.slots, *ends,
+            outputs, SPLITS=splits, **shape, WIDE=EXPAND_OUTPUTS, BLOCK=wide, num_warps=4, num_stages=2,
         )  # fmt: skip
         return y
 
