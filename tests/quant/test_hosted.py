@@ -82,14 +82,14 @@ def test_a_host_without_memory_for_both_computes_nothing() -> None:
         return replace(host, ops=HostOps(given.ops, given.record, lambda _: 1.0, lambda: free))
 
     computed, times = divided(chosen, spec, CPU, with_free(1 << 40))
-    assert computed and times.few_tokens == SIZES[-1] and times.copies_s == chosen.bytes
-    assert times.few_copies_s < times.copies_s and times.step_s(1.0, 3) < times.step_s(1.0, 300)
+    assert computed and times.few_tokens in SIZES and times.copies_s == chosen.bytes
+    assert times.few_copies_s < times.copies_s and times.step_s(1.0, 1) < times.step_s(1.0, 300)
     computed, times = divided(chosen, spec, CPU, with_free(chosen.bytes))
     assert not computed and times.few_tokens == 0 and times.step_s(1.0, 3) == times.copies_s
 
 
 def test_work_that_cannot_be_recorded_is_left_to_copies() -> None:
     host = hosted("")
-    assert host.rate(LinearShape(64, (Part(96, 96),))) > 0
+    assert all(rate > 0 for rate in host.rates(LinearShape(64, (Part(96, 96),))))
     plain = UnquantizedFormat(REFERENCE.matmul.unquantized, F32, CPU)
-    assert replace(host, format=plain).rate(LinearShape(64, (Part(96, 96),))) == 0.0
+    assert replace(host, format=plain).rates(LinearShape(64, (Part(96, 96),))) == []

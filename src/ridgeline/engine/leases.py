@@ -166,7 +166,7 @@ class Leases:
             return self.reopen(request)
         request.lease, request.ticket = Lease.RESERVED, next(self._tickets)
         source.begins(request.ticket, pages)  # before blocks are taken, because the source takes what these evict
-        blocks = [self.pool.take() for _ in lacking]
+        blocks = sorted(self.pool.take() for _ in lacking)  # blocks that follow each other are copied together
         for (group, index), block in zip(lacking, blocks, strict=True):
             request.tables[group][index] = block
         self.filling[request.ticket] = request

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 READERS = 4
 """Threads that read pages."""
+RUN = 8
+"""Most pages of a copy: the pages that come wait for those that leave a copy at a time."""
 STAGING_BYTES = 64 << 20
 """Device memory through which evicted pages leave, in two halves."""
 MEASURED_BYTES = 64 << 20
@@ -98,10 +101,9 @@ class CudaLink:
         self._stage([pair for pair in pairs if pair[0] not in refilled])
         self._down.wait_stream(self._steps)
         with torch.cuda.stream(self._down):
-            for block, row in pairs:
-                if block in refilled:
-                    row.copy_(self._pages[block], non_blocking=True)
-                    self._leaving[block] = _mark(self._down)
+            for block, row in joined(pair for pair in pairs if pair[0] in refilled):
+                row.copy_(self._pages[block : block + len(row)], non_blocking=True)
+                self._leaving.update(dict.fromkeys(range(block, block + len(row)), _mark(self._down)))
         return _mark(self._down)
 
     def _stage(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -116,23 +118,43 @@ class CudaLink:
             torch.index_select(self._pages, 0, blocks, out=staged)
             self._down.wait_stream(steps)
             with torch.cuda.stream(self._down):
-                for page, (_, row) in zip(staged, part, strict=True):
-                    row.copy_(page, non_blocking=True)
+                for place, row in joined((place, row) for place, (_, row) in enumerate(part)):
+                    row.copy_(staged[place : place + len(row)], non_blocking=True)
                 self._free[half].record(self._down)
 
     def up(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> Event:
         # Steps that were launched before may still read what the blocks held.
         self._up.wait_stream(self._steps)
         with torch.cuda.stream(self._up):
-            for row, block in zip(rows, blocks, strict=True):
-                if left := self._leaving.pop(block, None):
-                    self._up.wait_event(left)
-                self._pages[block].copy_(row, non_blocking=True)
+            for block, row in joined(zip(blocks, rows, strict=True)):
+                leaving = [self._leaving.pop(each, None) for each in range(block, block + len(row))]
+                for event in {event for event in leaving if event is not None}:
+                    self._up.wait_event(event)
+                self._pages[block : block + len(row)].copy_(row, non_blocking=True)
         return _mark(self._up)
 
     @property
     def _steps(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._pages.device)
+
+
+def joined(pairs: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+    """Rows [bytes] with their places, as few pieces [rows, bytes] of at most RUN rows, each with its first place: rows that follow
+    each other in memory and in their places are one piece, because a call takes as long for one page as for many."""
+    runs: list[list[tuple[int, torch.Tensor]]] = []
+    for place, row in sorted(pairs, key=itemgetter(0)):
+        if runs and len(runs[-1]) < RUN:
+            before, last = runs[-1][-1]
+            same = row.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+            if same and (place, row.storage_offset()) == (before + 1, last.storage_offset() + len(last)):
+                runs[-1].append((place, row))
+                continue
+        runs.append([(place, row)])
+    pieces = []
+    for run in runs:
+        place, row = run[0]
+        pieces.append((place, row.as_strided((len(run), len(row)), (len(row), 1))))
+    return pieces
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -178,8 +178,11 @@ class Offload(Source):
             return []
         ticket, planned = next(tickets), self._planned
         self._planned = {}
-        self._storing[ticket] = {part: slot for part, (_, slot) in planned.items()}
-        blocks, slots = zip(*planned.values(), strict=True)
+        # Blocks that follow each other go to slots that do: they are copied together, on the way back too.
+        parts = sorted(planned, key=lambda part: planned[part][0])
+        blocks = tuple(planned[part][0] for part in parts)
+        slots = tuple(sorted(slot for _, slot in planned.values()))
+        self._storing[ticket] = dict(zip(parts, slots, strict=True))
         return [Transfer(ticket, blocks, OFFLOAD, slots)]
 
     def _end_store(self, part: Part, slot: int, wanted: bool) -> None:

@@ -10,6 +10,7 @@ Source: Fiddler (Kamahori et al. 2024, arXiv:2402.07033), which computes experts
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -27,9 +28,13 @@ from ridgeline.ops.table import Activation, RmsNorm, Scaled, apply_norm
 from ridgeline.quant.format import LinearShape, Part, Share, Weight, WeightFormat
 from ridgeline.quant.streamed import CudaLane, HostMemory, StreamedFormat, StreamedWeight, WeightStream, tokens_of
 
+log = logging.getLogger(__name__)
+
 SIZES = (1, 4, 16)
 """Tokens for which products are recorded; others take the next larger one. From some 36 tokens on a copy is as fast, by arithmetic
 (docs/log/2026-11-27-layers-on-the-cpu.md)."""
+NEARLY = 0.7
+"""Share of the fastest rate that products of the most tokens must reach: without AMX many tokens are bound by arithmetic."""
 TIMED = 5
 """Products of the largest linear whose median time decides which linears the CPU multiplies."""
 
@@ -37,7 +42,7 @@ TIMED = 5
 @dataclass(slots=True)
 class Host:
     """The CPU of a machine with a GPU. format: of weights that it multiplies. norm: of the device. kind: of the activation.
-    pinned: of the memory that the device copies from and to."""
+    pinned: of the memory that the device copies from and to. sizes: tokens for which products are recorded."""
 
     ops: HostOps
     format: WeightFormat
@@ -45,36 +50,40 @@ class Host:
     kind: str
     dtype: torch.dtype
     pinned: bool = True
+    sizes: Sequence[int] = SIZES
     _inputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def inputs(self, width: int) -> torch.Tensor:
-        """Memory for the inputs [SIZES[-1], width] of a product. Products take turns, in the order of the stream."""
+        """Memory for the inputs [most tokens, width] of a product. Products take turns, in the order of the stream."""
         if width not in self._inputs:
             self._inputs[width] = torch.zeros(SIZES[-1], width, dtype=self.dtype, pin_memory=self.pinned)
         return self._inputs[width]
 
     def products(self, width: int, work: Callable[[torch.Tensor], torch.Tensor]) -> list[Product]:
-        """`work` on inputs of each of SIZES; none if the CPU cannot repeat it without Python."""
+        """`work` on inputs of each size; none if the CPU cannot repeat it without Python."""
         products = []
-        for size in SIZES:
+        for size in self.sizes:
             x = self.inputs(width)[:size]
             result, calls = self.ops.record(partial(work, x))
             if calls is not None:
                 products.append(Product(x, result, calls))
-        return products if len(products) == len(SIZES) else []
+        return products if len(products) == len(self.sizes) else []
 
-    def rate(self, shape: LinearShape) -> float:
-        """Bytes/s that products of the most tokens read from the memory of a linear; 0: there are none."""
-        weight, other = (self._zeros(shape) for _ in range(2))
-        products = [self.products(shape.d_in, linear.apply) for linear in (weight, other)]
+    def rates(self, shape: LinearShape) -> list[float]:
+        """Bytes/s that products of each size read from the memory of a linear; empty: there are none."""
+        linears = [self._zeros(shape) for _ in range(2)]
+        products = [self.products(shape.d_in, linear.apply) for linear in linears]
         if not all(products):
-            return 0.0
-        x, times = self.inputs(shape.d_in), []
-        for number in range(TIMED + 1):
-            started = time.perf_counter()
-            (weight, other)[number % 2].apply(x)  # in turn, so that caches hold little of them
-            times.append(time.perf_counter() - started)
-        return sum(tensor.nbytes for tensor in weight.tensors()) / median(times[1:])
+            return []
+        count, rates = sum(tensor.nbytes for tensor in linears[0].tensors()), []
+        for of_size in zip(*products, strict=True):
+            times = []
+            for number in range(TIMED + 1):
+                started = time.perf_counter()
+                of_size[number % 2].calls.run()  # in turn, so that caches hold little of them
+                times.append(time.perf_counter() - started)
+            rates.append(count / median(times[1:]))
+        return rates
 
     def _zeros(self, shape: LinearShape) -> Weight:
         weight = self.format.create(shape, Share())
@@ -144,7 +153,7 @@ class HostedWeight(StreamedWeight):
         return super().activate(x, kind, step) if product is None else product.run(self._plain(x))
 
     def _product(self, x: Activation, products: Sequence[Product]) -> Product | None:
-        at = bisect_left(SIZES, tokens_of(x))
+        at = bisect_left(self._host.sizes, tokens_of(x))
         return products[at] if at < len(products) else None
 
     def _plain(self, x: Activation) -> torch.Tensor:
@@ -163,6 +172,8 @@ def streamed(
     computed, times = (frozenset[int](), NO_HOST_WEIGHTS) if host is None else divided(chosen, spec, device, host)
     lane, memory, few = CudaLane(device), HostMemory(pinned=True), times.few_tokens
     stream = WeightStream(len(chosen.sizes), lane, memory, computed, few)
+    if host is not None:
+        host.sizes = [size for size in SIZES if size <= few]
     return StreamedFormat(base, chosen.linears, stream, partial(HostedWeight, host) if host else None), times
 
 
@@ -170,9 +181,18 @@ def divided(chosen: HostWeights, spec: ModelSpec, device: torch.device, host: Ho
     """Which of the linears in host memory the CPU multiplies in steps of few tokens, by measured rates, and the time of both kinds
     of steps. None if the host has too little memory to hold them twice."""
     link, widest = host.ops.link_rate(device), max(layer.d_ff for layer in spec.layers)
-    products = host.rate(LinearShape(spec.d_model, (Part(2 * widest, 2 * widest),)))
+    rates = host.rates(LinearShape(spec.d_model, (Part(2 * widest, 2 * widest),)))
+    fast = [(size, rate) for size, rate in zip(SIZES, rates, strict=False) if rate >= NEARLY * max(rates)]
+    few, products = fast[-1] if fast else (0, 0.0)
     computed = computed_linears(chosen.sizes, link, products)
     twice = sum(chosen.sizes[number] for number in computed)
+    log.info(
+        "weights in host memory: copies reach %.1f GB/s, products of 1, 4, 16 tokens %s GB/s; %.1f of %.1f GB multiplied there",
+        link / 1e9,
+        ", ".join(f"{rate / 1e9:.1f}" for rate in rates) or "no",
+        twice / 1e9,
+        chosen.bytes / 1e9,
+    )
     if not twice or chosen.bytes + twice > host.ops.free_bytes():
         return frozenset(), HostTimes(chosen.bytes / link)
-    return computed, HostTimes(chosen.bytes / link, SIZES[-1], twice / products, (chosen.bytes - twice) / link)
+    return computed, HostTimes(chosen.bytes / link, few, twice / products, (chosen.bytes - twice) / link)

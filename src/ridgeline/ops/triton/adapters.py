@@ -5,7 +5,8 @@ computes B A x and adds it to the linear's result: the kernels of Punica (Chen e
 S-LoRA (Sheng et al. 2023, arXiv:2311.03285, section 5), for slots of different ranks. Tokens are grouped once per step, as those of
 experts (ops.triton.experts): a tile has tokens of one slot, and tiles without an adapter end at once. A step of few tokens needs no
 order: each token is a tile, and tokens of one slot read its weights through the L2 cache. Both kernels begin while their
-predecessor ends (launch.py): the slots of tiles are known since the begin of the step, so the first weights are read before the wait.
+predecessor ends (launch.py): the slots of tiles are known since the begin of the step, so the first weights are read before they
+wait.
 """
 
 # mypy: allow-untyped-defs
