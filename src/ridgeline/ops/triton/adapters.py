@@ -33,6 +33,7 @@ SHRINK_INPUTS, EXPAND_OUTPUTS = 256, 256
 PART_INPUTS = 512
 """Inputs that one program of `_shrink` reads in a step of few tiles: the others are read at the same time."""
 MOST_PARTS = 16
+SHRINK_WARPS, EXPAND_WARPS = 4, 4
 RANK_STEP: tl.constexpr = tl.constexpr(PADDED_RANK)
 """Ranks are multiples of it, so that loads of 16 bytes are aligned."""
 
@@ -166,7 +167,7 @@ class TritonAdapters:
         shape = {"SORTED": group.is_sorted, "ROWS": group.rows, **overlap(x.device)}
         _shrink[(tiles, triton.cdiv(width, wide), splits)](
             x, pairs.a, pairs.device_ranks, inner, *places, tokens, pairs.inputs, width, pairs.a.stride(0), group.slots,
-            length, PARTS=parts, **shape, WIDE=wide, BLOCK=SHRINK_INPUTS, num_warps=4, num_stages=3,
+            length, PARTS=parts, **shape, WIDE=wide, BLOCK=SHRINK_INPUTS, num_warps=SHRINK_WARPS, num_stages=3,
         )  # fmt: skip
         ends = [*pairs.ends, *[outputs] * 3][:2]
         blocks = sum(
@@ -174,7 +175,7 @@ class TritonAdapters:
         )
         _expand[(tiles, blocks)](
             inner, pairs.b, pairs.device_ranks, y, *places, tokens, width, pairs.b.stride(0), group.slots, *ends,
-            outputs, SPLITS=splits, **shape, WIDE=EXPAND_OUTPUTS, BLOCK=wide, num_warps=4, num_stages=2,
+            outputs, SPLITS=splits, **shape, WIDE=EXPAND_OUTPUTS, BLOCK=wide, num_warps=EXPAND_WARPS, num_stages=2,
         )  # fmt: skip
         return y
 
