@@ -200,13 +200,16 @@ def context(args: argparse.Namespace, way: str, options: Mapping[str, int]) -> I
         engine.close()
 
 
-def conversations(args: argparse.Namespace, way: str, options: Mapping[str, int]) -> Iterator[Row]:
+def conversations(args: argparse.Namespace, quantization: str, way: str, options: Mapping[str, int]) -> Iterator[Row]:
     """Requests per second of 1,000 conversations of the Azure trace, all sent at once."""
-    engine, _ = started(args.model, "", options, rows=256)
+    engine, _ = started(args.model, quantization, options, rows=256)
     try:
         lengths, vocab = lens("azure_conv_1000"), engine.engine.setup.vocab_size
         timed(engine, lengths[:64], vocab)
-        yield {"row": f"{way}-bf16-conv", "req_s": round(len(lengths) / timed(engine, lengths, vocab).seconds, 2)}
+        yield {
+            "row": f"{way}-{quantization or 'bf16'}-conv",
+            "req_s": round(len(lengths) / timed(engine, lengths, vocab).seconds, 2),
+        }
     finally:
         engine.close()
 
@@ -233,8 +236,10 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "stages": lambda args: measured(args, "", "stages", {"pipeline_parallel_size": args.ranks}),
     "tensor-fp8": lambda args: measured(args, "fp8", "tensor", {"tensor_parallel_size": args.ranks}),
     "one-fp8": lambda args: measured(args, "fp8", "one", {}),
-    "conv-one": lambda args: conversations(args, "one", {}),
-    "conv-tensor": lambda args: conversations(args, "tensor", {"tensor_parallel_size": args.ranks}),
+    "conv-one": lambda args: conversations(args, "", "one", {}),
+    "conv-tensor": lambda args: conversations(args, "", "tensor", {"tensor_parallel_size": args.ranks}),
+    "conv-one-fp8": lambda args: conversations(args, "fp8", "one", {}),
+    "conv-tensor-fp8": lambda args: conversations(args, "fp8", "tensor", {"tensor_parallel_size": args.ranks}),
     "experts-one": lambda args: experts(args, "one", {}),
     "experts-tensor": lambda args: experts(args, "tensor", {"tensor_parallel_size": args.ranks}),
     "experts-whole": lambda args: experts(args, "whole", {"tensor_parallel_size": args.ranks}),
@@ -257,13 +262,12 @@ def shares(rows: Mapping[str, Row]) -> Iterator[Row]:
         if single and divided:
             gain = round(single["s"] / divided["s"], 3)
             yield {"row": f"cp2-prefill-{name}-speedup", "value": gain, "target": CONTEXT_TARGET}
-    for requests in (1, 64):
-        added = rows.get(f"sums-{8192 * requests}")
-        for form in ("bf16", "fp8"):
-            step = rows.get(f"tensor-{form}-decode-{requests}")
-            if added and step:
-                least = min(value for key, value in added.items() if key.endswith("_us"))
-                yield {"row": f"share-{form}-decode-{requests}", "share": round(65 * least / step["ms"] / 1e3, 3)}
+    added = rows.get(f"sums-{8192 * 64}")
+    for form in ("bf16", "fp8"):  # with one request the kernel of all layers adds
+        step = rows.get(f"tensor-{form}-decode-64")
+        if added and step:
+            least = min(value for key, value in added.items() if key.endswith("_us"))
+            yield {"row": f"share-{form}-decode-64", "share": round(65 * least / step["ms"] / 1e3, 3)}
 
 
 def main() -> None:
@@ -287,7 +291,7 @@ def main() -> None:
     for part in args.only.split(","):
         dtype = "" if part.startswith("experts") else "-fp8" if "fp8" in part else "-bf16"
         if part.startswith("conv"):
-            last = f"{part.removeprefix('conv-')}-bf16-conv"
+            last = f"{part.removeprefix('conv-').removesuffix('-fp8')}{dtype}-conv"
         else:
             last = "sums-67108864" if part == "sums" else f"{part.removesuffix('-fp8')}{dtype}-start"
             last = last.replace("-start", "-decode-1-8k") if part.startswith("context") else last

@@ -25,6 +25,7 @@ from ridgeline.ops.triton.linears import linear, linear_add
 from ridgeline.ops.triton.table import TRITON
 from ridgeline.parallel.gpu import GpuGroup
 from ridgeline.parallel.mesh import Meeting, Mesh, connect
+from tests.engine.gpu_layers import layers, waiting
 
 TIMEOUT_S = 60.0
 SIZES = (8, 64, 4096, 8192, 8192 + 32, 65_536, 524_288, 4 << 20, 64 << 20)
@@ -185,13 +186,17 @@ def main(rank: int, size: int, folder: Path) -> None:
         "moved": moved(group, rank, size),
         "prompt": prompt(mesh),
         "overlapped": overlapped(group, rank),
+        "layers": layers(group, rank, size) if group.peers is not None else {},
     }
     torch.cuda.synchronize()
     if rank == 0:
-        waits = {}
+        waits: dict[str, bool] = {}
+        launch = None if group.peers is None else waiting(group, size)
         for way, add in ways(group).items():
             add(torch.ones(4096, device=device))
             waits[way] = not torch.cuda.current_stream().query()
+        if launch is not None:
+            launch()
         begin = time.monotonic()
         threading.Timer(1.0, mesh.abort).start()
         torch.cuda.synchronize()

@@ -72,6 +72,15 @@ def test_sums_between_products_may_overlap_them(ranks: list[dict[str, Any]]) -> 
     assert all(rank["overlapped"] == ranks[0]["overlapped"] for rank in ranks)
 
 
+def test_one_token_runs_through_all_layers_in_a_kernel_per_rank(ranks: list[dict[str, Any]]) -> None:
+    """As on one GPU, with the same bits on all ranks and in every launch."""
+    first = ranks[0]["layers"]
+    assert len(first) == (9 if ranks[0]["own kernels"] else 0)
+    for case, (distance, _, same) in first.items():
+        assert distance < (8e-2 if case.startswith("fp8") else 1e-2) and same, case
+        assert all(rank["layers"][case] == first[case] for rank in ranks), case
+
+
 def test_parts_arrive_in_order(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
     for rank, results in enumerate(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -13,16 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.core.config import EngineConfig
+from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.group import GroupRunner
+from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
+from ridgeline.ops.triton.one_token import OneToken
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.messages import Submit
 from tests.engine.test_group import CASES as CPU_CASES
 from tests.engine.test_group import CONTEXT, DIVIDED, PIPELINE, TENSOR, answers, ended_within, opened, requests
+from tests.engine.test_one_kernel_gpu import APART, LARGE, SAID, ask
 from tests.models.families import save
 
 pytestmark = [
@@ -136,6 +140,31 @@ def test_a_grammar_and_a_draft_model_over_two_gpus() -> None:
         with opened(shipped_model(), config) as engine:
             tokens.append(sorted((delta.id, token) for delta in engine.run(submits) for token in delta.tokens))
     assert tokens[0] == tokens[1] and len(tokens[0]) > 10
+
+
+@pytest.mark.parametrize("form", ["", "fp8"])
+def test_a_lone_token_runs_through_one_kernel_per_gpu(form: str, tmp_path: Path) -> None:
+    """Its answer is as likely as when it is scored as a prompt, whose products and sums are kernels of their own."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    model = ModelConfig(model=str(tmp_path), load_format="dummy", max_model_len=8192, quantization=form)
+    config = EngineConfig(
+        max_num_seqs=4, kv_cache_memory=256 << 20, enable_prefix_caching=False, tensor_parallel_size=2
+    )
+    engine = LocalEngine.start(model, config)
+    try:
+        runner = engine.engine.loop.runner
+        assert isinstance(runner, GroupRunner)
+        assert isinstance(runner._runner.executor._step.decoder._run, OneToken)  # type: ignore[attr-defined]
+        for length in (60, 1500):
+            prompt = [(7 * number + 3) % 4000 for number in range(length)]
+            said, logprobs, _ = ask(engine, f"say {length}", prompt, max_tokens=SAID, logprobs=0)
+            again, _, _ = ask(engine, f"again {length}", prompt, max_tokens=SAID, logprobs=0)
+            _, _, scored = ask(engine, f"score {length}", prompt + said, max_tokens=1, prompt_logprobs=0)
+            assert said == again and len(said) == SAID
+            apart = torch.tensor(logprobs) - torch.tensor(scored[-SAID:])
+            assert apart.abs().mean() < APART[form] and apart.abs().max() < 5 * APART[form], apart
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
 from ridgeline.ops.step import SHORT
-from ridgeline.ops.triton.layers import Layers
 from ridgeline.ops.triton.layers_keys import UNSPLIT_SLOTS
+from ridgeline.ops.triton.layers_launch import Layers
 from ridgeline.speculation.controller import Controller
 from ridgeline.wire.messages import StepStats, Submit
 

@@ -25,8 +25,8 @@ from ridgeline.ops.triton import layers as kernels
 from ridgeline.ops.triton import layers_forms as forms
 from ridgeline.ops.triton import layers_integers as integers
 from ridgeline.ops.triton import layers_keys as keys
+from ridgeline.ops.triton import layers_launch, one_token
 from ridgeline.ops.triton import layers_table as tables
-from ridgeline.ops.triton import one_token
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
@@ -90,6 +90,19 @@ def test_which_layers_are_taken(sizes: tuple[int, int, int], form: str, taken: b
     parts = layer(*sizes, form)
     assert one_token.knows([parts, parts]) is taken
     assert not one_token.knows([parts, layer(4096, 4096, 14336, "fp8" if form == "bf16" else "bf16")])
+
+
+def test_which_shares_of_ranks_are_taken() -> None:
+    """Floats whose stream fits into the memory for sums."""
+    for form, model, taken in (
+        ("bf16", 4096, True),
+        ("fp8", 4096, True),
+        ("int4", 4096, False),
+        ("bf16", 16512, False),
+    ):
+        parts = replace(layer(model, 2048, 7168, form), peers=lambda: None)
+        assert one_token.knows([parts, parts]) is taken
+        assert one_token.knows([replace(parts, peers=None)] * 2) or taken
 
 
 def test_vectors_at_odd_places_are_not_taken() -> None:
@@ -158,17 +171,23 @@ def unexpected(*_: object) -> torch.Tensor:
 
 
 def compile_for_hopper(
-    fp8: bool, activation: str, heads: tuple[int, int, int], bits: int = 0, grouped: bool = False, page_tokens: int = 16
+    fp8: bool,
+    activation: str,
+    heads: tuple[int, int, int],
+    form: tuple[int, bool] = (0, False),
+    page_tokens: int = 16,
+    ranks: int = 1,
 ) -> int:
     """Compile the kernel as it would be launched, no GPU asked -> bytes of shared memory."""
-    kernel = kernels.layers_kernel
+    kernel, (bits, grouped) = kernels.layers_kernel, form
     parts = layer(4096, 4096, 14336, f"int{bits}{'' if grouped else ' rows'}" if bits else "fp8" if fp8 else "bf16")
     shape = replace(parts.shape, n_heads=heads[0], n_kv_heads=heads[1], head_dim=heads[2])
     of = one_token._layer(replace(parts, shape=shape))
     rows = (16, 16, 16, 16) if bits else (16, 8, 8, 4)
     numbers = {"part_ptr": "*fp32", "part_sums_ptr": "*fp32", "eps": "fp32", "scale": "fp32"}
     numbers |= dict.fromkeys(("table_ptr", "slot_ptr", "counter_ptr", "draws_ptr"), "*i64")
-    numbers |= dict.fromkeys(("rows_ptr", "length_ptr", "position_ptr", "arrivals_ptr"), "*i32")
+    numbers |= dict.fromkeys(("rows_ptr", "length_ptr", "position_ptr", "arrivals_ptr", "sums_ptr"), "*i32")
+    numbers["peers_ptr"] = "*i64"
     types: dict[str, Any] = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
     types |= numbers | {"page_stride": "i64", "kind_stride": "i64"}
     constants: dict[str, Any] = {
@@ -177,7 +196,7 @@ def compile_for_hopper(
         "STAGES": forms.stages_of(of),
         "GROUPS": integers.groups_of(of, 132),
         "KIND": KINDS[activation],
-        "FORM": (bits, grouped),
+        "FORM": form,
     }
     memory = torch.zeros(16, 256, dtype=torch.int8 if bits else E4M3 if fp8 else torch.bfloat16)
     number = "i8" if bits else "fp8e4nv" if fp8 else "bf16"
@@ -192,11 +211,12 @@ def compile_for_hopper(
     caches = [torch.zeros(2, 2, heads[1], page_tokens, heads[2], dtype=torch.bfloat16) for _ in range(2)]
     types["kv_desc"] = described("bf16", keys.key_blocks(caches)[0])
     constants |= {"OFFSET": True, "BIASES": 9, "PDL": True, "NORMS": 3 if fp8 else 0}
+    constants |= {"SIZE": ranks} | ({"peers_ptr": None, "sums_ptr": None} if ranks == 1 else {})
     constants["SHAPE"] = (*heads, heads[2] // 2, page_tokens)
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, signature, fixed, {})
-    options = {"num_warps": 8, "maxnreg": kernels.REGISTERS}
+    options = {"num_warps": 8, "maxnreg": layers_launch.REGISTERS}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return int(made.metadata.shared)
 
@@ -206,18 +226,23 @@ def compile_for_hopper(
     reason="Gluon kernels run with the versions of Triton in GLUON_VERSIONS",
 )
 @pytest.mark.parametrize(
-    ("fp8", "activation", "heads", "form"),
+    ("fp8", "activation", "heads", "form", "ranks"),
     [
-        (True, "silu", (28, 4, 128), (0, False)),
-        (False, "gelu_tanh", (8, 1, 256), (0, False)),
-        (False, "silu", (32, 8, 128), (4, True)),
-        (False, "silu", (14, 2, 64), (8, False)),
+        (True, "silu", (28, 4, 128), (0, False), 2),
+        (False, "gelu_tanh", (8, 1, 256), (0, False), 1),
+        (False, "silu", (32, 8, 128), (4, True), 1),
+        (False, "silu", (14, 2, 64), (8, False), 1),
     ],
 )
 def test_the_kernel_compiles(
-    apart: Callable[..., Any], fp8: bool, activation: str, heads: tuple[int, int, int], form: tuple[int, bool]
+    apart: Callable[..., Any],
+    fp8: bool,
+    activation: str,
+    heads: tuple[int, int, int],
+    form: tuple[int, bool],
+    ranks: int,
 ) -> None:
-    assert apart(compile_for_hopper, fp8, activation, heads, *form) <= 227 << 10
+    assert apart(compile_for_hopper, fp8, activation, heads, form, 16, ranks) <= 227 << 10
 
 
 # heads, KV heads, their size, what of it turns, model, features, whether with norms of heads and biases.

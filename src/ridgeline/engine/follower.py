@@ -38,6 +38,7 @@ from ridgeline.engine.rank_link import (
     encode,
 )
 from ridgeline.engine.runner import Runner
+from ridgeline.engine.stage import EarlierRunner
 from ridgeline.parallel.mesh import Meeting, connect_mesh, open_store
 
 log = logging.getLogger(__name__)
@@ -94,12 +95,19 @@ def _serve(link: Link, folder: str | None) -> None:
 
 
 def follow(link: Link, runner: Runner, epoch: str, steps_in_flight: int) -> None:
-    """Run the plans that arrive until the socket is closed. Raises EngineFailed at a step that failed or was not the next one."""
+    """Run the plans that arrive until the socket is closed. Raises EngineFailed at a step that failed or was not the next one.
+
+    A plan may need the tokens of the steps that the first rank had collected. A stage before the last learns them and launches at
+    once; it collects these steps later, because its device is busy with a step in between.
+    """
     number = collected = 0
     while (body := link.receive()) is not None:
         plan, needed = decode_step(body, epoch, number)
-        while collected < needed:
-            collected = _collect(link, runner, collected)
+        if isinstance(runner, EarlierRunner):
+            runner.learn(needed - collected)
+        else:
+            while collected < needed:
+                collected = _collect(link, runner, collected)
         runner.launch(plan)
         number += 1
         while number - collected > steps_in_flight:

@@ -1,7 +1,7 @@
 """Runners of a pipeline's stages. The last stage draws; the others learn what it drew, and advance their rows alike.
 
-A stage before the last runs its layers when a step is launched, and learns the tokens when the step is collected. Until then it can
-launch the next steps, whose rows are others: so all stages compute at the same time.
+A stage before the last runs its layers when a step is launched, and learns the tokens when the last stage has collected the step.
+Until then it can launch the next steps, whose rows are others: so all stages compute at the same time.
 """
 
 from __future__ import annotations
@@ -159,16 +159,25 @@ class EarlierRunner(Runner):
             hidden = self.executor.forward(loaded, plan)
         return Begun(plan, loaded, hidden, clock, lost)
 
+    def learn(self, steps: int) -> None:
+        """Enqueue the end of the oldest `steps` steps, which the last stage has collected. Waits for their tokens, but not for
+        the device, which may be busy with a later step."""
+        for at in range(steps):
+            begun = self._pending[at]
+            if isinstance(begun, Begun):
+                self._pending[at] = self._ended(begun)
+
+    def _ended(self, begun: Begun) -> Pending:
+        batch, outcome = begun.loaded.batch, Outcome(None)
+        if draws_or_scores(begun.loaded):
+            with self._inference:
+                outcome, _ = self._step.finish(batch, begun.hidden, begun.plan.bound)
+        pending = Pending.of(begun.plan, batch, outcome, begun.clock, self._step.ops.sampler.to_host, begun.lost)
+        pending.transfers = begun.transfers
+        return pending
+
     def collect(self) -> StepResult:
-        oldest = self._pending[0]
-        if isinstance(oldest, Begun):
-            batch, outcome = oldest.loaded.batch, Outcome(None)
-            if draws_or_scores(oldest.loaded):
-                with self._inference:
-                    outcome, _ = self._step.finish(batch, oldest.hidden, oldest.plan.bound)
-            pending = Pending.of(oldest.plan, batch, outcome, oldest.clock, self._step.ops.sampler.to_host, oldest.lost)
-            pending.transfers = oldest.transfers
-            self._pending[0] = pending
+        self.learn(1)
         return super().collect()
 
 

@@ -36,7 +36,7 @@ class Linear:
     StepInputs.row_of_inputs. With split "in" every rank computes a term of y, and the mesh sums the terms. If the ranks divide the
     stream by tokens (Mesh.stream; Korthikanti et al. 2022, section 4.2.2), a linear with split "out" takes this rank's tokens and
     gathers those of all, and the sum of terms is of this rank's tokens. to_stream(x, stream, step) -> y, divided as the stream.
-    matrix() -> the weights for programs that run whole layers; None if it is split, quantized or not loaded.
+    matrix() -> the weights for programs that run whole layers; None if these cannot add over ranks, or for other weights.
     """
 
     __slots__ = ("weight", "apply", "activate", "add", "to_stream", "matrix")
@@ -47,7 +47,8 @@ class Linear:
         self.apply: Callable[[Activation, StepInputs], torch.Tensor] = weight.apply
         self.activate: Callable[[Activation, str, StepInputs], Activation] = weight.activate
         self.add: Callable[[Activation, torch.Tensor, StepInputs], torch.Tensor] = weight.add
-        self.matrix: Callable[[], Matrix | None] = weight.matrix if mesh.size == 1 else lambda: None
+        whole = mesh.size == 1 or mesh.peers is not None
+        self.matrix: Callable[[], Matrix | None] = weight.matrix if whole else lambda: None
         self.to_stream: Callable[[Activation, torch.Tensor, StepInputs], torch.Tensor]
         self.to_stream = lambda x, stream, step: weight.apply(x, step)
         if mesh.size > 1 and shape.split == "in":
@@ -245,4 +246,5 @@ class DecoderLayer:
             return None
         if not (qkv and out and gate_up and down):
             return None
-        return LayerParts(norm, qkv, attention.shape, out, feed_forward_norm, gate_up, down, spec.activation)
+        matrices = (norm, qkv, attention.shape, out, feed_forward_norm, gate_up, down)
+        return LayerParts(*matrices, spec.activation, self._build.mesh.peers)

@@ -124,7 +124,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """A loaded pre-norm decoder layer on one device, without post norms.
+    """A loaded pre-norm decoder layer without post norms, or the share of it that one of several ranks holds.
 
     stream += out(attention(qkv(norm(stream)))); stream += down(act(gate) * up) with (gate, up) = gate_up(norm(stream)). All norms
     have the eps and offset of `shape`.
@@ -138,6 +138,8 @@ class LayerParts:
     gate_up: Matrix
     down: Matrix
     activation: str
+    peers: Callable[[], Any] | None = None
+    """Memory in which a kernel adds what the ranks compute with `out` and `down` (Group.peers); None: there is one rank."""
 
 
 RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed
@@ -16,6 +16,9 @@ from ridgeline.parallel.nccl import Communicator
 
 class Sums(Protocol):
     """ops.triton.peers.PeerSums."""
+
+    vectors: Any
+    vectors_alone: Any
 
     def one_shot(self, x: torch.Tensor) -> bool: ...
 
@@ -67,7 +70,9 @@ class GpuGroup(Group):
         self.limits = LIMITS.get(size, Limits(0, 0))
         self.sums = _peer_sums(Store(rank, size, store), rank, size, device)
         """None: NCCL makes all sums."""
-        self._muted = False
+        self._muted, sums = False, self.sums
+        if sums is not None:
+            self.peers = lambda: sums.vectors_alone if self._muted else sums.vectors
         # The first messages between two ranks connect them, which no capture may do.
         both = torch.zeros(2, size, 1, device=device)
         self.nccl.exchange(both[0], both[1])

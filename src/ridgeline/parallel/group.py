@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +14,9 @@ class Group(Protocol):
     Every rank calls the same collectives in the same order. Tensors are contiguous and on the device of the group. On a GPU a call
     enqueues work on the current stream and returns. All raise RuntimeError if another rank has ended, where that is known.
     """
+
+    peers: Callable[[], Any] | None = None
+    """Memory in which kernels that run whole layers add vectors of all ranks (ops.triton.peers.Vectors); None: there is none."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace x by its sum over all ranks, bitwise equal on each."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed
@@ -36,6 +37,12 @@ class Mesh(Axis):
     def stream(self) -> Axis:
         """The ranks that divide the residual stream."""
         return Axis(self.rank, self.size, self.group) if self.sequence else ALONE
+
+    @property
+    def peers(self) -> Callable[[], Any] | None:
+        """Group.peers of the ranks that share each layer; None also if the tokens of a step are divided."""
+        divided = self.group is None or self.sequence or self.context.size > 1
+        return None if divided or self.group is None else self.group.peers
 
     @property
     def groups(self) -> list[Group]:

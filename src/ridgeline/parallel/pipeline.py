@@ -59,10 +59,10 @@ class Stage:
             self._pass(self.host, lambda group, rank=rank: group.send(sent, rank, _DRAWN))  # type: ignore[misc]
 
     def learn(self, drawn: torch.Tensor) -> torch.Tensor:
-        """Fill `drawn` with the tokens that the last stage drew, steps in order."""
-        received = torch.empty_like(drawn, device="cpu")
+        """Fill `drawn` with the tokens that the last stage drew, steps in order. Does not wait for the device."""
+        received = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=drawn.is_cuda)
         self._pass(self.host, lambda group: group.receive(received, self.ranks[-1], _DRAWN))
-        return drawn.copy_(received)
+        return drawn.copy_(received, non_blocking=True)
 
     def _pass(self, group: Group | None, message: Callable[[Group], None]) -> None:
         assert group is not None

@@ -10,37 +10,27 @@ grid barrier precedes each part of a layer; the ring holds as much as memory del
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
-import torch
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.triton.activation import KINDS
-from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.layers_attention import attention, attention_inputs
 from ridgeline.ops.triton.layers_forms import (
-    cut,
     fetched,
     gain_of,
     multiplied,
     normed_taken,
-    processors,
-    stages_of,
+    put_stream,
+    stream_of,
     taken,
 )
-from ridgeline.ops.triton.layers_integers import groups_of, integer_buffers
-from ridgeline.ops.triton.layers_keys import MOST_PARTS, fetch_keys, key_blocks, key_request_of
+from ridgeline.ops.triton.layers_integers import integer_buffers
+from ridgeline.ops.triton.layers_keys import fetch_keys, key_request_of
 from ridgeline.ops.triton.layers_products import ticket_slots
-from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, Layer, fields, input_lines
+from ridgeline.ops.triton.layers_ranks import begin, links, sums_before
+from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM
 
-REGISTERS = 168
-"""Registers per thread at launch, for 8 consumer warps and 4 producer warps."""
 FETCHING = gl.constexpr(40)
 """Registers per producer thread."""
 
@@ -107,6 +97,7 @@ def _multiply(
     token,
     strides,
     buffers,
+    ranks,
     eps,
     scale,
     STAGES: gl.constexpr,
@@ -118,9 +109,12 @@ def _multiply(
     BIASES: gl.constexpr,
     SHAPE: gl.constexpr,
     NORMS: gl.constexpr,
+    SIZE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Consumers: compute the parts of each layer in sequence, with a grid barrier between them."""
+    """Consumers: compute the parts of each layer in sequence, with a grid barrier between them. Several ranks (SIZE) have two more:
+    behind the words of the first stream, and before the sum of the last layer."""
+    SEVERAL: gl.constexpr = 1 if SIZE > 1 else 0
     stream_ptr, qkv_ptr, attended_ptr, gated_ptr = vectors
     heads, model, features, qkv = sizes
     rows_ptr, length_ptr, position_ptr, slot_ptr, table_stride = token
@@ -131,19 +125,27 @@ def _multiply(
         gdc_wait()
     token = (gl.load(rows_ptr), gl.load(length_ptr), gl.load(position_ptr), slot_ptr, table_stride)
     # Every launch adds the same number of arrivals, so the counter tells where this launch began.
-    ever = programs * (5 * layers - 1)
+    ever = programs * (5 * layers - 1 + 2 * SEVERAL)
     goal = gl.atomic_add(counter_ptr, 0, sem="relaxed") // ever * ever
+    linked, number = links(ranks, SIZE), sums_before(ranks, SIZE)
+    if SIZE > 1:
+        begin(stream_ptr, (linked, number), model, dtype, SIZE)
+        _arrive(counter_ptr)
     done = (gl.to_tensor(0), gl.to_tensor(0))
     for layer in range(layers):
         layer_ptr = table_ptr + layer * FIELDS
         # Loads that do not depend on other programs are issued before the barrier.
         gain = gain_of(layer_ptr + NORM, model, ring, dtype, LINES[1], OFFSET, FORM)
         ahead = attention_inputs(layer_ptr, token, strides, SHAPE, dtype)
-        if layer > 0:
+        if layer + SEVERAL > 0:
             goal += programs
             _await(counter_ptr, goal)
-        by = normed_taken(stream_ptr, gain, model, ring, eps, LINES[1], FORM)
-        done = multiplied(0, qkv_ptr, layer_ptr, qkv, ring, tickets, done, works, by, STAGES, ROWS, KIND, FORM, BIASES)
+        peers = (linked, number)
+        x = stream_of(stream_ptr, peers, model, ring, LINES[1], FORM, 1, SIZE)
+        by = normed_taken(stream_ptr, x, gain, model, ring, eps, FORM)
+        done = multiplied(
+            0, qkv_ptr, layer_ptr, qkv, ring, tickets, done, works, by, peers, STAGES, ROWS, KIND, FORM, BIASES, SIZE
+        )
         _arrive(counter_ptr)
         goal += programs
         _await(counter_ptr, goal)
@@ -166,26 +168,83 @@ def _multiply(
         goal += programs
         _await(counter_ptr, goal)
         by = taken(attended_ptr, heads, ring, LINES[0], FORM)
+        peers = (linked, number + 1)
         done = multiplied(
-            1, stream_ptr, layer_ptr, model, ring, tickets, done, works, by, STAGES, ROWS, KIND, FORM, BIASES
+            1,
+            stream_ptr,
+            layer_ptr,
+            model,
+            ring,
+            tickets,
+            done,
+            works,
+            by,
+            peers,
+            STAGES,
+            ROWS,
+            KIND,
+            FORM,
+            BIASES,
+            SIZE,
         )
         _arrive(counter_ptr)
         gain = gain_of(layer_ptr + NORM + 1, model, ring, dtype, LINES[1], OFFSET, FORM)
         goal += programs
         _await(counter_ptr, goal)
-        by = normed_taken(stream_ptr, gain, model, ring, eps, LINES[1], FORM)
+        x = stream_of(stream_ptr, peers, model, ring, LINES[1], FORM, 0, SIZE)
+        by = normed_taken(stream_ptr, x, gain, model, ring, eps, FORM)
+        rows = 2 * features
         done = multiplied(
-            2, gated_ptr, layer_ptr, 2 * features, ring, tickets, done, works, by, STAGES, ROWS, KIND, FORM, BIASES
+            2, gated_ptr, layer_ptr, rows, ring, tickets, done, works, by, peers, STAGES, ROWS, KIND, FORM, BIASES, SIZE
         )
         _arrive(counter_ptr)
         goal += programs
         _await(counter_ptr, goal)
         by = taken(gated_ptr, features, ring, LINES[2], FORM)
+        number += 2
+        peers = (linked, number)
         done = multiplied(
-            3, stream_ptr, layer_ptr, model, ring, tickets, done, works, by, STAGES, ROWS, KIND, FORM, BIASES
+            3,
+            stream_ptr,
+            layer_ptr,
+            model,
+            ring,
+            tickets,
+            done,
+            works,
+            by,
+            peers,
+            STAGES,
+            ROWS,
+            KIND,
+            FORM,
+            BIASES,
+            SIZE,
         )
-        if layer + 1 < layers:
+        if layer + 1 < layers + SEVERAL:
             _arrive(counter_ptr)
+    if SIZE > 1:
+        _put_last(stream_ptr, model, ring, counter_ptr, goal + programs, (linked, number), ranks, LINES[1], FORM, SIZE)
+
+
+@jit
+def _put_last(
+    stream_ptr,
+    model,
+    ring,
+    counter_ptr,
+    goal,
+    peers,
+    ranks,
+    LINES: gl.constexpr,
+    FORM: gl.constexpr,
+    SIZE: gl.constexpr,
+):
+    """Store the sum of the last layer, and its number for the next launch."""
+    if gl.program_id(0) == 0:
+        _await(counter_ptr, goal)
+        put_stream(stream_ptr, stream_of(stream_ptr, peers, model, ring, LINES, FORM, 1, SIZE), model, ring)
+        gl.store(ranks[1], peers[1])
 
 
 @jit
@@ -200,7 +259,37 @@ def _works(sizes, ROWS: gl.constexpr, EACH: gl.constexpr):
     )
 
 
-@jit(do_not_specialize=["layers"])
+@jit
+def _ring(desc, LINES: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, FORM: gl.constexpr):
+    """Allocate shared memory: the ring of stages with a product's input, and the queue of tickets."""
+    number: gl.constexpr = desc.dtype
+    PIECE: gl.constexpr = desc.block_shape[3]
+    MAX_LINES: gl.constexpr = max(LINES[0], LINES[1], LINES[2], LINES[3])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=number.primitive_bitwidth, rank=2
+    )
+    weights = gl.allocate_shared_memory(number, [STAGES, LINES_OF_STAGE, PIECE], BLOCK)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    # Each FORM must allocate only what it uses: the compiler reuses the memory of unused barriers, which corrupts data.
+    tickets = ()
+    if FORM[0]:
+        DIGITS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+        shared_input = gl.allocate_shared_memory(gl.int8, [MAX_LINES // 8, 16, 128], DIGITS)
+        ring = (weights, full, free, shared_input) + integer_buffers(STAGES, MAX_LINES, GROUPS, FORM)
+    else:
+        shared_input = gl.allocate_shared_memory(number, [MAX_LINES, 1, PIECE], BLOCK)
+        ring = (weights, full, free, shared_input)
+        tickets = ticket_slots()
+    fence_async_shared()
+    return ring, tickets
+
+
+@jit(do_not_specialize=["layers", "rank"])
 def layers_kernel(
     qkv_desc,
     out_desc,
@@ -225,6 +314,9 @@ def layers_kernel(
     arrivals_ptr,
     counter_ptr,
     draws_ptr,
+    peers_ptr,
+    sums_ptr,
+    rank,
     layers,
     heads,
     model,
@@ -246,6 +338,7 @@ def layers_kernel(
     BIASES: gl.constexpr,
     SHAPE: gl.constexpr,
     NORMS: gl.constexpr,
+    SIZE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Run `layers` layers: qkv = norm(stream) qkv'; attended = attention(qkv); stream += attended out'; gated = act(norm(stream)
@@ -265,33 +358,14 @@ def layers_kernel(
     between attentions. SHAPE: query heads, KV heads, head size, half of the rotated dimensions, slots per page. scale: includes
     log2(e). counter int64: arrivals at the grid barrier. draws int64 [layers, 4]: tickets for groups of rows. Both are zero at
     first and require the same grid, layers and groups in all launches.
+
+    Ranks: with SIZE > 1, out and down are this rank's terms of sums over ranks, see layers_ranks. peers: int64 [SIZE + 1], see
+    peers.Vectors. sums int32 [1]: number of sums so far. Otherwise both are None.
     """
     if PDL:
         gdc_launch_dependents()
-    number: gl.constexpr = out_desc.dtype
+    ring, tickets = _ring(out_desc, LINES, STAGES, GROUPS, FORM)
     PIECE: gl.constexpr = out_desc.block_shape[3]
-    MAX_LINES: gl.constexpr = max(LINES[0], LINES[1], LINES[2], LINES[3])
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    BLOCK: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=number.primitive_bitwidth, rank=2
-    )
-    weights = gl.allocate_shared_memory(number, [STAGES, LINES_OF_STAGE, PIECE], BLOCK)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
-    # Each FORM must allocate only what it uses: the compiler reuses the memory of unused barriers, which corrupts data.
-    tickets = ()
-    if FORM[0]:
-        DIGITS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-        shared_input = gl.allocate_shared_memory(gl.int8, [MAX_LINES // 8, 16, 128], DIGITS)
-        ring = (weights, full, free, shared_input) + integer_buffers(STAGES, MAX_LINES, GROUPS, FORM)
-    else:
-        shared_input = gl.allocate_shared_memory(number, [MAX_LINES, 1, PIECE], BLOCK)
-        ring = (weights, full, free, shared_input)
-        tickets = ticket_slots()
-    fence_async_shared()
     EACH: gl.constexpr = PIECE * 8 // FORM[0] if FORM[0] else PIECE
     works = _works((qkv, heads, model, features), ROWS, EACH)
     descs = (
@@ -315,6 +389,7 @@ def layers_kernel(
                     (rows_ptr, length_ptr, position_ptr, slot_ptr, table_stride),
                     (page_stride, kind_stride, head_stride),
                     (part_ptr, part_sums_ptr, arrivals_ptr, counter_ptr),
+                    (peers_ptr, sums_ptr, rank),
                     eps,
                     scale,
                     STAGES,
@@ -326,6 +401,7 @@ def layers_kernel(
                     BIASES,
                     SHAPE,
                     NORMS,
+                    SIZE,
                     PDL,
                 ),
             ),
@@ -351,90 +427,3 @@ def layers_kernel(
         [1],
         [FETCHING],
     )
-
-
-class Layers:
-    """Run a stream [1, model] through `layers`, which differ in values only.
-
-    All programs of the kernel must be resident at once, because they synchronise. Two such kernels may not run on two streams of a
-    device at once, nor on a device shared through MPS.
-    """
-
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._layers = tuple(layers)
-        device = layers[0].norms[0].device
-        self._programs = processors(device)
-        self._cut = cut(layers)
-        self._fields = [[*columns, *fields(layer)] for layer, columns in zip(layers, self._cut.columns, strict=True)]
-        self._counter = torch.zeros(1, dtype=torch.int64, device=device)
-        self._draws = torch.zeros(4 * len(layers), dtype=torch.int64, device=device)
-        self._arrivals = torch.zeros(layers[0].shape.n_kv_heads, dtype=torch.int32, device=device)
-        self._tables: dict[tuple[tuple[int, ...], ...], tuple[TensorDescriptor, torch.Tensor]] = {}
-
-    def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        """Update `stream` in place through all layers and return it."""
-        first, view = self._layers[0], views[0]
-        shape, dim = first.shape, first.shape.head_dim
-        heads, model, features = (weights.inputs for weights in (first.out, first.qkv, first.down))
-        rows = first.qkv.values.shape[0]
-        layers_kernel[(self._programs,)](
-            *self._cut.blocks,
-            *self._cut.scale_blocks,
-            *self._table(views),
-            stream,
-            *(stream.new_empty(size) for size in (rows, heads, features)),
-            step.rows,
-            step.length,
-            step.position,
-            view.slots,
-            stream.new_empty(MOST_PARTS.value * shape.n_heads * dim, dtype=torch.float32),
-            stream.new_empty(MOST_PARTS.value * shape.n_heads, dtype=torch.float32),
-            self._arrivals,
-            self._counter,
-            self._draws,
-            len(self._layers),
-            heads,
-            model,
-            features,
-            rows,
-            view.table.stride(0),
-            *view.kv.stride()[:3],
-            shape.norm_eps,
-            view.scale * math.log2(math.e),
-            ROWS=self._cut.rows,
-            LINES=input_lines(first),
-            STAGES=stages_of(first),
-            GROUPS=groups_of(first, self._programs),
-            KIND=KINDS[first.activation],
-            OFFSET=shape.norm_offset,
-            FORM=(first.qkv.bits, first.qkv.grouped),
-            BIASES=sum(1 << index for index, weights in enumerate(first.weights) if weights.bias is not None),
-            SHAPE=(shape.n_heads, shape.n_kv_heads, dim, shape.cos_sin.shape[2], view.page_tokens),
-            NORMS=(shape.q_norm is not None) + 2 * (shape.k_norm is not None),
-            num_warps=8,
-            maxnreg=REGISTERS,
-            **overlap(stream.device),
-        )
-        return stream
-
-    def _table(self, views: Sequence[KvView]) -> tuple[TensorDescriptor, torch.Tensor]:
-        """TMA descriptor of the caches and the table of all layers. Key: addresses and windows of the caches. Created at the first
-        use of these caches, before a graph is captured."""
-        slots = views[0].slots
-        view_rows = tuple(
-            (
-                view.kv.data_ptr(),
-                view.table.data_ptr(),
-                (view.slots.data_ptr() - slots.data_ptr()) // 8,
-                view.window or 0,
-            )
-            for view in views
-        )
-        if view_rows not in self._tables:
-            blocks, where = key_blocks([view.kv for view in views])
-            rows = [
-                [*fields, *view_row, place]
-                for fields, view_row, place in zip(self._fields, view_rows, where, strict=True)
-            ]
-            self._tables[view_rows] = blocks, torch.tensor(rows, dtype=torch.int64, device=slots.device)
-        return self._tables[view_rows]

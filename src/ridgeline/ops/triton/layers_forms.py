@@ -23,7 +23,8 @@ from ridgeline.ops.triton.layers_integers import (
     store_digits,
     store_normed_digits,
 )
-from ridgeline.ops.triton.layers_products import elements, fetch_product, product, store_input
+from ridgeline.ops.triton.layers_products import element_places, elements, fetch_product, product, store_input
+from ridgeline.ops.triton.layers_ranks import received
 from ridgeline.ops.triton.layers_table import PLACE, Layer, blocks, input_lines, places, pointer, rows_at_a_time, stages
 from ridgeline.ops.triton.shapes import PROCESSORS
 
@@ -67,9 +68,25 @@ def taken(ptr, k, ring, LINES: gl.constexpr, FORM: gl.constexpr):
 
 
 @jit
-def normed_taken(ptr, gain, k, ring, eps, LINES: gl.constexpr, FORM: gl.constexpr):
-    """Load the norm of an input into shared memory; see `taken`."""
-    x = _elements(ptr, k, ring, LINES, FORM)
+def stream_of(ptr, peers, k, ring, LINES: gl.constexpr, FORM: gl.constexpr, HALF: gl.constexpr, SIZE: gl.constexpr):
+    """Load the residual stream [k]; with several ranks (SIZE) the sum of their terms in a half of the memory."""
+    if SIZE == 1:
+        return _elements(ptr, k, ring, LINES, FORM)
+    else:
+        at = element_places(LINES, ring[0].shape[2])
+        return received(peers, at, at < k, HALF, ptr.dtype.element_ty, SIZE)
+
+
+@jit
+def put_stream(ptr, x, k, ring):
+    """Store the residual stream [k]."""
+    at = element_places(x.shape[0], ring[0].shape[2])
+    gl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=at < k)
+
+
+@jit
+def normed_taken(ptr, x, gain, k, ring, eps, FORM: gl.constexpr):
+    """Load the norm of a stream x into shared memory; see `taken`. ptr: of its dtype."""
     if FORM[0]:
         return store_normed_digits(x, gain, ring, k, eps, FORM)
     else:
@@ -88,11 +105,13 @@ def multiplied(
     done,
     works,
     scale,
+    peers,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
     ACTIVATION: gl.constexpr,
     FORM: gl.constexpr,
     BIASES: gl.constexpr,
+    SIZE: gl.constexpr,
 ):
     """Consumers: multiply this program's share of weight WHICH with the input in shared memory, and store. rows: of the weight."""
     FP8: gl.constexpr = ring[0].dtype == gl.float8e4nv
@@ -107,7 +126,23 @@ def multiplied(
         return at, done[1]
     else:
         return product(
-            out_ptr, layer_ptr, rows, ring, tickets, done, work, scale, EACH, STAGES, WHICH, ADD, KIND, FP8, BIASES
+            out_ptr,
+            layer_ptr,
+            rows,
+            ring,
+            tickets,
+            done,
+            work,
+            scale,
+            peers,
+            EACH,
+            STAGES,
+            WHICH,
+            ADD,
+            KIND,
+            FP8,
+            BIASES,
+            SIZE,
         )
 
 

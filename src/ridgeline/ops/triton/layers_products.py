@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ridgeline.ops.triton.layers_ranks import send, stream_rows
 from ridgeline.ops.triton.layers_table import BIAS_AT, LINES_OF_STAGE, SCALE, gated, next_stage, pointer
 
 TICKETS = gl.constexpr(16)
@@ -90,12 +91,18 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
 
 
 @jit
-def elements(ptr, k, LINES: gl.constexpr, PIECE: gl.constexpr):
-    """Load a vector [k] as [LINES, PIECE] in float32. The loads bypass L1, because other programs write while this one runs."""
+def element_places(LINES: gl.constexpr, PIECE: gl.constexpr):
+    """Indices of the elements of a vector as [LINES, PIECE]."""
     THREADS: gl.constexpr = PIECE // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [8, 1], [1, 0])
     line = gl.arange(0, LINES, gl.SliceLayout(1, LAYOUT))
-    at = line[:, None] * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))[None, :]
+    return line[:, None] * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@jit
+def elements(ptr, k, LINES: gl.constexpr, PIECE: gl.constexpr):
+    """Load a vector [k] as [LINES, PIECE] in float32. The loads bypass L1, because other programs write while this one runs."""
+    at = element_places(LINES, PIECE)
     return gl.load(ptr + at, mask=at < k, other=0.0, cache_modifier=".cg").to(gl.float32)
 
 
@@ -165,25 +172,25 @@ def _result_rows(ROWS: gl.constexpr, NUMBER: gl.constexpr):
 @jit
 def _facts(ptr, scale_ptr, bias_ptr, row, rows, ADD: gl.constexpr, FP8: gl.constexpr, BIAS: gl.constexpr):
     """Issue loads of residuals, scales and biases of a product's rows."""
-    before, scales, biases = gl.zeros_like(row), gl.zeros_like(row), gl.zeros_like(row)
+    residual, scales, biases = gl.zeros_like(row), gl.zeros_like(row), gl.zeros_like(row)
     if ADD:
-        before = gl.load(ptr + row, mask=row < rows, other=0.0, cache_modifier=".cg")
+        residual = gl.load(ptr + row, mask=row < rows, other=0.0, cache_modifier=".cg")
     if FP8:
         scales = gl.load(scale_ptr + row, mask=row < rows, other=0.0)
     if BIAS:
         biases = gl.load(bias_ptr + row, mask=row < rows, other=0.0)
-    return before, scales, biases
+    return residual, scales, biases
 
 
 @jit
 def _finished(value, facts, scale, ADD: gl.constexpr, FP8: gl.constexpr, BIAS: gl.constexpr):
-    before, scales, biases = facts
+    residual, scales, biases = facts
     if FP8:
         value *= scales * scale
     if BIAS:
         value += biases.to(gl.float32)
     if ADD:
-        value += before.to(gl.float32)
+        value += residual.to(gl.float32)
     return value
 
 
@@ -197,6 +204,7 @@ def product(
     done,
     work,
     scale,
+    peers,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     WHICH: gl.constexpr,
@@ -204,28 +212,38 @@ def product(
     KIND: gl.constexpr,
     FP8: gl.constexpr,
     BIASES: gl.constexpr,
+    SIZE: gl.constexpr,
 ):
-    """Consumers: multiply this program's share of weight WHICH with the input, and store. rows: rows of the weight."""
+    """Consumers: multiply this program's share of weight WHICH with the input, and store. rows: rows of the weight. With ADD and
+    several ranks (SIZE), the result is a term of the stream, which goes to all of them."""
     groups, chunks, apart = work
     at, drawn = done
     BIAS: gl.constexpr = (BIASES >> WHICH) & 1
     GATED: gl.constexpr = KIND != 0
+    SENT: gl.constexpr = ADD and SIZE > 1
+    HALF: gl.constexpr = WHICH // 2
     scale_ptr = pointer(layer_ptr + SCALE + WHICH, gl.float32)
     bias_ptr = pointer(layer_ptr + BIAS_AT + WHICH, out_ptr.dtype.element_ty)
     local_row = _result_rows(ROWS, ring[0].dtype.primitive_bitwidth // 8)
     group, drawn = _handed_on(tickets, drawn)
     while group < groups:
         row = group * ROWS + local_row
-        facts = _facts(out_ptr, scale_ptr, bias_ptr, row, rows, ADD, FP8, BIAS)
+        facts = _facts(out_ptr, scale_ptr, bias_ptr, row, rows, ADD and not SENT, FP8, BIAS)
+        residual = gl.zeros_like(row).to(gl.float32)
+        if SENT:
+            residual = stream_rows(peers, row, row < rows, 1 - HALF, out_ptr.dtype.element_ty, SIZE)
         others = _facts(out_ptr, scale_ptr, bias_ptr, row + apart, rows, False, FP8 & GATED, BIAS & GATED)
         value, at = _rows_of(ring, at, chunks, ROWS, STAGES)
-        value = _finished(value, facts, scale, ADD, FP8, BIAS)
+        value = _finished(value, facts, scale, ADD and not SENT, FP8, BIAS)
         real = row < rows
         if GATED:
             up, at = _rows_of(ring, at, chunks, ROWS, STAGES)
             up = _finished(up, others, scale, False, FP8, BIAS)
             value = gated(value, up, KIND)
             real = row < apart
-        gl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty), mask=real)
+        if SENT:
+            send(peers, value + residual, row, real, HALF, out_ptr.dtype.element_ty, SIZE)
+        else:
+            gl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty), mask=real)
         group, drawn = _handed_on(tickets, drawn)
     return at, drawn

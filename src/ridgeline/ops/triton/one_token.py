@@ -9,11 +9,12 @@ import torch.nn.functional as F
 
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Fp8Matrix, IntMatrix, LayerParts, Matrix, RunLayers
-from ridgeline.ops.triton.layers import Layers
 from ridgeline.ops.triton.layers_forms import stages_of
 from ridgeline.ops.triton.layers_integers import LINE
 from ridgeline.ops.triton.layers_keys import streamable
+from ridgeline.ops.triton.layers_launch import Layers
 from ridgeline.ops.triton.layers_table import ALIGNED, Layer, Weights, reachable
+from ridgeline.ops.triton.peers import WIDEST
 
 FEWEST_STAGES = 6
 """Fewest stages of the ring. If the inputs of a layer leave memory for fewer stages, layers run one by one."""
@@ -41,6 +42,7 @@ def knows(parts: Sequence[LayerParts]) -> bool:
         and len({_number(matrix) for matrix in _matrices(first)}) == 1
         and sum(_bytes(matrix) for matrix in _matrices(first)) >= SMALLEST_BYTES[form]
         and stages_of(_layer(first)) >= FEWEST_STAGES
+        and (first.peers is None or (form is not IntMatrix and len(first.attention_norm) <= WIDEST))
         and all(_streams(kind) for kind in zip(*(_matrices(layer) for layer in parts), strict=True))
     )
 
@@ -53,7 +55,7 @@ class OneToken:
 
     def __init__(self, parts: Sequence[LayerParts], otherwise: RunLayers) -> None:
         self._otherwise, self._dtype, self._count = otherwise, parts[0].attention_norm.dtype, len(parts)
-        self._layers = Layers([_layer(layer) for layer in parts])
+        self._layers = Layers([_layer(layer) for layer in parts], parts[0].peers)
 
     def __call__(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
         complete = stream.shape[0] == 1 and len(views) == self._count

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_size_t, c_uint, c_uint32, c_uint64
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,8 @@ MOST_RANKS = 8
 PROGRAMS, THREADS = 64, 256
 ONE_SHOT_ROOM, TWO_SHOT_ROOM = 1 << 20, 8 << 20
 """Most bytes of a message."""
+WIDEST = 1 << 14
+"""Most numbers of a vector that is summed within a kernel."""
 _MACROS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
 Swap = Callable[[str], Sequence[str]]
@@ -49,7 +52,8 @@ def source(dtype: torch.dtype) -> str:
 
 
 class Layout:
-    """Offsets into a rank's memory of `total` bytes: slots of one shot (twice the data); parts, sums and flags of two shots."""
+    """Offsets into a rank's memory of `total` bytes: slots of one shot (twice the data); parts, sums and flags of two shots;
+    vectors that are summed within a kernel."""
 
     def __init__(self, size: int) -> None:
         self.slot = 2 * ONE_SHOT_ROOM
@@ -57,7 +61,24 @@ class Layout:
         self.parts = 2 * size * self.slot
         self.sums = self.parts + 2 * size * self.part
         self.flags = self.sums + 2 * size * self.part
-        self.total = self.flags + 2 * 4 * MOST_RANKS * PROGRAMS
+        self.vectors = self.flags + 2 * 4 * MOST_RANKS * PROGRAMS
+        self.total = self.vectors + 2 * size * 4 * WIDEST
+
+
+class Vectors(NamedTuple):
+    """Memory of all ranks for sums of vectors within a kernel, see layers_ranks: two halves, each of WIDEST words per rank.
+
+    addresses: int64 [size + 1], of each rank's memory as this GPU sees it, and of the word with which the host ends a wait. sums:
+    int32 [1], number of sums so far. Both on the GPU; None: there is one rank.
+    """
+
+    addresses: torch.Tensor | None
+    sums: torch.Tensor | None
+    rank: int
+    size: int
+
+
+NO_VECTORS = Vectors(None, None, 0, 1)
 
 
 class PeerSums:
@@ -71,6 +92,20 @@ class PeerSums:
         self._counts = torch.zeros(2, PROGRAMS, dtype=torch.int32, device=device)
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         """Read by waiting kernels. Not 0: they stop waiting."""
+        self._alone = torch.zeros(2 * size * WIDEST, dtype=torch.int32, device=device)
+        # Alone, what this rank sends to each rank arrives here in the place of what that rank sends.
+        alone = [self._alone.data_ptr() + 4 * WIDEST * (other - rank) for other in range(size)]
+        live = [address + self._layout.vectors for address in memory]
+        self.vectors, self.vectors_alone = (
+            Vectors(
+                torch.tensor([*addresses, self._stop.data_ptr()], dtype=torch.int64, device=device),
+                torch.zeros(1, dtype=torch.int32, device=device),
+                rank,
+                size,
+            )
+            for addresses in (live, alone)
+        )
+        """While the group is connected, and while it is muted."""
         self._kernels = {
             (dtype, name): pairs.kernel(device, source(dtype), name, 0)
             for dtype in _MACROS
