@@ -88,7 +88,9 @@ def layers(group: GpuGroup, rank: int, size: int) -> dict[str, tuple[float, int,
             case = build([(length, 1)], Shape(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, junk=1.0))
             case = case.to("cuda", torch.bfloat16)
             twins = [replace(case.view, kv=case.view.kv.clone()) for _ in whole]
-            views = [replace(case.view, kv=case.view.kv.chunk(size, 2)[rank].contiguous()) for _ in whole]
+            # In one piece of memory, as the pool of an engine: the kernel addresses all caches from the lowest one.
+            pool = torch.stack([case.view.kv.chunk(size, 2)[rank]] * len(whole))
+            views = [replace(case.view, kv=kv) for kv in pool]
             if length == LENGTHS[0]:
                 group.mute(True)  # alone, nothing waits for another rank, and nothing changes for later launches
                 if rank == 0:
