@@ -79,6 +79,7 @@ def weight_of(
         ([0, 0, 0], (40,), torch.float32),
         ([1, 0, 2, 4, 1, 2], (130, 20, 20), torch.float32),
         ([4, 0, 1] * 9 + [2] * 20, (70, 40), torch.float32),
+        ([1] * 16 + [2], (5000, 300, 40), torch.float32),
         ([2, 1] * 12, (48, 16, 16), HALF),
     ],
 )
@@ -194,7 +195,7 @@ def check_compiles(name: str, constants: dict[str, object]) -> str:
         ),
         pytest.param(
             "_expand",
-            {"SPLITS": 8, "SORTED": True, "ROWS": 16, "WIDE": 256, "BLOCK": 16, "PDL": True},
+            {"SPLITS": 8, "SORTED": True, "ROWS": 16, "WIDE": 256, "PIECES": 4, "BLOCK": 16, "PDL": True},
             marks=pytest.mark.long,
         ),
     ],

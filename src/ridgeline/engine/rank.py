@@ -39,7 +39,6 @@ from ridgeline.models.config import read_model
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.hub import resolve_model
 from ridgeline.models.weights import Progress
-from ridgeline.ops import native_cpu
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.releasable import DeviceRange, move
 from ridgeline.ops.table import Ops
@@ -189,7 +188,6 @@ def _device(config: EngineConfig, number: int) -> torch.device:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(config.threads or max(1, cores // max(1, len(config.host_ranks))))
         return torch.device("cpu")
-    native_cpu.load()  # the system grants AMX tiles only before CUDA's threads exist
     if config.ranks == 1:
         return torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(gpu_of(number, config, torch.cuda.device_count()))

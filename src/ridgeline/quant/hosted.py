@@ -71,7 +71,7 @@ class Host:
 
     def rates(self, shape: LinearShape) -> list[float]:
         """Bytes/s that products of each size read from the memory of a linear; empty: there are none."""
-        linears = [self._zeros(shape) for _ in range(2)]
+        linears = [self._filled(shape) for _ in range(2)]
         products = [self.products(shape.d_in, linear.apply) for linear in linears]
         if not all(products):
             return []
@@ -85,10 +85,11 @@ class Host:
             rates.append(count / median(times[1:]))
         return rates
 
-    def _zeros(self, shape: LinearShape) -> Weight:
+    def _filled(self, shape: LinearShape) -> Weight:
+        """A linear without zeros, which would be packed as a pruned one."""
         weight = self.format.create(shape, Share())
         for (part, name), expected in weight.expects.items():
-            weight.load(part, name, torch.zeros(expected.shape, dtype=self.dtype))
+            weight.load(part, name, torch.full(expected.shape, 0.01, dtype=self.dtype))
         return weight
 
 

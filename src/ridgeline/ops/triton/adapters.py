@@ -22,7 +22,7 @@ from ridgeline.core.adapters import RANK_STEP as PADDED_RANK
 from ridgeline.ops.adapters import Bank, Pairs
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.triton.experts import MMA_ROWS, SORTED_AT_ONCE, _pairs_of, _sort
-from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.launch import await_inputs, overlap, processors
 
 FEW_TOKENS = 16
 """Most tokens of a step without an order."""
@@ -33,7 +33,12 @@ SHRINK_INPUTS, EXPAND_OUTPUTS = 256, 256
 PART_INPUTS = 512
 """Inputs that one program of `_shrink` reads in a step of few tiles: the others are read at the same time."""
 MOST_PARTS = 16
-SHRINK_WARPS, EXPAND_WARPS = 4, 4
+SHRINK_WARPS, EXPAND_WARPS = 2, 4
+EXPAND_ELEMENTS = 16384
+"""Of B that a program of `_expand` has in registers."""
+MANY_PIECES, PROGRAMS = 4, 4
+"""Pieces of a program of `_expand`, which reads the next one while it multiplies one, if so many programs remain on each
+multiprocessor."""
 RANK_STEP: tl.constexpr = tl.constexpr(PADDED_RANK)
 """Ranks are multiples of it, so that loads of 16 bytes are aligned."""
 
@@ -100,11 +105,11 @@ def _factors(a_ptr, at, place, rows, end, inputs):
 def _expand(
     inner_ptr, b_ptr, ranks_ptr, y_ptr, chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
     tokens, width, b_stride, held, end_0, end_1, outputs,
-    SPLITS: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, outputs] += B (A x). B [outputs, rank] is the begin of a slot's memory. end_0, end_1: where the first two of three
-    parts end, which read different rows of A; a part may be empty."""
+    """y [T, outputs] += B (A x), PIECES times WIDE outputs per program. B [outputs, rank] is the begin of a slot's memory. end_0,
+    end_1: where the first two of three parts end, which read different rows of A; a part may be empty. BLOCK: at least a rank."""
     slot, token, inside = _pairs_of(
         tl.program_id(0), chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, held, ROWS, SORTED
     )
@@ -113,32 +118,36 @@ def _expand(
         rank = tl.load(ranks_ptr + slot + 1)
     rank = rank // RANK_STEP * RANK_STEP  # the compiler sees that rows of B are aligned
     block = tl.program_id(1)
-    blocks_0, blocks_1 = tl.cdiv(end_0, WIDE), tl.cdiv(end_1 - end_0, WIDE)
+    blocks_0, blocks_1 = tl.cdiv(end_0, PIECES * WIDE), tl.cdiv(end_1 - end_0, PIECES * WIDE)
     part = (block >= blocks_0).to(tl.int32) + (block >= blocks_0 + blocks_1).to(tl.int32)
     begin = tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
     end = tl.where(part == 0, end_0, tl.where(part == 1, end_1, outputs))
     block -= tl.where(part == 0, 0, tl.where(part == 1, blocks_0, blocks_0 + blocks_1))
-    at, place = begin + block * WIDE + tl.arange(0, WIDE), tl.arange(0, BLOCK)
+    at, place = begin + block * PIECES * WIDE + tl.arange(0, WIDE), tl.arange(0, BLOCK)
     b_ptr += (slot + 1).to(tl.int64) * b_stride
-    pointers = b_ptr + at[None, :].to(tl.int64) * rank + place[:, None]
-    b = tl.load(pointers, mask=(at < end)[None, :] & (place < rank)[:, None], other=0.0)
+    b = _rows(b_ptr, at, place, rank, end)
     await_inputs(PDL)
     if rank > 0:
-        y = y_ptr + token[:, None] * outputs + at[None, :]
-        mask = inside[:, None] & (at < end)[None, :]
-        value = tl.load(y, mask=mask, other=0.0).to(tl.float32)
-        first = inner_ptr + token[:, None] * width + part * rank
-        for start in range(0, rank, BLOCK):
-            here = start + place
-            inner = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-            for split in tl.static_range(SPLITS):
-                row = first + split * tokens * width + here[None, :]
-                inner += tl.load(row, mask=inside[:, None] & (here < rank)[None, :], other=0.0)
+        first = inner_ptr + token[:, None] * width + part * rank + place[None, :]
+        inner = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for split in tl.static_range(SPLITS):
+            inner += tl.load(first + split * tokens * width, mask=inside[:, None] & (place < rank)[None, :], other=0.0)
+        for piece in range(PIECES):
+            here = at + piece * WIDE
+            y = y_ptr + token[:, None] * outputs + here[None, :]
+            mask = inside[:, None] & (here < end)[None, :]
+            value = tl.load(y, mask=mask, other=0.0).to(tl.float32)
+            following = _rows(b_ptr, here + WIDE, place, rank, tl.where(piece + 1 < PIECES, end, 0))
             value = tl.dot(inner.to(b.dtype), b, value, input_precision="ieee")
-            if start + BLOCK < rank:
-                more = (here + BLOCK < rank)[:, None]
-                b = tl.load(pointers + start + BLOCK, mask=(at < end)[None, :] & more, other=0.0)
-        tl.store(y, value.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y, value.to(y_ptr.dtype.element_ty), mask=mask)
+            b = following
+
+
+@triton.jit
+def _rows(b_ptr, at, place, rank, end):
+    """B of some outputs, transposed: [BLOCK, WIDE]."""
+    pointers = b_ptr + at[None, :].to(tl.int64) * rank + place[:, None]
+    return tl.load(pointers, mask=(at < end)[None, :] & (place < rank)[:, None], other=0.0)
 
 
 class TritonAdapters:
@@ -170,12 +179,16 @@ class TritonAdapters:
             length, PARTS=parts, **shape, WIDE=wide, BLOCK=SHRINK_INPUTS, num_warps=SHRINK_WARPS, num_stages=3,
         )  # fmt: skip
         ends = [*pairs.ends, *[outputs] * 3][:2]
+        most = max(16, triton.next_power_of_2(rank))
+        columns = min(EXPAND_OUTPUTS, EXPAND_ELEMENTS // most)
+        fewest = PROGRAMS * processors(x.device)
+        pieces = MANY_PIECES if tiles * outputs > MANY_PIECES * fewest * columns else 1
         blocks = sum(
-            triton.cdiv(end - begin, EXPAND_OUTPUTS) for begin, end in zip((0, *ends), (*ends, outputs), strict=True)
+            triton.cdiv(end - begin, pieces * columns) for begin, end in zip((0, *ends), (*ends, outputs), strict=True)
         )
         _expand[(tiles, blocks)](
             inner, pairs.b, pairs.device_ranks, y, *places, tokens, width, pairs.b.stride(0), group.slots, *ends,
-            outputs, SPLITS=splits, **shape, WIDE=EXPAND_OUTPUTS, BLOCK=wide, num_warps=EXPAND_WARPS, num_stages=2,
+            outputs, SPLITS=splits, **shape, WIDE=columns, PIECES=pieces, BLOCK=most, num_warps=EXPAND_WARPS,
         )  # fmt: skip
         return y
 
