@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -90,6 +91,22 @@ def test_a_host_without_memory_for_both_computes_nothing() -> None:
 
 def test_work_that_cannot_be_recorded_is_left_to_copies() -> None:
     host = hosted("")
-    assert all(rate > 0 for rate in host.rates(LinearShape(64, (Part(96, 96),))))
+    assert all(rate > 0 for rate in host.rates(LinearShape(64, (Part(96, 96),)), CPU))
     plain = UnquantizedFormat(REFERENCE.matmul.unquantized, F32, CPU)
-    assert replace(host, format=plain).rates(LinearShape(64, (Part(96, 96),))) == []
+    assert replace(host, format=plain).rates(LinearShape(64, (Part(96, 96),)), CPU) == []
+
+
+def test_calls_come_from_any_thread() -> None:
+    """A driver's threads come and go; the products are made in turn, each completely."""
+    host = hosted("")
+    linears, x = [host._filled(LinearShape(512, (Part(256, 256),))) for _ in range(4)], torch.randn(16, 512)
+    products = [host.products(512, linear.apply)[-1] for linear in linears]
+    host.inputs(512).copy_(x)
+    for product in products:
+        product.result.zero_()
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(product.calls.enqueue) for product in products * 25]:
+            future.result()
+    expected = 0.01 * x.sum(1, keepdim=True).expand(16, 256)
+    for product in products:
+        torch.testing.assert_close(product.result, expected, rtol=1e-4, atol=1e-4)

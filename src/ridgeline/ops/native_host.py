@@ -24,9 +24,6 @@ class HostCalls(Protocol):
     def enqueue(self) -> None:
         """Run it in the order of the GPU's current stream. CUDA graphs capture that."""
 
-    def run(self) -> None:
-        """Run it now, in this thread."""
-
 
 @dataclass(frozen=True, slots=True)
 class HostOps:
@@ -63,15 +60,12 @@ class StreamCalls:
 
     def enqueue(self) -> None:
         if not torch.cuda.is_available():
-            self.run()
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.library.replay_in)(ctypes.addressof(self.recorded.words))
             return
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         words = ctypes.c_void_p(ctypes.addressof(self.recorded.words))
         if status := _driver().cuLaunchHostFunc(stream, ctypes.c_void_p(self.library.replay_in), words):
             raise RuntimeError(f"cuLaunchHostFunc: {status}")
-
-    def run(self) -> None:
-        self.library.replay(self.recorded.calls, self.recorded.count)
 
 
 @cache

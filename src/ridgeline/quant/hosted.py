@@ -35,6 +35,7 @@ SIZES = (1, 4, 16)
 (docs/log/2026-11-27-layers-on-the-cpu.md)."""
 NEARLY = 0.7
 """Share of the fastest rate that products of the most tokens must reach: without AMX many tokens are bound by arithmetic."""
+COPIES, COPIED_BYTES = 8, 64 << 20
 TIMED = 5
 """Products of the largest linear whose median time decides which linears the CPU multiplies."""
 
@@ -69,18 +70,20 @@ class Host:
                 products.append(Product(x, result, calls))
         return products if len(products) == len(self.sizes) else []
 
-    def rates(self, shape: LinearShape) -> list[float]:
-        """Bytes/s that products of each size read from the memory of a linear; empty: there are none."""
+    def rates(self, shape: LinearShape, device: torch.device) -> list[float]:
+        """Bytes/s that products of each size read from the memory of a linear, while copies go on; empty: there are none."""
         linears = [self._filled(shape) for _ in range(2)]
         products = [self.products(shape.d_in, linear.apply) for linear in linears]
         if not all(products):
             return []
-        count, rates = sum(tensor.nbytes for tensor in linears[0].tensors()), []
+        count, rates, copies = sum(tensor.nbytes for tensor in linears[0].tensors()), [], _Copies(device)
         for of_size in zip(*products, strict=True):
             times = []
             for number in range(TIMED + 1):
+                copies.begin()
                 started = time.perf_counter()
-                of_size[number % 2].calls.run()  # in turn, so that caches hold little of them
+                of_size[number % 2].calls.enqueue()  # in turn, so that caches hold little of them
+                copies.wait_for_others()
                 times.append(time.perf_counter() - started)
             rates.append(count / median(times[1:]))
         return rates
@@ -91,6 +94,29 @@ class Host:
         for (part, name), expected in weight.expects.items():
             weight.load(part, name, torch.full(expected.shape, 0.01, dtype=self.dtype))
         return weight
+
+
+class _Copies:
+    """Copies from host memory to a GPU, which read this memory while products do. None without a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._source = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._target = torch.empty_like(self._source, device=device)
+
+    def begin(self) -> None:
+        """Enqueue copies that take as long as some products."""
+        if self._device.type == "cuda":
+            with torch.cuda.stream(self._stream):
+                for _ in range(COPIES):
+                    self._target.copy_(self._source, non_blocking=True)
+
+    def wait_for_others(self) -> None:
+        """Wait for what is enqueued beside the copies."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +208,7 @@ def divided(chosen: HostWeights, spec: ModelSpec, device: torch.device, host: Ho
     """Which of the linears in host memory the CPU multiplies in steps of few tokens, by measured rates, and the time of both kinds
     of steps. None if the host has too little memory to hold them twice."""
     link, widest = host.ops.link_rate(device), max(layer.d_ff for layer in spec.layers)
-    rates = host.rates(LinearShape(spec.d_model, (Part(2 * widest, 2 * widest),)))
+    rates = host.rates(LinearShape(spec.d_model, (Part(2 * widest, 2 * widest),)), device)
     fast = [(size, rate) for size, rate in zip(SIZES, rates, strict=False) if rate >= NEARLY * max(rates)]
     few, products = fast[-1] if fast else (0, 0.0)
     computed = computed_linears(chosen.sizes, link, products)

@@ -107,7 +107,7 @@ def record(library: Library, work: Callable[[], Any], pinned: bool = False) -> t
         log.calls = None
     if not calls or witness.computed:
         return result, None
-    words = [torch.get_num_threads(), len(calls)]
+    words = [max(1, torch.get_num_threads() - 1), len(calls)]  # the thread that launches steps keeps a core
     words += [word for function, arguments in calls for word in function.words(arguments)]
     return result, Recorded((ctypes.c_int64 * len(words))(*words), calls, witness.allocated)
 
