@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.parallel.axis import Axis
 from ridgeline.parallel.gloo import GlooGroup
 from ridgeline.parallel.gpu import LIMITS
+from ridgeline.parallel.group import Group
 from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect
 from tests.models.families import FAMILIES, save
-from tests.models.mesh_rank import CASES, DECODED, TIMEOUT_S, load, logits
+from tests.models.mesh_rank import CASES, CPU, DECODED, TIMEOUT_S, load, logits
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
@@ -116,6 +118,16 @@ def test_a_muted_rank_runs_alone() -> None:
     assert message.tolist() == [0, 0]
     with ONE_DEVICE.muted():
         assert ONE_DEVICE.groups == []
+
+
+@pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True), (False, False)])
+def test_ranks_agree_if_all_say_yes(here: bool, there: bool) -> None:
+    class Pair(Group):
+        def all_reduce(self, x: torch.Tensor) -> None:
+            x += not there
+
+    assert Axis(0, 2, Pair()).agreed(CPU, here) is (here and there)
+    assert Axis().agreed(CPU, here) is here
 
 
 def test_sums_fit_into_the_memory_of_their_kernel() -> None:

@@ -247,4 +247,5 @@ class DecoderLayer:
         if not (qkv and out and gate_up and down):
             return None
         matrices = (norm, qkv, attention.shape, out, feed_forward_norm, gate_up, down)
-        return LayerParts(*matrices, spec.activation, self._build.mesh.peers)
+        ranks = self._build.mesh.peers, partial(self._build.mesh.agreed, norm.device)
+        return LayerParts(*matrices, spec.activation, *ranks)

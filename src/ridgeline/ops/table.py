@@ -140,6 +140,8 @@ class LayerParts:
     activation: str
     peers: Callable[[], Any] | None = None
     """Memory in which a kernel adds what the ranks compute with `out` and `down` (Group.peers); None: there is one rank."""
+    agreed: Callable[[bool], bool] = bool
+    """Whether all of these ranks say yes (Axis.agreed): they run the same kernels."""
 
 
 RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]

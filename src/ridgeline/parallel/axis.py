@@ -36,6 +36,10 @@ class Axis:
         self._run(lambda group: group.all_reduce(x))
         return x
 
+    def agreed(self, device: torch.device, fits: bool) -> bool:
+        """Whether `fits` on all ranks. Waits for them."""
+        return fits if self.size == 1 else not self.all_reduce(torch.tensor([not fits]).int().to(device)).item()
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """x [...] of all ranks, in their order: [size, ...]."""
         if self.size == 1:

@@ -31,9 +31,11 @@ from ridgeline.ops.triton.w8a8 import round_inliers
 
 
 def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
-    """See Programs. Large layers run one token in a single kernel (one_token)."""
+    """See Programs. Large layers run one token in a single kernel (one_token), on all ranks or on none: it depends on the
+    addresses of weights."""
     module = gluon(parts[0].attention_norm.device, "one_token")
-    return run if module is None or not module.knows(parts) else module.OneToken(parts, run)
+    fits = parts[0].agreed(module is not None and module.knows(parts))
+    return run if module is None or not fits else module.OneToken(parts, run)
 
 
 TOKENWISE = TokenwiseOps(rms_norm, norm_add, activate, cap=capped)
