@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,15 +10,32 @@ from zlib import crc32
 
 import torch
 
+from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Fp8Matrix, LayerParts, Matrix, QkvShape
 from ridgeline.ops.triton import one_token
+from ridgeline.ops.triton.layers_keys import streamable
+from ridgeline.ops.triton.layers_table import places
 from ridgeline.parallel.gpu import GpuGroup
 from tests.ops.conftest import Case, Shape, build
-from tests.ops.test_one_token import off, one_after_the_other, random_layer, unexpected
+from tests.ops.test_one_token import off, one_after_the_other, random_layer
 
 HEADS, KV_HEADS, DIM, MODEL, FEATURES = 32, 8, 128, 4096, 14336
 LENGTHS = (1, 190, 1300)
 LAUNCHES = 200
+
+
+def refused(stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
+    """In the place of the layers one after the other: says what the kernel's conditions depend on."""
+    caches = [view.kv for view in views]
+    facts = {
+        "stream": tuple(stream.shape),
+        "caches": [(cache.dtype, tuple(cache.shape), cache.stride(), hex(cache.data_ptr())) for cache in caches],
+        "places": (places(caches).step, places(caches).places),
+        "streamable": streamable(caches),
+        "positions of keys": step.key_positions is not None,
+        "others": [(view.softcap, view.scale, view.page_tokens, view.table.stride()) for view in views],
+    }
+    raise AssertionError(f"the kernel took nothing: {facts}")
 
 
 def cut(matrix: Matrix, rank: int, size: int, parts: tuple[int, ...]) -> Matrix:
@@ -83,7 +100,7 @@ def layers(group: GpuGroup, rank: int, size: int) -> dict[str, tuple[float, int,
         whole = [random_layer(MODEL, FEATURES, shape, form, bias) for _ in range(3)]
         parts = [share(layer, group, rank, size) for layer in whole]
         assert one_token.knows(parts)
-        run, stream = one_token.OneToken(parts, unexpected), torch.randn(1, MODEL, device="cuda").to(torch.bfloat16)
+        run, stream = one_token.OneToken(parts, refused), torch.randn(1, MODEL, device="cuda").to(torch.bfloat16)
         for length in LENGTHS:
             case = build([(length, 1)], Shape(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, junk=1.0))
             case = case.to("cuda", torch.bfloat16)
@@ -113,7 +130,7 @@ def waiting(group: GpuGroup, size: int) -> Callable[[], object]:
     case = build([(1, 1)], Shape(heads=HEADS // size, kv_heads=KV_HEADS // size, head_dim=DIM, junk=1.0))
     case = case.to("cuda", torch.bfloat16)
     stream = torch.zeros(1, MODEL, dtype=torch.bfloat16, device="cuda")
-    launch = partial(one_token.OneToken(parts, unexpected), stream, [case.view], case.step)
+    launch = partial(one_token.OneToken(parts, refused), stream, [case.view], case.step)
     group.mute(True)
     launch()
     group.mute(False)

@@ -14,11 +14,17 @@ from tests.engine.test_reader_pace import words
 counts = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=8)
 
 
-@given(stages=st.integers(2, 4), requests=counts, step_tokens=st.integers(8, 32), blocks=st.integers(24, 64))
+@given(
+    stages=st.integers(2, 4),
+    ahead=st.integers(0, 1),
+    requests=counts,
+    step_tokens=st.integers(8, 32),
+    blocks=st.integers(24, 64),
+)
 def test_a_step_continues_no_row_that_another_step_draws_for(
-    stages: int, requests: list[tuple[int, int]], step_tokens: int, blocks: int
+    stages: int, ahead: int, requests: list[tuple[int, int]], step_tokens: int, blocks: int
 ) -> None:
-    bench = Bench(stages=stages, depth=stages - 1, step_tokens=step_tokens, blocks=blocks)
+    bench = Bench(stages=stages, depth=stages - 1 + ahead, step_tokens=step_tokens, blocks=blocks)
     expected = {}
     for number, (prompt, answer) in enumerate(requests):
         tokens = words(number, prompt)
@@ -49,6 +55,16 @@ def test_rows_are_shared_equally_between_stages(stages: int) -> None:
     full = bench.runner.plans[8:30]
     assert {len(plan.rows) for plan in full} == {2}
     assert all(not set(first.rows) & set(second.rows) for first, second in pairwise(full))
+
+
+def test_a_few_rows_wait_for_others_instead_of_a_step_of_their_own() -> None:
+    """On a GPU one step more than stages is in flight. The first step draws for 9 of 16 prompts, the second for 7."""
+    bench = Bench(stages=2, depth=2, step_tokens=36, rows=16, blocks=200)
+    for number in range(16):
+        bench.submit(str(number), words(number, 4), max_tokens=40)
+    bench.run()
+    sizes = [len(plan.rows) for plan in bench.runner.plans]
+    assert sizes[:2] == [9, 7] and set(sizes[2:40]) == {8}
 
 
 def test_chunks_of_a_prompt_follow_one_another_through_the_stages() -> None:

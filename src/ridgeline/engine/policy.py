@@ -32,13 +32,15 @@ class Limits:
     pace_s: float = 0.0
     stages: int = 1
 
-    def held(self, running: Sequence[Request]) -> set[Request]:
+    def held(self, running: Sequence[Request], in_flight: int) -> set[Request]:
         """The running requests that a step of a pipeline leaves out: those whose last token is being drawn, and those beyond the
-        share of one stage. So each stage has a step of its own."""
+        share of one stage. So each stage has a step of its own. With `in_flight` steps, one for each stage, fewer than half a
+        share wait for others: a step of one row reads as many weights as a step of many."""
         if self.stages == 1:
             return set()
         ready = [request for request in running if request.expected == len(request.tokens)]
-        return set(running).difference(ready[: -(-len(running) // self.stages)])
+        share = -(-len(running) // self.stages)
+        return set(running).difference(ready[: share if in_flight < self.stages or 2 * len(ready) >= share else 0])
 
 
 class Fairness:

@@ -207,7 +207,7 @@ class Scheduler:
         step = self._next
         self.leases.pins.advance(now)
         self._speculation.limit(self.running)
-        ahead, held = self._ahead(now), self.limits.held(self.running)
+        ahead, held = self._ahead(now), self.limits.held(self.running, self.steps_in_flight)
         budget = self._continue_running(step, self.limits.step_tokens, ahead | held)
         if self.waiting:
             budget = self._admit(step, budget, now)
