@@ -33,6 +33,7 @@ class FakeReplica:
         self.left = 0
         """Requests whose client left."""
         self.health: tuple[int, Any] = (200, {"status": "ok", "step": 0})
+        self.health_headers: dict[str, str] = {}
         self.steps = False
         """Whether each health check sees another step."""
         self.deaf = False
@@ -63,7 +64,7 @@ class FakeReplica:
         status, body = self.health
         if self.steps:
             body["step"] += 1
-        return web.json_response(body, status=status)
+        return web.json_response(body, status=status, headers=self.health_headers)
 
     async def _models(self, request: web.Request) -> web.Response:
         self.headers.append({name.lower(): value for name, value in request.headers.items()})

@@ -6,12 +6,13 @@ import asyncio
 import re
 
 import pytest
+from aiohttp import web
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.service.fleet.demand import prompt_bytes, read_demand
 from ridgeline.service.fleet.options import read_router, read_url
 
-from .replicas import CHAT, EVENTS, breaks, drops, refuses, routed, streams, thinks, waits
+from .replicas import CHAT, EVENTS, FakeReplica, breaks, drops, refuses, routed, streams, thinks, waits
 
 SECRET = {"authorization": "Bearer secret"}
 
@@ -182,6 +183,28 @@ async def test_no_replica_up_is_503() -> None:
         fleet.replicas[1].health = (200, {"status": "ok", "step": 0})
         await fleet.until(lambda: fleet.state(1) == "up")
         assert (await fleet.chat()).status == 200
+
+
+async def test_requests_wait_for_an_engine_that_is_being_started() -> None:
+    starts = {"x-ridgeline-engine": "starting"}
+    refused: list[FakeReplica] = []
+
+    async def then_streams(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        if not refused:
+            refused.append(replica)
+            return await refuses(503, **starts)(replica, request)
+        return await streams(replica, request)
+
+    async with routed(then_streams) as fleet:
+        (replica,) = fleet.replicas
+        assert (await fleet.chat()).status == 200 and refused, "its health says up again"
+        replica.health, replica.health_headers = (503, {"error": {"message": "Not healthy: lost."}}), starts
+        await fleet.until(lambda: fleet.state(0) == "starting")
+        waiting = asyncio.create_task(fleet.chat())
+        await fleet.until(lambda: len(fleet.balancer.router.queue) == 1)
+        assert (await fleet.get("/health")).status == 503
+        replica.health, replica.health_headers = (200, {"status": "ok", "step": 0}), {}
+        assert (await waiting).status == 200
 
 
 async def test_a_replica_without_progress_gets_no_more_requests() -> None:

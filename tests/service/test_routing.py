@@ -133,6 +133,20 @@ def test_retry_after_follows_the_rate_of_ends() -> None:
     assert router.refusal(now).retry_after_s == pytest.approx(2.5, rel=0.2)
 
 
+def test_requests_wait_for_an_engine_that_is_being_started() -> None:
+    router = fleet(2)
+    router.set_state("r0", State.DOWN, 0.0)
+    router.set_state("r1", State.STARTING, 0.0)
+    ticket = router.arrive(Demand(10), 0.0)
+    assert ticket.replica is None and not router.dispatch(0.0)
+    (again,) = router.set_state("r1", State.UP, 1.0)
+    assert again is ticket and ticket.replica is not None and ticket.replica.name == "r1"
+    router.set_state("r1", State.STARTING, 1.0)
+    router.replicas["r1"].draining = True
+    with pytest.raises(Unavailable, match="No replica is up"):
+        router.arrive(Demand(10), 1.0)
+
+
 def test_no_replica_up_is_another_error_than_no_room() -> None:
     router = fleet(2)
     router.set_state("r0", State.DOWN, 0.0)

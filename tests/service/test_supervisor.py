@@ -60,11 +60,12 @@ def test_while_the_engine_is_restarted_its_routes_answer_503_and_the_others_go_o
                 "unavailable",
                 "service_unavailable",
             )
-            assert int(answer.headers["retry-after"]) >= 1
+            assert int(answer.headers["retry-after"]) >= 1 and answer.headers["x-ridgeline-engine"] == "starting"
             assert "the engine is being restarted" in answer.error["message"]
             assert "the engine process has ended" in answer.error["message"]
         health = server.get("/health")
         assert health.status == 503 and "the engine process has ended" in health.error["message"]
+        assert health.headers["x-ridgeline-engine"] == "starting"
         for path in ("/metrics", "/version", "/dashboard", "/chat", "/requests", "/dashboard/data"):
             assert server.get(path).status == 200, path
         assert server.get("/dashboard/data").json["healthy"] is False

@@ -16,8 +16,14 @@ from ridgeline.service.keys.errors import LimitReached, OverBudget
 
 BUSY = "x-ridgeline-queue"
 """Header of a 429 that is the server's, not the key's: another server may have room."""
+ENGINE = "x-ridgeline-engine"
+"""Header of a 503 while the engine is being started: it is worth waiting for."""
 
 log = logging.getLogger(__name__)
+
+
+class Starting(Unavailable):
+    """The engine is being started."""
 
 
 def error_body(error: RidgelineError) -> bytes:
@@ -81,6 +87,8 @@ def error_response(error: RidgelineError, path: str = "") -> web.Response:
             headers[BUSY] = "full"
     elif isinstance(error, Unavailable):
         headers["retry-after"] = "1"
+        if isinstance(error, Starting):
+            headers[ENGINE] = "starting"
     elif isinstance(error, OverBudget):
         headers["x-should-retry"] = "false"  # OpenAI's clients retry other answers with status 429
     elif isinstance(error, Unauthorized):

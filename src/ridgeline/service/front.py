@@ -14,6 +14,7 @@ from ridgeline.metrics.exposition import gauge, labelled
 from ridgeline.metrics.metrics import PREFIX
 from ridgeline.service.access import Access
 from ridgeline.service.adapters import AdapterBook
+from ridgeline.service.errors import Starting
 from ridgeline.service.sleep import Sleep
 from ridgeline.service.state import Service
 from ridgeline.wire.client import Client
@@ -53,8 +54,8 @@ class Front(Access):
         """The service. Raises Unavailable while the engine loads or restarts, and while the server drains."""
         if self.draining:
             raise Unavailable("The server is shutting down: send the request to another replica.")
-        if self._service is None or self.client.failure is not None:
-            raise Unavailable(f"The server is not ready: {self.trouble}.")
+        if self._service is None or self.starting:
+            raise Starting(f"The server is not ready: {self.trouble}.")
         return self._service
 
     def check(self) -> None:
@@ -148,6 +149,10 @@ class Front(Access):
         except RidgelineError as error:
             log.warning("The model does not go to sleep: %s", error.message)
             self.sleep.used += 60 * self.config.idle_sleep_minutes  # not again at once
+
+    @property
+    def starting(self) -> bool:
+        return not self.draining and (self._service is None or self.client.failure is not None)
 
     @property
     def trouble(self) -> str | None:

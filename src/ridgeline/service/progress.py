@@ -9,7 +9,8 @@ class Progress:
     """The state of one replica from its health checks.
 
     A check brings the number of the engine's last step; None if the server reports none. A replica that has requests, reports
-    steps and neither makes a step nor sends a byte for `stall_s` is stalled. A check that fails makes it DOWN at once.
+    steps and neither makes a step nor sends a byte for `stall_s` is stalled. A check that fails makes it DOWN, or STARTING, at
+    once.
     """
 
     def __init__(self, stall_s: float = 1.0) -> None:
@@ -17,9 +18,10 @@ class Progress:
         self._seen: tuple[int | None, int] | None = None
         self._progressed = 0.0
 
-    def failed(self) -> State:
+    def failed(self, *, starting: bool = False) -> State:
+        """starting: it says that its engine is being started."""
         self._seen = None
-        return State.DOWN
+        return State.STARTING if starting else State.DOWN
 
     def checked(self, now: float, step: int | None, received: int, running: int) -> State:
         """received: chunks of answers so far. running: requests in flight."""

@@ -15,7 +15,7 @@ from aiohttp import web
 import ridgeline
 from ridgeline.core.errors import ContextTooLong, RequestError, Unavailable
 from ridgeline.metrics import CONTENT_TYPE
-from ridgeline.service.errors import error_response
+from ridgeline.service.errors import Starting, error_response
 from ridgeline.service.fields import LONG, MAX_MESSAGES
 from ridgeline.service.guard import FRONT, IGNORED, read_json
 from ridgeline.service.readers import Boolean, Items, Reader, Record, Text, TokenIds
@@ -51,7 +51,8 @@ async def health(request: web.Request) -> web.Response:
     """200 while the engine makes progress or is idle, otherwise 503 with the reason."""
     front = request.app[FRONT]
     if front.trouble is not None:
-        return error_response(Unavailable(f"Not healthy: {front.trouble}."))
+        kind = Starting if front.starting else Unavailable
+        return error_response(kind(f"Not healthy: {front.trouble}."))
     return json_response({"status": "ok", "step": front.client.last_step})
 
 

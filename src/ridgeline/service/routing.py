@@ -57,6 +57,8 @@ class State(Enum):
     UP = "up"
     STALLED = "stalled"
     """It answers, but its requests make no progress. It gets new ones only if no replica is up."""
+    STARTING = "starting"
+    """It answers, and its engine is being started. Requests wait for it if no replica is up."""
     DOWN = "down"
 
 
@@ -158,7 +160,7 @@ class Replica:
     @property
     def serves(self) -> bool:
         """Whether requests may be sent here, now or when a place is free."""
-        return self.state is not State.DOWN and not self.draining
+        return self.state in (State.UP, State.STALLED) and not self.draining
 
     def can_take(self, now: float) -> bool:
         return (
@@ -299,7 +301,7 @@ class Router:
         self.totals.requests += 1
         self.totals.offered_tokens += demand.tokens
         ticket = Ticket(demand, now)
-        if not self.expected and not self._serves:
+        if not self._serves and not self._awaits:
             self.totals.refused += 1
             raise self.refusal(now)
         if not self.queue and self._send(ticket, now):
@@ -340,7 +342,7 @@ class Router:
         """After `finish`: send a request without any byte of an answer again, to another replica if one has room, or let it wait at
         the head of the queue. False if it was sent `most` times, or if no replica serves.
         """
-        if ticket.attempts >= most or not (self.expected or self._serves):
+        if ticket.attempts >= most or not (self._serves or self._awaits):
             return False
         self.totals.retried += 1
         if not self._send(ticket, now):
@@ -350,9 +352,9 @@ class Router:
     def set_state(self, name: str, state: State, now: float) -> list[Ticket]:
         """The result of a health check. Returns the waiting requests that are sent now."""
         replica = self.replicas[name]
-        if replica.state is State.DOWN and state is not State.DOWN:
+        served, replica.state = replica.serves, state
+        if replica.serves and not served:
             replica.breaker = Breaker()
-        replica.state = state
         return self.dispatch(now)
 
     def dispatch(self, now: float) -> list[Ticket]:
@@ -376,6 +378,13 @@ class Router:
     @property
     def _serves(self) -> bool:
         return any(replica.serves for replica in self.replicas.values())
+
+    @property
+    def _awaits(self) -> bool:
+        """Whether a replica is being started, or the engine of one."""
+        return self.expected > 0 or any(
+            replica.state is State.STARTING and not replica.draining for replica in self.replicas.values()
+        )
 
     def _send(self, ticket: Ticket, now: float) -> bool:
         """Choose a replica and count the request there. False if no replica has room."""

@@ -120,7 +120,7 @@ async def _models(request: web.Request) -> list[dict[str, Any]]:
     serving = [
         upstream.get("/v1/models", headers, _MODELS_S)
         for name, upstream in balancer.upstreams.items()
-        if balancer.router.replicas[name].state is not State.DOWN
+        if balancer.router.replicas[name].state in (State.UP, State.STALLED)
     ]
     cards: dict[str, dict[str, Any]] = {}
     for answer in await asyncio.gather(*serving, return_exceptions=True):

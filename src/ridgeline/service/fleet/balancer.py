@@ -142,10 +142,10 @@ class Balancer:
         if ticket.replica is not None:
             ticket.replica.closed_until = self._clock() + seconds
 
-    def down(self, ticket: Ticket, trouble: str) -> None:
-        """The replica cannot serve. The next health check may say otherwise."""
+    def down(self, ticket: Ticket, trouble: str, *, starting: bool = False) -> None:
+        """The replica cannot serve, or not before its engine has started. The next health check may say otherwise."""
         if ticket.replica is not None and (upstream := self.upstreams.get(ticket.replica.name)) is not None:
-            ticket.replica.state = upstream.state = State.DOWN
+            ticket.replica.state = upstream.state = State.STARTING if starting else State.DOWN
             upstream.trouble = trouble
 
     async def _turn(self, ticket: Ticket) -> None:

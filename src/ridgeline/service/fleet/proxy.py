@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ridgeline.core.errors import EngineFailed, Unavailable
 from ridgeline.service.answer import write
-from ridgeline.service.errors import BUSY, error_event
+from ridgeline.service.errors import BUSY, ENGINE, error_event
 from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.demand import read_demand
 from ridgeline.service.fleet.upstream import Exchange, Upstream
@@ -140,7 +140,7 @@ class Passing:
         if reply.status == 429:
             self._balancer.pause(self._ticket, _retry_after(reply.headers))
         elif reply.status == 503:
-            self._balancer.down(self._ticket, "it answers 503")
+            self._balancer.down(self._ticket, "it answers 503", starting=ENGINE in reply.headers)
         name = self._name
         if await self._balancer.retry(self._ticket, failed=None if reply.status in (429, 503) else True):
             return None

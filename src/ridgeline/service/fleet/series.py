@@ -6,7 +6,7 @@ from ridgeline.metrics.exposition import gauge, head, labelled, sample
 from ridgeline.metrics.metrics import PREFIX
 from ridgeline.service.fleet.balancer import Balancer
 
-_STATES = {"up": 1.0, "stalled": 0.5, "down": 0.0}
+_STATES = {"up": 1.0, "stalled": 0.5, "starting": 0.0, "down": 0.0}
 
 
 def render(balancer: Balancer) -> str:
@@ -17,7 +17,7 @@ def render(balancer: Balancer) -> str:
     parts = [
         gauge(
             _name("replica_up"),
-            "1 if the replica is up, 0.5 if it is stalled, 0 if it is down.",
+            "1 if the replica is up, 0.5 if it is stalled, 0 if it is down or its engine starts.",
             ((labels, _STATES[replica.state.value]) for labels, replica in replicas.items()),
         ),
         gauge(

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from ridgeline.service.errors import ENGINE
 from ridgeline.service.progress import Progress
 from ridgeline.service.routing import State
 
@@ -109,7 +110,7 @@ class Upstream:
         self._silent_since = None
         if reply.status not in _ALIVE:
             self.trouble = f"its health check says: {_message(body) or reply.status}"
-            return self._progress.failed()
+            return self._progress.failed(starting=ENGINE in reply.headers)
         state = self._progress.checked(clock(), _step(body), self.received, len(self.exchanges))
         self.trouble = f"no step and no byte for {self._stall_s:g} s" if state is State.STALLED else ""
         return state
