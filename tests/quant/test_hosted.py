@@ -105,7 +105,7 @@ def test_calls_come_from_any_thread() -> None:
     for product in products:
         product.result.zero_()
     with ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(product.calls.enqueue) for product in products * 25]:
+        for future in [pool.submit(product.calls.enqueue, CPU) for product in products * 25]:
             future.result()
     expected = 0.01 * x.sum(1, keepdim=True).expand(16, 256)
     for product in products:

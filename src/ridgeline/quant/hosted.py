@@ -1,9 +1,9 @@
 """Linears in host memory that steps of few tokens multiply on the CPU, where they lie, while others are copied to the device.
 
 A decode step reads a weight once, and the CPU reads its memory faster than the host link copies it. The tokens' inputs go to the
-host, a thread of the driver multiplies them, and the results come back, all in the order of the stream, so that CUDA graphs capture
-them. Steps of more tokens copy these linears like all others, since the GPU multiplies them faster. They are in host memory twice:
-as the device reads them, and as the CPU does.
+host, a thread of the library multiplies them (native/replay.cpp), and the results come back, all in the order of the stream, so
+that CUDA graphs capture them. Steps of more tokens copy these linears like all others, since the GPU multiplies them faster. They
+are in host memory twice: as the device reads them, and as the CPU does.
 
 Source: Fiddler (Kamahori et al. 2024, arXiv:2402.07033), which computes experts of few tokens on the CPU.
 """
@@ -36,6 +36,7 @@ SIZES = (1, 4, 16)
 NEARLY = 0.7
 """Share of the fastest rate that products of the most tokens must reach: without AMX many tokens are bound by arithmetic."""
 COPIES, COPIED_BYTES = 8, 64 << 20
+"""Copies that go on while a product is timed: some 10 ms over PCIe 5."""
 TIMED = 5
 """Products of the largest linear whose median time decides which linears the CPU multiplies."""
 
@@ -65,7 +66,7 @@ class Host:
         products = []
         for size in self.sizes:
             x = self.inputs(width)[:size]
-            result, calls = self.ops.record(partial(work, x))
+            result, calls = self.ops.record(partial(work, x), self.pinned)
             if calls is not None:
                 products.append(Product(x, result, calls))
         return products if len(products) == len(self.sizes) else []
@@ -82,7 +83,7 @@ class Host:
             for number in range(TIMED + 1):
                 copies.begin()
                 started = time.perf_counter()
-                of_size[number % 2].calls.enqueue()  # in turn, so that caches hold little of them
+                of_size[number % 2].calls.enqueue(device)  # in turn, so that caches hold little of them
                 copies.wait_for_others()
                 times.append(time.perf_counter() - started)
             rates.append(count / median(times[1:]))
@@ -131,7 +132,7 @@ class Product:
         """The product of x [up to as many tokens, inputs] on the device, in the order of its stream."""
         rows = len(x)
         self.x[:rows].copy_(x, non_blocking=True)
-        self.calls.enqueue()
+        self.calls.enqueue(x.device)
         return self.result[:rows].to(x.device, non_blocking=True)
 
 
