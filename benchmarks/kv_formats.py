@@ -20,13 +20,14 @@ import torch
 from common import provenance, timed, write_rows
 from gpu import Composition
 from kernels import DIM, DTYPE, HEADS, KV_HEADS, LAYERS, PAGE, Batch, make, microseconds
-from ledger import Whole, fill, load, parse
-from timeline import shares, trace
+from ledger import Case, Whole, fill, load, parse
+from timeline import Share, shares, trace
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.spec import KV_FORMATS, QUANTIZED_KV, LayerSpec, ModelSpec, Rope, kv_layout
 from ridgeline.engine.local import LocalEngine
 from ridgeline.kv.store import KvStore
+from ridgeline.models.build import LoadedModel
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.triton import tuning
 from ridgeline.ops.triton.attention import SPLIT
@@ -159,29 +160,33 @@ def attention(sweep: bool) -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
 
 
+@torch.inference_mode()
+def step(loaded: LoadedModel, case: Case) -> tuple[float, list[Share]]:
+    """(milliseconds on the device, the kernels that the step waits for)."""
+    whole = Whole(loaded, [case], 20)
+    return whole.seconds(case)[0] * 1e3, shares(trace(whole, case, 20), 20)
+
+
 def steps(model: str) -> Iterator[dict[str, Any]]:
     """A step of 64 rows with 4,096 tokens, without a prefill, and the kernels that it waits for: with the tiles in use, and with
     the first tile of SWEEP that loads keys before the wait."""
-    case, times = parse(f"decode:{ROWS}x{CONTEXT}"), {}
+    case, unquantized = parse(f"decode:{ROWS}x{CONTEXT}"), 0.0
     for name in ("auto", *SWEEP):
-        loaded = load(argparse.Namespace(model=model, quantization=""), torch.device("cuda"), name)
+        with torch.inference_mode():
+            loaded = load(argparse.Namespace(model=model, quantization=""), torch.device("cuda"), name)
         early = [entry for entry in SWEEP.get(name, ()) if entry[-1]][:1]
         for entry in (None, *early):
             if entry:
                 use(name, entry)
-            whole = Whole(loaded, [case], 20)
-            times[name, entry] = whole.seconds(case)[0] * 1e3
-            print(
-                f"{name} {entry or 'in use'}: {times[name, entry]:.3f} ms, {times[name, entry] / times['auto', None]:.3f} of bf16"
-            )
-            for share in shares(trace(whole, case, 20), 20)[:12]:
+            milliseconds, kernels = step(loaded, case)
+            unquantized = unquantized or milliseconds
+            for share in kernels[:12]:
                 about = f"{share.runs:6.1f} runs, {share.step_us:8.1f} us a step, {share.alone_us / share.runs:7.2f} us alone"
                 print(f"  {share.kernel:52} {about}", flush=True)
             yield {
-                "row": f"kv-{name}-step-b64-4k-{'early' if entry else 'in-use'}-ms",
-                "value": round(times[name, entry], 3),
-            }
-            del whole
+                "row": f"kv-{name}-step-b64-4k-{'early' if entry else 'in-use'}", "value": round(milliseconds, 3), "unit": "ms",
+                "of_bf16": round(milliseconds / unquantized, 4), "tile": entry,
+            }  # fmt: skip
             torch.cuda.empty_cache()
         del loaded
         torch.cuda.empty_cache()
