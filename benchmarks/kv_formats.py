@@ -1,10 +1,11 @@
 """KV formats on one GPU: how fast decode attention reads its bytes, and the time per output token of an 8B shape.
 
-    python benchmarks/kv_formats.py [--only attention|engine] [--sweep] [--out benchmarks/results/kv.json]
+    python benchmarks/kv_formats.py [--only attention|step|engine] [--sweep] [--out benchmarks/results/kv.json]
 
 Attention: replays of a CUDA graph that calls it once per layer over 64 rows of 4,096 slots; the share is of the read bandwidth
 that the card reaches with a plain read. Engine: 64 requests of 4,096 random tokens; the median of the steps in which all of them
-decode, on the device. --sweep tries other tiles for the formats and prints them; it changes nothing.
+decode, on the device. --sweep checks and times other tiles for fp8 and int4, prints them,
+prints a step kernel by kernel, and runs the engine with the fastest tiles; results of such a run are not for the table.
 """
 
 from __future__ import annotations
@@ -19,39 +20,61 @@ import torch
 from common import provenance, timed, write_rows
 from gpu import Composition
 from kernels import DIM, DTYPE, HEADS, KV_HEADS, LAYERS, PAGE, Batch, make, microseconds
+from ledger import Case, Whole, fill, load, parse
+from timeline import Share, shares, trace
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.spec import KV_FORMATS, QUANTIZED_KV, LayerSpec, ModelSpec, Rope, kv_layout
 from ridgeline.engine.local import LocalEngine
 from ridgeline.kv.store import KvStore
+from ridgeline.models.build import LoadedModel
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.triton import tuning
+from ridgeline.ops.triton.attention import SPLIT
 from ridgeline.ops.triton.tuning import Tile
 
 ROWS, CONTEXT = 64, 4096
-SWEEP = {
-    8: (
-        (64, 4, 3, 4),
-        (64, 4, 3, 8),
-        (64, 2, 3, 4),
-        (64, 2, 3, 5),
-        (64, 2, 4, 4),
-        (64, 2, 3, 10),
-        (32, 1, 4, 7),
-        (128, 4, 2, 3),
+SWEEP: dict[str, tuple[tuple[int, int, int, int, int | None], ...]] = {
+    "fp8": (
+        (32, 1, 3, 8, None),
+        (32, 1, 3, 11, None),
+        (32, 1, 2, 8, None),
+        (32, 1, 4, 8, None),
+        (16, 1, 4, 12, None),
+        (64, 2, 3, 4, None),
+        (64, 2, 3, 6, None),
+        (64, 4, 3, 4, None),
+        (64, 4, 3, 5, None),
+        (32, 1, 3, 8, 224),
+        (64, 2, 3, 4, 240),
+        (64, 4, 3, 4, 128),
     ),
-    4: (
-        (64, 4, 3, 4),
-        (64, 4, 3, 8),
-        (64, 2, 3, 4),
-        (64, 2, 4, 4),
-        (64, 2, 3, 8),
-        (32, 1, 4, 8),
-        (32, 2, 4, 8),
-        (128, 4, 3, 2),
+    "int4": (
+        (32, 1, 3, 8, None),
+        (32, 1, 4, 8, None),
+        (32, 1, 5, 8, None),
+        (32, 1, 4, 4, None),
+        (16, 1, 4, 8, None),
+        (16, 1, 6, 8, None),
+        (64, 2, 3, 4, None),
+        (64, 2, 4, 4, None),
+        (64, 4, 3, 3, None),
+        (64, 4, 4, 4, None),
+        (32, 1, 4, 8, 255),
+        (64, 2, 4, 4, 255),
     ),
 }
-"""By bits: slots, warps and stages of a tile, and programs per processor for which keys are split."""
+"""Slots, warps and stages of a tile, programs per processor for which keys are split, and the registers of programs that load keys
+before the wait (None: they do not, see Tile)."""
+
+
+def use(name: str, entry: tuple[int, int, int, int, int | None]) -> None:
+    """Use an entry of SWEEP for a format."""
+    keys, warps, stages, each, registers = entry
+    bits = KV_FORMATS[name].bits
+    tuning.WORD_TILES[bits][DIM] = Tile(16, keys, warps, stages, registers)
+    tuning.WORD_PROGRAMS_PER_PROCESSOR[bits] = each
+    SPLIT.choices.cache_clear()
 
 
 def batch_in(name: str, rows: int = ROWS, context: int = CONTEXT, layers: int = LAYERS) -> Batch:
@@ -60,12 +83,7 @@ def batch_in(name: str, rows: int = ROWS, context: int = CONTEXT, layers: int = 
     spec = ModelSpec("Bench", 32, 128, (layer,) * layers, context, dtype="bfloat16", kv_format=name)
     batch = make([(context, 1)] * rows, "page", layers=1)
     store = KvStore(kv_layout(spec, PAGE), spec.layers, rows * -(-context // PAGE) + 1, torch.device("cuda"))
-    store.flat.random_(0, 120 if name == "fp8" else 256)
-    for kv, scales in zip(store.kv, store.scales, strict=True):
-        if scales is None:
-            kv.normal_()
-        else:
-            scales.fill_(0.01)
+    fill(store)
     views = [
         replace(batch.views[0], kv=kv, scales=scales, format=KV_FORMATS[name])
         for kv, scales in zip(store.kv, store.scales, strict=True)
@@ -104,6 +122,27 @@ def check(name: str) -> None:
         raise SystemExit(f"attention in {name} is wrong: relative error {error:.3g}")
 
 
+def tried(name: str, batch: Batch, floor_s: float) -> None:
+    """Check and time the tiles of SWEEP, print them, and leave the fastest in use."""
+    want = replace(batch, step=replace(batch.step)).layer(1).double()
+    times = {}
+    for entry in SWEEP[name]:
+        use(name, entry)
+        try:
+            check(name)
+            out = replace(batch, step=replace(batch.step)).layer(1).double()
+            error = float((out - want).norm() / want.norm())
+            times[entry] = graphed(batch) if error < 1e-2 else float("inf")
+        except Exception as problem:  # a tile that does not fit the shared memory
+            print(f"  {name} {entry}: {type(problem).__name__}: {problem}", flush=True)
+            continue
+        print(
+            f"  {name} {entry}: {times[entry]:.1f} us, {floor_s * 1e6 / times[entry]:.3f}, error {error:.1e}",
+            flush=True,
+        )
+    use(name, min(times, key=times.__getitem__))
+
+
 def attention(sweep: bool) -> Iterator[dict[str, Any]]:
     rate = read_rate()
     for name in ("bfloat16", *QUANTIZED_KV):
@@ -115,20 +154,41 @@ def attention(sweep: bool) -> Iterator[dict[str, Any]]:
             "row": f"kv-{name}-attention-b64-4k", "value": round(read / shipped * 1e6 / rate, 4), "unit": "share of the read rate",
             "microseconds": round(shipped, 2), "read_tb_s": round(rate / 1e12, 3), "target": 0.85,
         }  # fmt: skip
-        if sweep and name in ("fp8", "int4"):
-            bits = KV_FORMATS[name].bits
-            kept = tuning.WORD_TILES[bits][DIM], tuning.WORD_PROGRAMS_PER_PROCESSOR
-            for keys, warps, stages, each in SWEEP[bits]:
-                tile = Tile(16, keys, warps, stages)
-                tuning.WORD_TILES[bits][DIM], tuning.WORD_PROGRAMS_PER_PROCESSOR = tile, each
-                try:
-                    time_us = graphed(batch)
-                except Exception as error:  # a tile that does not fit the shared memory
-                    print(f"  {name} {tile} {each}: {type(error).__name__}", flush=True)
-                    continue
-                print(f"  {name} {tile} {each}: {time_us:.1f} us, {read / time_us * 1e6 / rate:.3f}", flush=True)
-            tuning.WORD_TILES[bits][DIM], tuning.WORD_PROGRAMS_PER_PROCESSOR = kept
+        if sweep and name in SWEEP:
+            tried(name, batch, read / rate)
         del batch
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def step(loaded: LoadedModel, case: Case) -> tuple[float, list[Share]]:
+    """(milliseconds on the device, the kernels that the step waits for)."""
+    whole = Whole(loaded, [case], 20)
+    return whole.seconds(case)[0] * 1e3, shares(trace(whole, case, 20), 20)
+
+
+def steps(model: str) -> Iterator[dict[str, Any]]:
+    """A step of 64 rows with 4,096 tokens, without a prefill, and the kernels that it waits for: with the tiles in use, and with
+    the first tile of SWEEP that loads keys before the wait."""
+    case, unquantized = parse(f"decode:{ROWS}x{CONTEXT}"), 0.0
+    for name in ("auto", *SWEEP):
+        with torch.inference_mode():
+            loaded = load(argparse.Namespace(model=model, quantization=""), torch.device("cuda"), name)
+        early = [entry for entry in SWEEP.get(name, ()) if entry[-1]][:1]
+        for entry in (None, *early):
+            if entry:
+                use(name, entry)
+            milliseconds, kernels = step(loaded, case)
+            unquantized = unquantized or milliseconds
+            for share in kernels[:12]:
+                about = f"{share.runs:6.1f} runs, {share.step_us:8.1f} us a step, {share.alone_us / share.runs:7.2f} us alone"
+                print(f"  {share.kernel:52} {about}", flush=True)
+            yield {
+                "row": f"kv-{name}-step-b64-4k-{'early' if entry else 'in-use'}", "value": round(milliseconds, 3), "unit": "ms",
+                "of_bf16": round(milliseconds / unquantized, 4), "tile": entry,
+            }  # fmt: skip
+            torch.cuda.empty_cache()
+        del loaded
         torch.cuda.empty_cache()
 
 
@@ -164,18 +224,22 @@ def engine(model: str) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("attention", "engine"), default="")
+    parser.add_argument("--only", choices=("attention", "step", "engine"), default="")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--model", default="benchmarks/models/llama-3.1-8b")
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
     args = parser.parse_args()
     facts = provenance(torch.cuda.get_device_name(), args.commit)
-    parts = {"attention": lambda: attention(args.sweep), "engine": lambda: engine(args.model)}
+    parts = {
+        "attention": lambda: attention(args.sweep),
+        "step": lambda: steps(args.model) if args.sweep else (),
+        "engine": lambda: engine(args.model),
+    }
     for name, part in parts.items():
         for row in part() if args.only in ("", name) else ():
             print(row, flush=True)
-            if args.out:
+            if args.out and not args.sweep:
                 write_rows(args.out, [row | {"dtype": str(DTYPE)} | facts])
 
 

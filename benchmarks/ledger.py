@@ -48,6 +48,7 @@ from ridgeline.engine.runner import build_runner
 from ridgeline.engine.shape import Sizes
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth
 from ridgeline.hardware.power import board_joules
+from ridgeline.kv.store import KvStore
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.ops.choose import choose
@@ -166,6 +167,16 @@ def _cpu_cache(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
 # --- the whole step ---------------------------------------------------------------------------------------------------
 
 
+def fill(store: KvStore) -> None:
+    """Random keys and values; in 8 and 4 bits random codes, none of which is NaN in e4m3, with equal scales."""
+    for kv, scales in zip(store.kv, store.scales, strict=True):
+        if scales is None:
+            kv.normal_()
+        else:
+            kv.view(torch.uint8).random_(0, 120 if kv.dtype.is_floating_point else 256)
+            scales.fill_(0.01)
+
+
 class Whole:
     """A runner for all cases, its cache full of random numbers, and steps run on it as the engine would."""
 
@@ -184,8 +195,7 @@ class Whole:
         if longest > model.spec.max_len:
             raise SystemExit(f"--steps: rows grow to {longest} tokens, the model's context is {model.spec.max_len}")
         self.runner = build_runner(model, self._layout, Sizes(rows, most, longest, blocks, drafts=drafts))
-        for kv in self.runner.store.kv:
-            kv.normal_()
+        fill(self.runner.store)
 
     @property
     def _margin(self) -> int:
@@ -375,10 +385,10 @@ def text(line: Line) -> str:
     return "".join(cells)
 
 
-def load(arguments: argparse.Namespace, device: torch.device) -> LoadedModel:
-    """The model with random weights, as it would be served."""
+def load(arguments: argparse.Namespace, device: torch.device, kv: str = "auto") -> LoadedModel:
+    """The model with random weights, as it would be served with a KV format."""
     folder = Path(arguments.model)
-    config = ModelConfig(str(folder), load_format="dummy", quantization=arguments.quantization)
+    config = ModelConfig(str(folder), load_format="dummy", quantization=arguments.quantization, kv_cache_dtype=kv)
     ops = choose(device, DTYPES[served_spec(read_model(folder)[0], config).dtype])
     return build(folder, model=config, ops=ops, device=device)
 

@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder with a config.json")
     parser.add_argument("--steps", required=True, help="comma-separated steps, see benchmarks/ledger.py")
     parser.add_argument("--quantization", default="", help="number format of the layers' matrices (fp8)")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="format of keys and values (fp8, int8, int4)")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--lines", type=int, default=16, help="kernels to print")
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
@@ -94,11 +95,13 @@ def main() -> None:
     cases = [parse(step) for step in arguments.steps.split(",")]
     about = provenance(torch.cuda.get_device_name(), arguments.commit)
     with torch.inference_mode():
-        model = load(arguments, torch.device("cuda"))
+        model = load(arguments, torch.device("cuda"), arguments.kv_cache_dtype)
         whole = Whole(model, cases, arguments.repeats)
         for case in cases:
             kernels = shares(trace(whole, case, arguments.repeats), arguments.repeats)
-            name = "-".join(filter(None, (Path(arguments.model).name, model.spec.quantization, case.name)))
+            name = "-".join(
+                filter(None, (Path(arguments.model).name, model.spec.quantization, model.spec.kv_format, case.name))
+            )
             print(f"\n{name}: {sum(kernel.step_us for kernel in kernels):.1f} us a step")
             print(f"{'kernel':50}{'runs':>7}{'us a step':>11}{'us a run':>10}{'alone':>8}")
             for kernel in kernels[: arguments.lines]:

@@ -171,7 +171,38 @@ def test_triton_reads_words(kv_format: KvFormat, batch: Callable[..., Any]) -> N
     check_attention(TRITON, case, kv_format, torch.float32, DEVICE)
 
 
+def test_words_before_and_after_the_wait(kv_format: KvFormat, batch: Callable[..., Any]) -> None:
+    """Programs that load before the wait and those that do not, against float64: with keys that make the largest score grow by
+    more and by less than the headroom from one iteration to the next. Rows are not cut, so that programs iterate."""
+    pytest.importorskip("triton")
+    from ridgeline.ops.triton import attention
+    from ridgeline.ops.triton.attention_launch import split
+
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    case = batch([(150, 1), (33, 1)], head_dim=64)
+    case.view.kv[:, 0, :, ::3] *= 30.0
+    view = in_format(case.view, kv_format)
+    moved = case.to(DEVICE, dtype)
+    codes = replace(moved.view, kv=view.kv.to(DEVICE), scales=view.scales.to(DEVICE), format=kv_format)
+    want, want_lse = REFERENCE.attention.attend(moved.q.double().cpu(), None, None, view, case.step, True)
+    shape = attention.shape_of(moved.q, codes, moved.step)
+    entry = attention.SPLIT.kernel_for(shape)
+    assert entry is not None and entry[1].words
+    for ahead in (0, entry[1].tile.stages * entry[1].tile.keys):
+        results = torch.zeros_like(moved.q), torch.zeros(moved.q.shape[:2], device=DEVICE)
+        split(entry[1]._replace(ahead=ahead, smallest=1024), shape, moved.q, codes, moved.step, results)
+        tolerance = 2e-5 if dtype == torch.float32 else 0.03
+        torch.testing.assert_close(results[0].double().cpu(), want, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(results[1].cpu(), want_lse.float(), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.gpu
 def test_triton_on_a_gpu(case: Any, kv_format: KvFormat, shape: Callable[..., Any]) -> None:
     test_triton(False, case, kv_format, shape)
     test_triton(True, case, kv_format, shape)
+
+
+@pytest.mark.gpu
+def test_words_on_a_gpu(kv_format: KvFormat, batch: Callable[..., Any]) -> None:
+    test_triton_reads_words(kv_format, batch)
+    test_words_before_and_after_the_wait(kv_format, batch)

@@ -10,6 +10,7 @@ from ridgeline.ops.capture import CudaCapture
 from ridgeline.ops.choose import choose
 from ridgeline.ops.native_host import host_ops
 from ridgeline.ops.table import Normed, Ops
+from ridgeline.ops.triton.rows import from_host
 from ridgeline.quant.format import LinearShape, Part, Share, WeightFormat
 from ridgeline.quant.hosted import SIZES, Host, HostedWeight
 from ridgeline.quant.integer import IntFormat
@@ -36,7 +37,7 @@ def test_a_block_of_linears_is_what_the_gpu_computes(name: str, captured: bool) 
     device = torch.device("cuda", torch.cuda.current_device())
     ops, cpu = choose(device, DTYPE), host_ops()
     assert cpu is not None
-    host = Host(cpu, form_of(name, cpu.ops, CPU), ops.tokenwise.rms_norm, "silu", DTYPE)
+    host = Host(cpu, form_of(name, cpu.ops, CPU), ops.tokenwise.rms_norm, from_host, "silu", DTYPE)
     base = form_of(name, ops, device)
     stream = WeightStream(2, CudaLane(device), HostMemory(pinned=True), frozenset((0, 1)), SIZES[-1])
     torch.manual_seed(1)

@@ -18,6 +18,8 @@ BUFFERS = 2
 """Places on the device for linears that arrive: while one is multiplied, the next one is copied."""
 LINK_SHARE = 0.8
 """Share of the published rate of a host link that copies reach, where it is not measured."""
+NEAR, LESS = 4, 0.9999
+"""Linears among which two change sides together, and the share of its time that makes a step a shorter one."""
 GIB = 1 << 30
 OPTION = "cpu_offload_gb"
 
@@ -108,40 +110,61 @@ def least_host_bytes(spec: ModelSpec, missing: int) -> int:
 @dataclass(frozen=True, slots=True)
 class HostTimes:
     """Seconds that weights in host memory take in each step: copies_s: of the copies of all of them. In a step of at most
-    few_tokens tokens some are multiplied on the CPU in products_s, and the others are copied in few_copies_s."""
+    few_tokens tokens the CPU multiplies some while others are copied, which takes few_s without the work on the device."""
 
     copies_s: float = 0.0
     few_tokens: int = 0
-    products_s: float = 0.0
-    few_copies_s: float = 0.0
+    few_s: float = 0.0
 
     def step_s(self, device_s: float, tokens: int) -> float:
         """Seconds of a step whose work on the device takes device_s. Copies run beside all other work, products after it."""
         if tokens <= self.few_tokens:
-            return max(device_s + self.products_s, self.few_copies_s)
+            return device_s + self.few_s
         return max(device_s, self.copies_s)
 
 
 NO_HOST_WEIGHTS = HostTimes()
 
 
+def read_s(sizes: Sequence[int], computed: frozenset[int], link: float, products: float) -> float:
+    """Seconds in which the linears in host memory are multiplied one after the other, if nothing else takes time.
+
+    A copy starts when the one before has ended and the linear that was in its buffer is multiplied. See computed_linears.
+    """
+    now = copied = 0.0
+    left = [0.0] * BUFFERS
+    for number, size in enumerate(sizes):
+        if number in computed:
+            now += size / products
+        else:
+            copied = max(copied, left.pop(0)) + size / link
+            now = max(now, copied)
+            left.append(now)
+    return now
+
+
 def computed_linears(sizes: Sequence[int], link: float, products: float) -> frozenset[int]:
     """Of the linears in host memory, in the order of their use, those that the CPU multiplies in a step of few tokens.
 
-    Each goes to the side that has it done first, so that products and copies end together.
+    At first these are all; then single linears and pairs of near ones change sides for as long as that makes a step shorter.
 
     Args:
         sizes: bytes of each linear.
-        link, products: bytes/s that copies and the CPU's products read.
+        link, products: bytes/s that copies and the CPU's products read; products 0: the CPU multiplies none.
     """
-    computed, copied_s, computed_s = set(), 0.0, 0.0
-    for number, size in enumerate(sizes):
-        if products and computed_s + size / products < copied_s + size / link:
-            computed.add(number)
-            computed_s += size / products
-        else:
-            copied_s += size / link
-    return frozenset(computed)
+    if not products:
+        return frozenset()
+    places = range(len(sizes))
+    changes = [frozenset((place, other)) for place in places for other in places[place : place + NEAR]]
+    computed = frozenset(places)
+    best, shorter = read_s(sizes, computed, link, products), True
+    while shorter:
+        shorter = False
+        for change in changes:
+            seconds = read_s(sizes, computed ^ change, link, products)
+            if seconds < LESS * best:
+                computed, best, shorter = computed ^ change, seconds, True
+    return computed
 
 
 def copy_s(count: int, bytes_per_s: float) -> float:

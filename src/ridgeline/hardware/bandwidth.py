@@ -15,7 +15,7 @@ GPU_PRODUCT, CPU_PRODUCT = 8192, 1024
 """Matrix sizes with which `measured_rates` measures the FLOP rate."""
 GPU_BYTES, CPU_BYTES = 1 << 29, 1 << 27
 """Bytes that it reads, many times the size of the caches."""
-HOST_BYTES = 1 << 28
+HOST_BYTES = 1 << 26
 """Bytes that `host_link_rate` copies."""
 
 

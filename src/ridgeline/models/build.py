@@ -128,12 +128,12 @@ def _host(spec: ModelSpec, ops: Ops, mesh: Mesh, stored: StoredAs) -> Host | Non
         spec.quantization not in NUMBER_FORMATS or NUMBER_FORMATS[spec.quantization].inputs_8bit
     )
     plain = spec.gated and not rounds_inputs and not any(layer.experts for layer in spec.layers)
-    if not spec.host_bytes or not ops.on_host or mesh.size > 1 or mesh.stage.count > 1 or not plain:
+    if not spec.host_bytes or not ops.from_host or mesh.size > 1 or mesh.stage.count > 1 or not plain:
         return None
     if (host := host_ops()) is None:
         return None
     host_format = _weight_format(spec, host.ops, torch.device("cpu"), stored)
-    return Host(host, host_format, ops.tokenwise.rms_norm, spec.activation, DTYPES[spec.dtype])
+    return Host(host, host_format, ops.tokenwise.rms_norm, ops.from_host, spec.activation, DTYPES[spec.dtype])
 
 
 def _check_experts(spec: ModelSpec, ops: Ops, device: torch.device) -> None:

@@ -475,10 +475,15 @@ class SamplerOps:
     to_host: rows.ToHost = rows.to_host
 
 
+FromHost = Callable[[torch.Tensor, torch.device], torch.Tensor]
+"""Copy a matrix from pinned host memory to a device, in the order of its stream."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert.
-    on_host: the CPU may multiply few tokens where a linear lies in its memory (quant.hosted), which adds in another order."""
+    from_host: with it the CPU may multiply few tokens where a linear lies in its memory (quant.hosted), which adds in another
+    order."""
 
     name: str
     tokenwise: TokenwiseOps
@@ -488,4 +493,4 @@ class Ops:
     programs: Programs = Programs()
     capture: Capture = Uncaptured
     experts: ExpertOps | None = None
-    on_host: bool = False
+    from_host: FromHost | None = None

@@ -20,11 +20,11 @@ from statistics import median
 
 import torch
 
-from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes, HostWeights, computed_linears, host_weights
+from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes, HostWeights, computed_linears, host_weights, read_s
 from ridgeline.core.spec import ModelSpec
 from ridgeline.ops.native_host import HostCalls, HostOps
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, RmsNorm, Scaled, apply_norm
+from ridgeline.ops.table import Activation, FromHost, RmsNorm, Scaled, apply_norm
 from ridgeline.quant.format import LinearShape, Part, Share, Weight, WeightFormat
 from ridgeline.quant.streamed import CudaLane, HostMemory, StreamedFormat, StreamedWeight, WeightStream, tokens_of
 
@@ -43,12 +43,13 @@ TIMED = 5
 
 @dataclass(slots=True)
 class Host:
-    """The CPU of a machine with a GPU. format: of weights that it multiplies. norm: of the device. kind: of the activation.
-    pinned: of the memory that the device copies from and to. sizes: tokens for which products are recorded."""
+    """The CPU of a machine with a GPU. format: of weights that it multiplies. norm, from_host: of the device. kind: of the
+    activation. pinned: of the memory that the device copies from and to. sizes: tokens for which products are recorded."""
 
     ops: HostOps
     format: WeightFormat
     norm: RmsNorm
+    from_host: FromHost
     kind: str
     dtype: torch.dtype
     pinned: bool = True
@@ -68,7 +69,7 @@ class Host:
             x = self.inputs(width)[:size]
             result, calls = self.ops.record(partial(work, x), self.pinned)
             if calls is not None:
-                products.append(Product(x, result, calls))
+                products.append(Product(x, result, calls, self.from_host))
         return products if len(products) == len(self.sizes) else []
 
     def rates(self, shape: LinearShape, device: torch.device) -> list[float]:
@@ -122,18 +123,19 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A recorded product: reads x [tokens, inputs] and writes result [tokens, outputs], both on the host."""
+    """A recorded product: reads x [tokens, inputs] and writes result [tokens, outputs], both on the host. from_host: of Ops."""
 
     x: torch.Tensor
     result: torch.Tensor
     calls: HostCalls
+    from_host: FromHost
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """The product of x [up to as many tokens, inputs] on the device, in the order of its stream."""
         rows = len(x)
         self.x[:rows].copy_(x, non_blocking=True)
         self.calls.enqueue(x.device)
-        return self.result[:rows].to(x.device, non_blocking=True)
+        return self.from_host(self.result[:rows], x.device)
 
 
 class HostedWeight(StreamedWeight):
@@ -223,4 +225,4 @@ def divided(chosen: HostWeights, spec: ModelSpec, device: torch.device, host: Ho
     )
     if not twice or chosen.bytes + twice > host.ops.free_bytes():
         return frozenset(), HostTimes(chosen.bytes / link)
-    return computed, HostTimes(chosen.bytes / link, few, twice / products, (chosen.bytes - twice) / link)
+    return computed, HostTimes(chosen.bytes / link, few, read_s(chosen.sizes, computed, link, products))

@@ -9,8 +9,10 @@ CHUNK. Each kernel skips the other's rows on the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
+import triton
 
 from ridgeline.ops.step import SHORT, KvView, StepInputs
 from ridgeline.ops.triton import hopper, tuning
@@ -83,9 +85,13 @@ def _words_serves(shape: AttentionShape) -> Split | None:
     tile = tiles.get(shape.width, tuning.FLOAT32_SPLIT)
     if shape.dtype == torch.float32:
         tile = tuning.FLOAT32_SPLIT
-    wave = tuning.WORD_PROGRAMS_PER_PROCESSOR
+    columns = triton.next_power_of_2(shape.small) * (shape.width // 32 if bits == 4 else 1)
+    if tile.warps < tuning.FLOAT32_SPLIT.warps:
+        tile = replace(tile, warps=tile.warps * max(1, columns // 16))
+    wave = tuning.WORD_PROGRAMS_PER_PROCESSOR[bits]
     made = _split(shape, dict.fromkeys((16, 32, 64, 128, 256, 512), tile), wave, combined=_sparse(shape))
-    return made._replace(tile=tile, ahead=0, registers=None, words=True)
+    # Scales are loaded an iteration before their words.
+    return made._replace(tile=tile, ahead=made.ahead + tile.keys if made.ahead else 0, words=True)
 
 
 def _wide_serves(shape: AttentionShape) -> Split | None:

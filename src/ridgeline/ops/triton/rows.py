@@ -154,7 +154,7 @@ def _advance_kernel(
 
 @triton.jit(do_not_specialize=["count", "columns", "stride", "step"])
 def _copy_kernel(source_ptr, target_ptr, count, columns, stride, step, BLOCK: tl.constexpr):
-    """Copy an int32 matrix with strides (stride, step) to contiguous target [count], BLOCK elements per program."""
+    """Copy a matrix with strides (stride, step) to contiguous target [count], BLOCK elements per program."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = source_ptr + at // columns * stride + at % columns * step
     tl.store(target_ptr + at, tl.load(source, mask=at < count), mask=at < count)
@@ -168,6 +168,14 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     _copy_kernel[(triton.cdiv(count, COPIED),)](tensor, host, count, tensor.shape[1], *tensor.stride(), BLOCK=COPIED)
     return host
+
+
+def from_host(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """See ops.table.FromHost. A kernel reads host memory, because the copy engine would first end the copies of weights."""
+    result = torch.empty_like(matrix, device=device)
+    count = matrix.numel()
+    _copy_kernel[(triton.cdiv(count, COPIED),)](matrix, result, count, matrix.shape[1], *matrix.stride(), BLOCK=COPIED)
+    return result
 
 
 def advance(state: RowState, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:

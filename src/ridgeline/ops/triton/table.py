@@ -23,7 +23,7 @@ from ridgeline.ops.triton.launch import gluon
 from ridgeline.ops.triton.linears import FP8_TRITON, INT_TRITON, UNQUANTIZED, W8A8_TRITON
 from ridgeline.ops.triton.norm import norm_add, rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
-from ridgeline.ops.triton.rows import advance, gather, to_host
+from ridgeline.ops.triton.rows import advance, from_host, gather, to_host
 from ridgeline.ops.triton.sample import draw, sample
 from ridgeline.ops.triton.selective import selecting
 from ridgeline.ops.triton.verify import last, verify
@@ -55,5 +55,5 @@ TRITON = Ops(
     ),
     programs=Programs(layers=layers),
     experts=TritonExperts(),
-    on_host=True,
+    from_host=from_host,
 )

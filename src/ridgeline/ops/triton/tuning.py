@@ -29,18 +29,18 @@ SPLIT_TILES = {
     128: Tile(16, 64, 4, 3, 168),
     256: Tile(16, 32, 4, 3),
 }
-# Caches of so many bits, read as words.
+# Caches of so many bits, read as words. Warps of a tile with up to 16 columns (see words); more columns take as many times more.
 WORD_TILES = {
     8: {
-        16: Tile(16, 64, 4, 3),
-        32: Tile(16, 64, 4, 3),
-        64: Tile(16, 64, 4, 3),
-        128: Tile(16, 64, 4, 3),
-        256: Tile(16, 32, 4, 3),
+        16: Tile(16, 32, 1, 3),
+        32: Tile(16, 32, 1, 3),
+        64: Tile(16, 32, 1, 3),
+        128: Tile(16, 32, 1, 3, 224),
+        256: Tile(16, 32, 2, 3),
     },
-    4: {32: Tile(16, 64, 4, 3), 64: Tile(16, 64, 4, 3), 128: Tile(16, 64, 4, 3), 256: Tile(16, 64, 4, 3)},
+    4: {32: Tile(16, 32, 1, 3), 64: Tile(16, 32, 1, 3), 128: Tile(16, 32, 1, 4, 255), 256: Tile(16, 32, 2, 3)},
 }
-WORD_PROGRAMS_PER_PROCESSOR = 4
+WORD_PROGRAMS_PER_PROCESSOR = {8: 8, 4: 8}
 # Used if all rows together make less than one program per SM: a program fills an SM, and a row has few parts. Smaller heads lose
 # 0.5 to 12 % of a step with it (ablation.json).
 WIDE_SPLIT_TILES = {256: Tile(16, 64, 8, 3)}
