@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import recall
 from common import read_rows
-from recall import FILLER, KEYS, MARK, PAIRS, QUESTIONS, VALUES, batch, contexts, windows_of
+from recall import FILLER, KEYS, MARK, PAIRS, QUESTIONS, VALUES, Lesson, batch, contexts, windows_of
 
 
 @pytest.mark.parametrize(("length", "pairs"), [(8, 2), (64, PAIRS), (33, 8)])
@@ -24,7 +23,7 @@ def test_a_context_holds_each_pair_once_and_filler_elsewhere(length: int, pairs:
 
 def test_a_batch_counts_only_answers() -> None:
     """The token to predict at a key that is asked for is the value after this key in the context."""
-    ids, labels = batch(0, 1).tolist()
+    ids, labels = batch(0, Lesson(1)).tolist()
     for row, wanted in zip(ids, labels, strict=True):
         places = [place for place, label in enumerate(wanted) if label >= 0]
         assert places and all(row[place - 1] == MARK for place in places)
@@ -43,12 +42,9 @@ def test_questions_stand_after_the_prompt(asked: bool) -> None:
 
 @pytest.mark.long
 def test_a_trained_model_is_measured_with_every_format_policy_and_budget(tmp_path: Path) -> None:
-    arguments = Namespace(
-        work=tmp_path, models="full,local", steps=2, lengths="512", only="formats,retention,selection",
-        out=str(tmp_path / "r.json"), commit="", lists=1,
-    )  # fmt: skip
-    recall.train(arguments)
-    recall.measure(arguments)
-    rows = {row["row"]: row for row in read_rows(tmp_path / "r.json")}
-    assert {"recall-int4-512", "recall-snap-8x-512", "recall-selection-8x-512"} <= rows.keys()
-    assert rows["recall-window-8x-512"]["slots"] < rows["recall-window-2x-512"]["slots"] < 512
+    out = tmp_path / "r.json"
+    words = ["train", "measure", "--work", str(tmp_path), "--steps", "2", "--lengths", "256,512", "--lists", "1"]
+    recall.main([*words, "--longest", "512", "--tokens", "512", "--out", str(out)])
+    rows = {row["row"]: row for row in read_rows(out)}
+    assert {f"recall-to-512-{name}-512" for name in ("int4", "snap-8x", "selection-8x")} <= rows.keys()
+    assert rows["recall-to-512-window-8x-512"]["slots"] < rows["recall-to-512-window-2x-512"]["slots"] < 512

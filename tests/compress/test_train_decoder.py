@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ridgeline.compress.decoder import load_decoder, save_decoder
+from ridgeline.compress.decoder import attention_mask, banded_attention, load_decoder, save_decoder
 from ridgeline.core.errors import UnsupportedModel
 from tests.models.families import FAMILIES, WITH_EXPERTS, save
 
@@ -36,6 +36,18 @@ def test_token_by_token_is_the_same(name: str, tmp_path: Path) -> None:
     cache = model.cache(2, 40)
     parts = [model.logits(model.hidden(row[:, a:b], cache)) for a, b in ((0, 30), (30, 31), (31, 32), (32, 40))]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(257, 5), (300, 16), (1000, 200)])
+def test_bands_are_windows(tokens: int, window: int) -> None:
+    """Output and gradients equal those of attention with an explicit mask, where the last block is full and where it is not."""
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, heads, tokens, 8, generator=draw, requires_grad=True) for heads in (4, 2, 2)]
+    mask = attention_mask(tokens, tokens, window, torch.device("cpu"))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    outs = (banded_attention(*parts, window, 0.3), attend(*parts, attn_mask=mask, scale=0.3, enable_gqa=True))
+    results = [(out, *torch.autograd.grad(out.square().sum(), parts)) for out in outs]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def test_every_parameter_gets_a_gradient(tmp_path: Path) -> None:

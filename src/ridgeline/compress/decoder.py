@@ -87,6 +87,27 @@ def attention_mask(queries: int, keys: int, window: int | None, device: torch.de
     return (key <= query) if window is None else (key <= query) & (key > query - window)
 
 
+BAND = 128
+"""Fewest queries that `banded_attention` takes together."""
+
+
+def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    """Attention of rows to the last `window` tokens: each block of queries reads the keys of its own block and of the one before.
+    Memory grows with the tokens and not with their square. Shapes as in `Attention.mix`."""
+    rows, heads, tokens, dim = q.shape
+    size = max(window, BAND)
+    blocks = -(-tokens // size)
+    q, k, v = (
+        F.pad(x, (0, 0, 0, blocks * size - tokens)).unflatten(2, (blocks, size)).transpose(1, 2) for x in (q, k, v)
+    )
+    k, v = (torch.cat((F.pad(x[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)), x), 3).flatten(0, 1) for x in (k, v))
+    mask = attention_mask(size, 2 * size, window, q.device).repeat(blocks, 1, 1)
+    mask[0, :, :size] = False  # nothing is before the first block
+    mask = mask.repeat(rows, 1, 1).unsqueeze(1)
+    out = F.scaled_dot_product_attention(q.flatten(0, 1), k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out.unflatten(0, (rows, blocks)).transpose(1, 2).reshape(rows, heads, -1, dim)[:, :, :tokens]
+
+
 class Attention(nn.Module):
     """Attention with its projections. A layer that shares another layer's keys and values projects queries only."""
 
@@ -126,6 +147,8 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(grouped, k, v, scale=self.scale).view_as(q)
         if layer.softcap is None and not windowed and queries == keys:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        if layer.softcap is None and layer.window is not None and queries == keys > 2 * max(layer.window, BAND):
+            return banded_attention(q, k, v, layer.window, self.scale)
         mask = attention_mask(queries, keys, layer.window, q.device)
         if layer.softcap is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
