@@ -130,12 +130,12 @@ def error_rows(server: Server, runs: Sequence[Taken], rates: Sequence[float]) ->
     return rows
 
 
-def replay_rows(before: Taken, after: Taken, change: str) -> list[Row]:
+def replay_rows(before: Taken, after: Taken, change: str, resamples: int) -> list[Row]:
     name, _, value = change.partition("=")
     then = changed(before.situation, {name: type(getattr(before.situation.engine, name) or 0)(value)})
     recorded = [outcome_of(row) for row in before.rows]
     real, rows = after.measured, list[Row]()
-    for each in replay(Case(before.situation), Case(then), recorded):
+    for each in replay(Case(before.situation), Case(then), recorded, resamples):
         if each.name in TARGETS:
             low, high = each.expected.low, each.expected.high
             rows.append({
@@ -158,6 +158,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--run-s", type=float, default=20.0, help="seconds in which the requests of a run are sent")
     parser.add_argument("--runs", type=int, default=2, help="runs at each rate")
     parser.add_argument("--change", default="", help="OPTION=VALUE of another server, for the replay")
+    parser.add_argument(
+        "--resamples", type=int, default=8, help="other runs that are simulated for the replay's intervals"
+    )
     parser.add_argument("--slo", default="ttft=200ms,tpot=15ms")
     parser.add_argument("--context", type=int, default=16_384)
     parser.add_argument("--machine", default=cpu_name())
@@ -166,30 +169,30 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def run(args: argparse.Namespace) -> list[Row]:
-    rates = [float(rate) for rate in args.rates.split(",")]
-    cores = sorted(os.sched_getaffinity(0))
+async def runs_of(args: argparse.Namespace, rates: Sequence[float]) -> tuple[list[Taken], list[Taken]]:
+    """The runs of the server, the first of which is the one to fit, and that of the changed one."""
     if args.device == "cpu":  # the server has the first core, the load generator the last one
-        os.sched_setaffinity(0, set(cores[:1]))
+        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:1]))
     with tempfile.TemporaryDirectory() as place:
         folder = folder_of(str(args.model) if args.device == "cuda" else "", place)
-        fit, *runs = await measured(args, folder, [args.fit, *rates * args.runs])
-        rows = error_rows(fit.situation.server, runs, rates)
-        if args.change:
-            at = rates[1]
-            (after,) = await measured(args, folder, [at], args.change)
-            rows += replay_rows([run for run in runs if run.rate == at][-1], after, args.change)
-    return rows
+        runs = await measured(args, folder, [args.fit, *rates * args.runs])
+        return runs, await measured(args, folder, rates[1:2], args.change) if args.change else []
 
 
 def main() -> None:
     args = arguments()
-    rows = uvloop.run(run(args))
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    if args.out:
-        about = provenance(args.machine, args.commit)
-        write_rows(args.out, [row | about for row in rows])
+    rates = [float(rate) for rate in args.rates.split(",")]
+    (fit, *runs), others = uvloop.run(runs_of(args, rates))
+    about = provenance(args.machine, args.commit)
+
+    def tell(rows: Sequence[Row]) -> None:
+        print(*map(json.dumps, rows), sep="\n", flush=True)
+        if args.out:
+            write_rows(args.out, [row | about for row in rows])
+
+    tell(error_rows(fit.situation.server, runs, rates))
+    for after in others:
+        tell(replay_rows([run for run in runs if run.rate == after.rate][-1], after, args.change, args.resamples))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,10 @@ NEARLY = 0.7
 """Share of the fastest rate that products of the most tokens must reach: without AMX many tokens are bound by arithmetic."""
 COPIES, COPIED_BYTES = 8, 64 << 20
 """Copies that go on while a product is timed: some 10 ms over PCIe 5."""
-TIMED = 5
+TIMED = 10
 """Products of the largest linear whose median time decides which linears the CPU multiplies."""
+IN_TURN = 5
+"""Copies of that linear that they use in turn: a server's caches hold hundreds of MB."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class Host:
 
     def rates(self, shape: LinearShape, device: torch.device) -> list[float]:
         """Bytes/s that products of each size read from the memory of a linear, while copies go on; empty: there are none."""
-        linears = [self._filled(shape) for _ in range(2)]
+        linears = [self._filled(shape) for _ in range(IN_TURN)]
         products = [self.products(shape.d_in, linear.apply) for linear in linears]
         if not all(products):
             return []
@@ -84,7 +86,7 @@ class Host:
             for number in range(TIMED + 1):
                 copies.begin()
                 started = time.perf_counter()
-                of_size[number % 2].calls.enqueue(device)  # in turn, so that caches hold little of them
+                of_size[number % IN_TURN].calls.enqueue(device)
                 copies.wait_for_others()
                 times.append(time.perf_counter() - started)
             rates.append(count / median(times[1:]))
