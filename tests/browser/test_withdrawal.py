@@ -19,7 +19,7 @@ def test_a_withdrawn_answer_is_replaced(page: Page) -> None:
     judged = {"moderation": f"{__name__}:judge", "moderation_mode": "after", "moderation_window": 10}
     with live(behaviour(says(text), delay=0.01), **judged) as server:
         page.goto(f"http://127.0.0.1:{server.port}/chat")
-        page.fill("textarea", "hi")
+        page.fill("#words", "hi")
         page.click("#send")
         answer = page.locator(".said.assistant.withdrawn")
         answer.wait_for(timeout=5000)

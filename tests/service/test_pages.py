@@ -18,7 +18,7 @@ from ridgeline.metrics.metrics import FAMILIES
 
 from .live import Live, behaviour, live, says
 
-FILES = sorted((Path(pages.__file__).parent / "web").iterdir())
+FILES = sorted(path for path in (Path(pages.__file__).parent / "web").rglob("*") if path.is_file())
 OUTSIDE = re.compile(r"""(?:src|href|url|from|import|fetch)\W{1,3}(?:https?:)?//""")
 
 

@@ -1,104 +1,236 @@
-import {askKey, headers, text} from "./common.js";
-import {count, number, seconds} from "./charts.js";
+// The chat page: the open conversation, what runs, and which part of the page does what.
+
+import {askKey, headers, text} from "../common.js";
+import {KeyNeeded, answer} from "./answer.js";
+import {addReply, addTurn, editMessage, messagesFor, newConversation, shownReply} from "./conversation.js";
+import {History} from "./history.js";
+import {SHORTCUTS, commandOf, sends} from "./keys.js";
+import {hide, isNarrow, narrow, show, toggle} from "./layout.js";
+import {Panel} from "./panel.js";
+import {copy, fit} from "./parts.js";
+import {requestBody} from "./sampling.js";
+import {Store, isChat} from "./store.js";
+import {drawConversation} from "./view.js";
 
 const byId = id => document.getElementById(id);
-const form = byId("ask");
-let messages = [], running = null;
+const store = new Store(localStorage);
+const form = byId("ask"), {words} = form.elements, scroller = byId("scroller");
+const archive = new History(byId("history"), store, {open: id => { location.hash = id; narrow(); }, removed});
+const panel = new Panel(byId("settings"), settings => {
+  conversation.settings = settings;
+  keep(store.writeSettings(settings));
+  if (conversation.turns.length) keep(store.write(conversation));
+  showModels();
+});
+let conversation = newConversation(store.settings());
+let views = new Map(), running = null;
 
-async function model() {
-  const response = await fetch("v1/models", {headers: headers()});
-  if (response.status === 401) return askKey(byId("trouble"), model);
-  if (response.ok) byId("model").textContent = (await response.json()).data[0].id;
+// --- the open conversation ---
+
+function open() {
+  const id = location.hash.slice(1);
+  if (id === conversation.id) return;
+  running?.control.abort();
+  conversation = (id && store.read(id)) || newConversation(store.settings());
+  showSettings();
+  draw();
+  scroller.scrollTop = scroller.scrollHeight;
+  if (matchMedia("(pointer: fine)").matches) words.focus();  // on a phone the keyboard would cover the page
 }
+
+function draw() {
+  views = drawConversation(byId("talk"), conversation, {
+    editMessage: (place, content) => change(() => editMessage(conversation, place, content)),
+    editReply(reply, content) {
+      Object.assign(reply, {content, withdrawn: "", error: "", finish: "edited"});
+      save();
+      draw();
+    },
+    regenerate: place => change(() => addReply(conversation, conversation.turns.at(-1).columns[place], place), [place]),
+    show(place, step) {
+      conversation.turns.at(-1).columns[place].shown += step;
+      save();
+      draw();
+    },
+  });
+  archive.current = conversation.id;
+  archive.draw();
+  byId("greeting").hidden = conversation.turns.length > 0;
+  document.body.classList.toggle("comparing", conversation.turns.some(turn => turn.columns.length > 1));
+}
+
+// Change the end of the conversation, then let the models of these columns answer.
+function change(edit, places) {
+  if (!panel.form.checkValidity()) {
+    show("settings");
+    return panel.check();
+  }
+  if (running) return false;
+  conversation.settings = panel.read();
+  edit();
+  save();
+  if (location.hash.slice(1) !== conversation.id) location.hash = conversation.id;
+  draw();
+  scroller.scrollTop = scroller.scrollHeight;
+  run(places ?? conversation.turns.at(-1).columns.map((_, place) => place));
+  return true;
+}
+
+function save() {
+  keep(store.write(conversation));
+}
+
+function keep(hadRoom) {
+  if (!hadRoom) say("This browser's storage is full, so the conversation is not kept: delete some.");
+}
+
+function say(problem) {
+  byId("trouble").replaceChildren(text("div", problem, "banner"));
+}
+
+function removed(id) {
+  if (id === conversation.id) location.hash = "";
+  archive.draw();
+}
+
+// --- answers ---
+
+async function run(places) {
+  const talk = conversation, replies = talk.turns.at(-1).columns.map(shownReply);
+  const control = new AbortController();
+  running = {control, talk, replies};
+  byId("send").textContent = "Stop";
+  for (const place of places) Object.assign(views.get(replies[place]), {running: true}).update();
+  const answerIn = place => respond(talk, place, replies[place], control.signal);
+  try {
+    if (talk.settings.together) await Promise.all(places.map(answerIn));
+    else for (const place of places) await answerIn(place);
+  } catch (error) {
+    if (!(error instanceof KeyNeeded)) throw error;
+    askKey(byId("trouble"), loadModels);
+  } finally {
+    for (const place of places) replies[place].finish ||= "stopped";
+    if (store.read(talk.id)) keep(store.write(talk));
+    running = null;
+    byId("send").textContent = "Send";
+    if (talk === conversation) draw();
+    follow();
+  }
+}
+
+async function respond(talk, place, reply, signal) {
+  if (signal.aborted) return;
+  const body = requestBody(talk.settings, reply.model, messagesFor(talk, place));
+  await answer(reply, body, signal, () => views.get(reply)?.schedule(follow));
+}
+
+// Keep the end in sight, unless the reader has scrolled away from it.
+let follows = true;
+scroller.addEventListener("scroll", () => {
+  follows = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
+});
+
+function follow() {
+  if (follows) scroller.scrollTop = scroller.scrollHeight;
+}
+
+// --- models ---
+
+async function loadModels() {
+  const response = await fetch("v1/models", {headers: headers()}).catch(() => null);
+  if (response?.status === 401) return askKey(byId("trouble"), loadModels);
+  if (!response?.ok) return say("The server does not answer: reload the page when it runs.");
+  panel.offer((await response.json()).data);
+  showSettings();
+}
+
+// A model that the server no longer lists is replaced by one that it does.
+function showSettings() {
+  panel.show(conversation.settings);
+  if (panel.models.length) conversation.settings = panel.read();
+  showModels();
+}
+
+function showModels() {
+  byId("model").textContent = conversation.settings.models.filter(Boolean).join(" | ");
+}
+
+// --- events ---
+
+const commands = {
+  new() {
+    location.hash = "";
+    narrow();
+    words.focus();
+  },
+  search() {
+    show("history");
+    archive.search.select();
+  },
+  settings: () => toggle("settings"),
+  help: () => byId("help").showModal(),
+  escape() {
+    if (running) return running.control.abort();
+    hide("settings");
+    narrow();
+    words.focus();
+  },
+};
 
 form.addEventListener("submit", event => {
   event.preventDefault();
-  if (running) return running.abort();
-  const words = form.elements.words.value.trim();
-  if (!words) return;
-  form.elements.words.value = "";
-  messages.push({role: "user", content: words});
-  byId("talk").append(text("div", words, "said user"));
-  answer();
+  if (running) return running.control.abort();
+  const content = words.value.trim();
+  if (!content || !change(() => addTurn(conversation, content))) return;
+  words.value = "";
+  fit(words);
 });
 
-form.elements.words.addEventListener("keydown", event => {
-  if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); form.requestSubmit(); }
+words.addEventListener("input", () => fit(words));
+words.addEventListener("keydown", event => {
+  if (sends(event)) {
+    event.preventDefault();
+    if (!running) form.requestSubmit();
+  } else if (event.key === "ArrowUp" && !words.value) {
+    event.preventDefault();
+    [...document.querySelectorAll(".message .edit")].at(-1)?.click();
+  }
 });
 
-byId("clear").addEventListener("click", () => { running?.abort(); messages = []; byId("talk").replaceChildren(); });
+addEventListener("keydown", event => {
+  const command = commandOf(event);
+  if (!command || byId("help").open) return;
+  if (command !== "escape") event.preventDefault();
+  commands[command]();
+});
 
-async function answer() {
-  const bubble = text("div", "", "said assistant"), thought = text("span", "", "thought"), shown = text("span", "");
-  const figures = text("div", "", "figures");
-  byId("talk").append(bubble, figures);
-  bubble.append(shown);
-  running = new AbortController();
-  byId("send").textContent = "Stop";
-  const state = {started: performance.now(), first: null, usage: null, content: ""};
-  try {
-    const response = await fetch("v1/chat/completions", {
-      method: "POST", signal: running.signal, headers: headers({"content-type": "application/json"}),
-      body: JSON.stringify({messages, stream: true, temperature: form.elements.temperature.valueAsNumber,
-        max_completion_tokens: form.elements.limit.valueAsNumber,
-        stream_options: {include_usage: true, continuous_usage_stats: true}}),
-    });
-    if (response.status === 401) askKey(byId("trouble"), model);
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    for await (const event of events(response.body)) {
-      if (event.error) throw new Error(event.error.message);
-      state.usage = event.usage ?? state.usage;
-      const delta = event.choices[0]?.delta ?? {};
-      if (state.first === null && (delta.content || delta.reasoning_content)) state.first = performance.now();
-      if (delta.reasoning_content) {
-        if (!thought.parentNode) bubble.prepend(thought);
-        thought.textContent += delta.reasoning_content;
-      }
-      if (delta.content) shown.textContent = state.content += delta.content;
-      const withdrawal = event.choices[0]?.withdrawal;
-      if (withdrawal) withdraw(bubble, thought, shown, state, withdrawal);
-      figures.textContent = pace(state);
-      window.scrollTo({top: document.body.scrollHeight});
-    }
-  } catch (error) {
-    if (error.name !== "AbortError") { bubble.classList.add("failed"); shown.textContent += error.message; }
-    else figures.textContent = [figures.textContent, "stopped"].filter(Boolean).join(" · ");
-  }
-  if (state.content) messages.push({role: "assistant", content: state.content});
-  running = null;
-  byId("send").textContent = "Send";
-}
+byId("talk").addEventListener("click", event => {
+  if (event.target.matches("button.copy")) copy(event.target.closest(".code").querySelector("code").textContent, event.target);
+});
+byId("clear").addEventListener("click", commands.new);
+byId("menu").addEventListener("click", () => toggle("history"));
+byId("tune").addEventListener("click", () => toggle("settings"));
+byId("keys").addEventListener("click", commands.help);
+scroller.addEventListener("click", narrow);
+addEventListener("hashchange", open);
 
-// Everything of the answer goes, also the reasoning; the replacement is its text now.
-function withdraw(bubble, thought, shown, state, withdrawal) {
-  thought.remove();
-  state.content = withdrawal.replacement;
-  const why = withdrawal.reason === "flagged" ? "This answer was withdrawn." : "This answer was withdrawn, because it could not be judged.";
-  shown.textContent = state.content || why;
-  bubble.classList.add("withdrawn");
-}
+// A page that goes away keeps what has arrived of an answer.
+addEventListener("pagehide", () => {
+  if (!running || !store.read(running.talk.id)) return;
+  for (const reply of running.replies) reply.finish ||= "stopped";
+  store.write(running.talk);
+});
 
-// Time to first token, tokens per second after it, token counts.
-function pace(state) {
-  if (state.first === null) return "";
-  const parts = [`first token after ${seconds((state.first - state.started) / 1e3)}`];
-  const spent = (performance.now() - state.first) / 1e3, usage = state.usage;
-  if (usage && usage.completion_tokens > 1 && spent > 0) parts.push(`${number((usage.completion_tokens - 1) / spent)} tokens/s`);
-  if (usage) parts.push(`${count(usage.prompt_tokens, "token")} in (${usage.prompt_tokens_details.cached_tokens} cached), ${usage.completion_tokens} out`);
-  return parts.join(" · ");
-}
+// Another tab has changed a conversation.
+addEventListener("storage", event => {
+  if (!isChat(event.key)) return;
+  if (event.key.endsWith(conversation.id) && !running) {
+    conversation = store.read(conversation.id) ?? conversation;
+    draw();
+  } else archive.draw();
+});
 
-async function* events(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let held = "";;) {
-    const {value, done} = await reader.read();
-    if (done) return;
-    held += value;
-    const parts = held.split("\n\n");
-    held = parts.pop();
-    for (const part of parts)
-      if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
-  }
-}
-
-model();
+byId("shortcuts").append(...SHORTCUTS.flatMap(([keys, effect]) => [text("dt", keys), text("dd", effect)]));
+if (!isNarrow.matches) show("history");
+open();
+loadModels();
