@@ -24,3 +24,9 @@ def test_a_withdrawn_answer_is_replaced(page: Page) -> None:
         answer = page.locator(".said.assistant.withdrawn")
         answer.wait_for(timeout=5000)
         assert answer.inner_text() == "I cannot say that."
+        page.locator("#send:has-text('Send')").wait_for()
+        kept = page.evaluate("Object.values(localStorage).join()")
+        assert "I cannot say that." in kept and "secret" not in kept
+        page.reload()
+        answer.wait_for()
+        assert answer.inner_text() == "I cannot say that."

@@ -217,6 +217,7 @@ addEventListener("hashchange", open);
 // A page that goes away keeps what has arrived of an answer.
 addEventListener("pagehide", () => {
   if (!running || !store.read(running.talk.id)) return;
+  running.control.abort();
   for (const reply of running.replies) reply.finish ||= "stopped";
   store.write(running.talk);
 });
