@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 MARKUP = """const markup = node => typeof node === "string" ? node :
-  `<${[node.tag, node.address, node.language, node.start > 1 ? node.start : "", node.side === "left" ? "" : node.side]
+  `<${[node.tag, node.address, node.language, node.number > 1 ? node.number : "", node.side === "left" ? "" : node.side]
     .filter(Boolean).join(" ")}>${node.children.map(markup).join("")}</${node.tag}>`;"""
 
 

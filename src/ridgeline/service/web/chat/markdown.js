@@ -11,24 +11,29 @@ const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])(?:([ \t]+)(.*))?$/;
 const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 const DEPTH = 12;  // of quotes and lists; what is deeper is a paragraph
 
-// The blocks of a text. Each has `source`, its lines: equal sources have equal nodes.
+// The blocks of a text. Each has `source`, its lines (equal sources have equal nodes), and `start`, where they begin in the text.
 export function parse(text) {
-  return blocks(text.replace(/\r\n?/g, "\n").split("\n"), 0);
+  const lines = text.replace(/\r\n?/g, "\n").split("\n");
+  let place = 0, start = 0;
+  return blocks(lines, 0).map(({first, end, ...node}) => {
+    for (; place < first; place++) start += lines[place].length + 1;
+    return {...node, start, source: lines.slice(first, end).join("\n")};
+  });
 }
 
+// Nodes with the places of their lines: from `first` to before `end`.
 function blocks(lines, depth) {
-  const nodes = [];
+  const nodes = [], readers = depth < DEPTH ? [fence, heading, rule, quote, list, table, paragraph] : [paragraph];
   for (let place = 0; place < lines.length;) {
     if (isBlank(lines[place])) {
       place++;
       continue;
     }
-    const readers = depth < DEPTH ? [fence, heading, rule, quote, list, table, paragraph] : [paragraph];
     for (const read of readers) {
       const found = read(lines, place, depth);
       if (!found) continue;
       const [node, end] = found;
-      nodes.push({...node, source: depth ? "" : lines.slice(place, end).join("\n")});
+      nodes.push({...node, first: place, end});
       place = end;
       break;
     }
@@ -94,7 +99,7 @@ function list(lines, place, depth) {
     loose ||= blank && next !== null && next.kind === first.kind || hasBlank(item);
   }
   const children = items.map(item => ({tag: "li", children: itemNodes(item, loose, depth)}));
-  return [first.number === null ? {tag: "ul", children} : {tag: "ol", start: first.number, children}, end];
+  return [first.number === null ? {tag: "ul", children} : {tag: "ol", number: first.number, children}, end];
 }
 
 // The paragraphs of a tight list are bare text.

@@ -5,20 +5,28 @@ import {safeAddress} from "./inline.js";
 import {parse} from "./markdown.js";
 
 const TAGS = new Set("h1 h2 h3 h4 h5 h6 p ul ol li blockquote pre hr table thead tbody tr th td a strong em del code br".split(" "));
-const sources = new WeakMap();  // element of a block -> the lines that it shows
+const shown = new WeakMap();  // target -> {text, blocks} that it shows
 
 // Show a text in `target`. Blocks whose lines are the same stay, with the reader's selection in them.
 export function render(target, markdown) {
-  const blocks = parse(markdown);
+  const before = shown.get(target) ?? {text: "", blocks: []}, text = markdown.replace(/\r\n?/g, "\n");
+  const blocks = grown(before, text);
   blocks.forEach((block, place) => {
-    const shown = target.children[place];
-    if (shown && sources.get(shown) === block.source) return;
-    const made = element(block);
-    sources.set(made, block.source);
-    if (shown) shown.replaceWith(made);
+    if (before.blocks[place]?.source === block.source) return;
+    const made = element(block), earlier = target.children[place];
+    if (earlier) earlier.replaceWith(made);
     else target.append(made);
   });
   while (target.children.length > blocks.length) target.lastElementChild.remove();
+  shown.set(target, {text, blocks});
+}
+
+// The blocks of a text. Where it continues an earlier one, as in a stream, only the last two blocks are read again: the line
+// that has not ended may belong to either.
+function grown({text: earlier, blocks}, text) {
+  if (blocks.length < 3 || !text.startsWith(earlier)) return parse(text);
+  const start = blocks.at(-2).start;
+  return [...blocks.slice(0, -2), ...parse(text.slice(start)).map(block => ({...block, start: block.start + start}))];
 }
 
 function element(node) {
@@ -29,7 +37,7 @@ function element(node) {
   if (node.tag === "a" && safeAddress(node.address)) {
     Object.assign(made, {href: node.address, title: node.address, target: "_blank", rel: "noopener noreferrer nofollow"});
   }
-  if (node.tag === "ol") made.start = node.start;
+  if (node.tag === "ol") made.start = node.number;
   if (node.side) made.className = node.side;
   made.append(...node.children.map(element));
   if (node.tag !== "table") return made;
