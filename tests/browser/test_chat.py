@@ -11,7 +11,7 @@ from ..service.live import Live, behaviour, counts, live, says
 from .chat import answers, ask, bodies, emptied, ended, open_chat
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 ANSWER = """<think>They want *code*.</think>Some **code**:
 
@@ -347,6 +347,21 @@ def test_a_narrow_screen(page: Page, server: Live) -> None:
     page.locator("#history .choose").click()
     assert not page.locator("#history").is_visible() and page.evaluate(overflow) <= 0
     assert errors == []
+
+
+def test_a_phone(browser: Browser, server: Live) -> None:
+    context = browser.new_context(viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True)
+    page = context.new_page()
+    errors = open_chat(page, server)
+    page.tap("#words")
+    page.keyboard.type("one")
+    page.keyboard.press("Enter")
+    page.keyboard.type("two")
+    assert page.input_value("#words") == "one\ntwo", "a keyboard on the screen has no Shift+Enter"
+    page.tap("#send")
+    ended(page)
+    assert page.locator(".said.user").inner_text() == "one\ntwo" and errors == []
+    context.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

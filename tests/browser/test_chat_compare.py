@@ -44,6 +44,7 @@ def test_two_models_answer_side_by_side(page: Page, two: Live) -> None:
     figures = page.locator(".reply .figures").all_inner_texts()
     assert len(figures) == 2 and all("first token after" in line and "8 out" in line for line in figures)
     assert page.get_by_text("Both answers are equal.").is_visible()
+    page.locator("#settings [name=second]:has-text('before (asleep)')").wait_for(state="attached")
     assert page.locator("#model").inner_text() == "before | after"
 
     page.set_viewport_size({"width": 390, "height": 800})

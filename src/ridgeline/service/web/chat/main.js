@@ -13,6 +13,7 @@ import {Store, isChat} from "./store.js";
 import {drawConversation} from "./view.js";
 
 const byId = id => document.getElementById(id);
+const isTouched = matchMedia("(pointer: coarse)");  // Enter starts a new line there, since Shift+Enter cannot be typed
 const store = new Store(localStorage);
 const form = byId("ask"), {words} = form.elements, scroller = byId("scroller");
 const archive = new History(byId("history"), store, {open: id => { location.hash = id; narrow(); }, removed});
@@ -35,7 +36,7 @@ function open() {
   showSettings();
   draw();
   scroller.scrollTop = scroller.scrollHeight;
-  if (matchMedia("(pointer: fine)").matches) words.focus();  // on a phone the keyboard would cover the page
+  if (!isTouched.matches) words.focus();  // a keyboard on the screen would cover the page
 }
 
 function draw() {
@@ -100,6 +101,7 @@ async function run(places) {
   const control = new AbortController();
   running = {control, talk, replies};
   byId("send").textContent = "Stop";
+  byId("talk").setAttribute("aria-busy", "true");  // read aloud when it is complete
   for (const place of places) Object.assign(views.get(replies[place]), {running: true}).update();
   const answerIn = place => respond(talk, place, replies[place], control.signal);
   try {
@@ -113,8 +115,10 @@ async function run(places) {
     if (store.read(talk.id)) keep(store.write(talk));
     running = null;
     byId("send").textContent = "Send";
+    byId("talk").setAttribute("aria-busy", "false");
     if (talk === conversation) draw();
     follow();
+    if (panel.models.length > 1) loadModels();  // their states have changed
   }
 }
 
@@ -140,8 +144,9 @@ async function loadModels() {
   const response = await fetch("v1/models", {headers: headers()}).catch(() => null);
   if (response?.status === 401) return askKey(byId("trouble"), loadModels);
   if (!response?.ok) return say("The server does not answer: reload the page when it runs.");
+  const isFirst = !panel.models.length;
   panel.offer((await response.json()).data);
-  showSettings();
+  if (isFirst) showSettings();
 }
 
 // A model that the server no longer lists is replaced by one that it does.
@@ -188,7 +193,7 @@ form.addEventListener("submit", event => {
 
 words.addEventListener("input", () => fit(words));
 words.addEventListener("keydown", event => {
-  if (sends(event)) {
+  if (sends(event) && !isTouched.matches) {
     event.preventDefault();
     if (!running) form.requestSubmit();
   } else if (event.key === "ArrowUp" && !words.value) {

@@ -17,13 +17,15 @@ export class Panel {
     form.addEventListener("submit", event => event.preventDefault());
   }
 
-  // The models that can be chosen: entries of /v1/models.
+  // The models that can be chosen: entries of /v1/models. Those that are chosen stay.
   offer(models) {
+    const {first, second} = this.form.elements, chosen = [first.value, second.value];
     this.models = models;
     const label = ({id, state}) => state && state !== "awake" ? `${id} (${state})` : id;
     const choices = () => models.map(model => option(model.id, label(model)));
-    this.form.elements.first.replaceChildren(...choices());
-    this.form.elements.second.replaceChildren(option("", "none"), ...choices());
+    first.replaceChildren(...choices());
+    second.replaceChildren(option("", "none"), ...choices());
+    [first.value, second.value] = chosen;
   }
 
   show(settings) {
