@@ -42,7 +42,7 @@ def test_two_models_answer_side_by_side(page: Page, two: Live) -> None:
     boxes = [box.bounding_box() for box in page.locator(".reply").all()]
     assert boxes[0] and boxes[1] and boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
     figures = page.locator(".reply .figures").all_inner_texts()
-    assert len(figures) == 2 and all("first token after" in line and "8 out" in line for line in figures)
+    assert len(figures) == 2 and all("load of the model included" in line and "8 out" in line for line in figures)
     assert page.get_by_text("Both answers are equal.").is_visible()
     page.locator("#settings [name=second]:has-text('before (asleep)')").wait_for(state="attached")
     assert page.locator("#model").inner_text() == "before | after"

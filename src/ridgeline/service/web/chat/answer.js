@@ -27,6 +27,13 @@ export async function answer(reply, body, signal, changed) {
   }
 }
 
+// Whether a request to the model waits until it is loaded.
+export async function needsLoad(model) {
+  const name = model.split("/").map(encodeURIComponent).join("/");
+  const card = await fetch(`v1/models/${name}`, {headers: headers()}).then(response => response.json()).catch(() => ({}));
+  return (card.state ?? "awake") !== "awake";
+}
+
 async function problemOf(response) {
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `The server answers ${response.status} ${response.statusText}.`;
@@ -62,8 +69,8 @@ function withdraw(reply, {reason, replacement}) {
 
 // Time to first token, tokens per second after it, token counts, and how the answer ended if not by itself.
 export function figuresOf({figures, finish, ignored}) {
-  const {first, firstTokens, last, input, cached, output} = figures, parts = [];
-  if (first !== undefined) parts.push(`first token after ${seconds(first / 1e3)}`);
+  const {load, first, firstTokens, last, input, cached, output} = figures, parts = [];
+  if (first !== undefined) parts.push(`first token after ${seconds(first / 1e3)}${load ? ", load of the model included" : ""}`);
   if (output > firstTokens && last > first) parts.push(`${number((output - firstTokens) / (last - first) * 1e3)} tokens/s`);
   if (input !== undefined) parts.push(`${count(input, "token")} in (${cached} cached), ${output} out`);
   if (finish === "length") parts.push("cut at the token limit");

@@ -1,7 +1,7 @@
 // The chat page: the open conversation, what runs, and which part of the page does what.
 
 import {askKey, headers, text} from "../common.js";
-import {KeyNeeded, answer} from "./answer.js";
+import {KeyNeeded, answer, needsLoad} from "./answer.js";
 import {addReply, addTurn, editMessage, messagesFor, newConversation, shownReply} from "./conversation.js";
 import {History} from "./history.js";
 import {SHORTCUTS, commandOf, sends} from "./keys.js";
@@ -124,6 +124,7 @@ async function run(places) {
 
 async function respond(talk, place, reply, signal) {
   if (signal.aborted) return;
+  reply.figures.load = panel.models.length > 1 && await needsLoad(reply.model);
   const body = requestBody(talk.settings, reply.model, messagesFor(talk, place));
   await answer(reply, body, signal, () => views.get(reply)?.schedule(follow));
 }
