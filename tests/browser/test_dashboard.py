@@ -136,8 +136,8 @@ def test_the_charts_are_filled_from_what_the_server_kept(page: Page) -> None:
 def test_the_chat_page_sends_and_shows_an_answer(page: Page, plain: Live) -> None:
     errors = visit(page, plain, "/chat")
     assert page.locator("#clear").inner_text() == "New chat"
-    page.fill("textarea", "Good morning")
-    page.press("textarea", "Enter")
+    page.fill("#words", "Good morning")
+    page.press("#words", "Enter")
     page.get_by_text("Hello there").wait_for()
     page.get_by_text("tokens in (").wait_for()
     assert page.locator(".said.user").inner_text() == "Good morning"

@@ -19,8 +19,14 @@ def test_a_withdrawn_answer_is_replaced(page: Page) -> None:
     judged = {"moderation": f"{__name__}:judge", "moderation_mode": "after", "moderation_window": 10}
     with live(behaviour(says(text), delay=0.01), **judged) as server:
         page.goto(f"http://127.0.0.1:{server.port}/chat")
-        page.fill("textarea", "hi")
+        page.fill("#words", "hi")
         page.click("#send")
         answer = page.locator(".said.assistant.withdrawn")
         answer.wait_for(timeout=5000)
+        assert answer.inner_text() == "I cannot say that."
+        page.locator("#send:has-text('Send')").wait_for()
+        kept = page.evaluate("Object.values(localStorage).join()")
+        assert "I cannot say that." in kept and "secret" not in kept
+        page.reload()
+        answer.wait_for()
         assert answer.inner_text() == "I cannot say that."

@@ -13,7 +13,7 @@ from .test_smuggling import statuses
 
 KEY = "sésame-\u0416"
 RAW = KEY.encode()
-OPEN = ("/health", "/dashboard", "/chat", "/dashboard/chat.js", "/dashboard/style.css")
+OPEN = ("/health", "/dashboard", "/chat", "/dashboard/chat/main.js", "/dashboard/style.css")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,13 @@ def test_open_paths(locked: Served) -> None:
         ),
         *(b"/health/", b"/health/x", b"/health;x", b"/health%00", b"/health%20", b"/HEALTH", b"/Health", b"/%2fhealth"),
         *(b"/%2e%2e/v1/models", b"/v1/%6dodels", b"/v1/models%3f", b"/health%3f/../v1/models", b"/health%23/v1/models"),
-        *(b"/dashboard/chat.js/../data", b"/dashboard/../metrics", b"/dashboard/x.js%00", b"/dashboard/..%2fdata"),
+        *(
+            b"/dashboard/chat/main.js/../../data",
+            b"/dashboard/chat/../data",
+            b"/dashboard/../metrics",
+            b"/dashboard/x.js%00",
+            b"/dashboard/..%2fdata",
+        ),
         *(b"/v1/models?path=/health", b"/v1/models?/health", b"/v1/models#/health", b"\\health", b"/v1\\..\\health"),
         *(
             b"http://localhost/v1/models",

@@ -37,7 +37,7 @@ def test_a_proxy_may_keep_or_strip_the_path(root_path: str) -> None:
             assert server.send("GET", f"{start}/requests?order=slowest&limit=3", headers=key).status == 200
             assert server.send("POST", f"{start}/tokenize", {"prompt": "hi"}, key).status == 200
             assert server.get(f"{start}/health").status == server.get(f"{start}/chat").status == 200
-            assert server.get(f"{start}/dashboard/chat.js").status == 200
+            assert server.get(f"{start}/dashboard/chat/main.js").status == 200
             for path in ("/v1/models", "/metrics", "/nowhere", "//health", "/../health", "/%2e/health"):
                 assert server.get(start + path).status == 401, start + path
             assert server.get(start or "/").json["chat"] == f"{prefix}/chat"

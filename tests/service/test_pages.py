@@ -18,13 +18,54 @@ from ridgeline.metrics.metrics import FAMILIES
 
 from .live import Live, behaviour, live, says
 
-FILES = sorted((Path(pages.__file__).parent / "web").iterdir())
+FILES = sorted(path for path in (Path(pages.__file__).parent / "web").rglob("*") if path.is_file())
+SCRIPTS = [file for file in FILES if file.suffix == ".js"]
+IMPORT = re.compile(r"""(?:from|import) "([^"]+)";""")
+UNSAFE = re.compile(
+    r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|ContextualFragment|\beval\(|new Function|srcdoc"
+)
 OUTSIDE = re.compile(r"""(?:src|href|url|from|import|fetch)\W{1,3}(?:https?:)?//""")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_nothing_comes_from_outside(file: Path) -> None:
     assert not OUTSIDE.search(file.read_text())
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
+def test_scripts_make_elements_without_html_from_strings(file: Path) -> None:
+    """Browsers with Trusted Types refuse it; others would do it."""
+    assert not UNSAFE.search(file.read_text())
+
+
+def test_scripts_import_what_is_served(polite: Live) -> None:
+    web = Path(pages.__file__).parent / "web"
+    imports = {(file.parent / name).resolve() for file in SCRIPTS for name in IMPORT.findall(file.read_text())}
+    assert len(imports) > 12
+    for file in {*imports, *SCRIPTS}:
+        answer = polite.get(f"/dashboard/{file.relative_to(web)}")
+        assert answer.status == 200, file
+        assert answer.headers["content-type"] == "text/javascript; charset=utf-8"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert polite.get("/dashboard/chat/nothing.js").status == 404
+    assert polite.get("/dashboard/chat/../pages.py").status == 404
+
+
+@pytest.mark.parametrize("path", ["/", "/dashboard", "/chat", "/docs"])
+def test_pages_are_confined(polite: Live, path: str) -> None:
+    headers = polite.send("GET", path, headers={"accept": "text/html"}).headers
+    policy = dict(rule.partition(" ")[::2] for rule in headers["content-security-policy"].split("; "))
+    assert policy == {
+        "default-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'self'",
+        "form-action": "'self'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "same-origin"
 
 
 def test_pages_and_their_parts_are_served(polite: Live) -> None:
@@ -84,7 +125,15 @@ def test_grafana_and_prometheus_ask_for_metrics_that_exist(polite: Live) -> None
 
 def test_the_key_guards_what_the_pages_show() -> None:
     with live(behaviour(says("hi")), api_key="sesame") as server:
-        for path in ("/", "/dashboard", "/chat", "/docs", "/openapi.json", "/dashboard/charts.js"):
+        for path in (
+            "/",
+            "/dashboard",
+            "/chat",
+            "/docs",
+            "/openapi.json",
+            "/dashboard/charts.js",
+            "/dashboard/chat/main.js",
+        ):
             assert server.get(path).status == 200, path
         for path in ("/dashboard/data", "/requests", "/metrics"):
             assert server.get(path).status == 401

@@ -45,7 +45,7 @@ _MAX_NAMES = 32
 _PAGES = frozenset({"/", "/dashboard", "/chat", "/docs"})
 """HTML pages. Other sites may link to them."""
 _OPEN = frozenset({"/health", "/openapi.json"}) | _PAGES
-_OPEN_FILES = re.compile(r"/dashboard/[a-z]+\.(js|css)")
+_OPEN_FILES = re.compile(r"/dashboard/(chat/)?[a-z]+\.(js|css)")
 """Routes that need no key. Pages contain no data; they request it with the key."""
 _ADMIN = re.compile(
     r"/(reset_prefix_cache|sleep|wake_up|is_sleeping|update_weights_from_disk|v1/(un)?load_lora_adapter|admin/.*|debug/.*"

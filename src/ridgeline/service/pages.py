@@ -23,8 +23,23 @@ TYPES = {
     "json": "application/json",
     "yml": "application/yaml",
 }
-POLICY = "default-src 'self'; img-src data:; frame-ancestors 'none'"
-"""Pages may connect to this server only."""
+POLICY = "; ".join(
+    (
+        "default-src 'self'",
+        "img-src data:",
+        "base-uri 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""Pages may connect to this server only. With Trusted Types a browser refuses to parse strings as HTML: pages make elements."""
+_SAFETY = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",  # a link in an answer does not tell the other site where the server is
+}
 _CACHING = {"cache-control": "no-cache", "vary": "accept"}
 LINKS = {
     "docs": "/docs",
@@ -76,7 +91,7 @@ async def docs(request: web.Request) -> web.Response:
     return _page("docs.html")
 
 
-@ROUTES.get(r"/dashboard/{name:[a-z]+\.(?:js|css|json|yml)}")
+@ROUTES.get(r"/dashboard/{name:(?:chat/)?[a-z]+\.(?:js|css|json|yml)}")
 async def part(request: web.Request) -> web.Response:
     """Scripts and styles of the pages; a dashboard for Grafana and alert rules for Prometheus."""
     return _page(request.match_info["name"])
@@ -99,7 +114,7 @@ def _page(name: str, values: Mapping[str, str] | None = None) -> web.Response:
     if not file.is_file():
         raise NotFound(f"There is no page {name}.")
     body = file.read_bytes()
-    headers = {"content-security-policy": POLICY, **_CACHING}
+    headers = {**_SAFETY, **_CACHING}
     if values is not None:
         body = Template(body.decode()).substitute(values).encode()
     kind = TYPES[name.rpartition(".")[2]]

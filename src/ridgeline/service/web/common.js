@@ -10,8 +10,10 @@ export function askKey(target, again) {
   if (target.querySelector("form")) return;
   const form = document.createElement("form");
   form.className = "key";
-  form.innerHTML = `<label>This server requires an API key: <input type="password" name="key" autocomplete="off"></label>
-    <button class="primary">Save in this browser</button>`;
+  const label = text("label", "This server requires an API key: "), field = document.createElement("input");
+  Object.assign(field, {type: "password", name: "key", autocomplete: "off"});
+  label.append(field);
+  form.append(label, text("button", "Save in this browser", "primary"));
   form.addEventListener("submit", event => {
     event.preventDefault();
     localStorage.setItem("ridgeline-key", form.elements.key.value.trim());

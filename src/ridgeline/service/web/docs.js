@@ -47,11 +47,12 @@ function route({path, method, operation}) {
   if (operation.description) made.append(text("p", operation.description));
   if (operation.parameters) made.append(text("h3", "Parameters"), fields(operation.parameters.map(parameter =>
     [parameter.name, `${parameter.in}, ${kind(parameter.schema)}`, parameter.description])));
-  const body = resolve(operation.requestBody?.content["application/json"].schema);
+  const json = operation.requestBody?.content["application/json"], sent = Object.values(operation.requestBody?.content ?? {})[0];
+  const body = resolve(sent?.schema);
   if (body.properties) made.append(...members(body));
   made.append(text("h3", "Answers"), fields(Object.entries(operation.responses).map(([status, response]) =>
     [status, Object.keys(response.content ?? {}).join(", "), response.description])));
-  if (operation.tags[0] !== "pages") made.append(attempt(path, method, operation));
+  if (operation.tags[0] !== "pages" && (json || !sent)) made.append(attempt(path, method, operation));
   return made;
 }
 
@@ -107,7 +108,7 @@ function range(schema) {
   return parts.length ? `, ${parts.join(", ")}` : "";
 }
 
-// A form that sends the request from this page.
+// A form that sends the request from this page. Only bodies of JSON can be written in it.
 function attempt(path, method, operation) {
   const made = document.createElement("form"), row = text("div", "", "row"), output = text("pre", "");
   made.className = "try";
@@ -122,7 +123,7 @@ function attempt(path, method, operation) {
     row.append(label);
     return input;
   });
-  const example = operation.requestBody?.content["application/json"].example;
+  const example = operation.requestBody?.content["application/json"]?.example;
   const area = document.createElement("textarea");
   area.value = JSON.stringify(example, null, 2);
   area.setAttribute("aria-label", "Body of the request");
