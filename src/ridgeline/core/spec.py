@@ -69,7 +69,7 @@ class LayerSpec:
 
     window: a query sees keys at most `window - 1` positions back; None: all earlier keys. share_from: index of the earlier layer
     whose keys and values this layer reads. It has no weights for keys and values and writes none; n_kv_heads is that layer's.
-    d_ff: inner width of the feed-forward block; with experts, of all that one token uses.
+    d_ff: inner width of the feed-forward block; with experts, of all that one token uses, at most, on this rank.
     budget: slots per KV head that the only query of a row reads, in whole pages (ops.selective); None: all.
     """
 
@@ -86,14 +86,14 @@ class LayerSpec:
 
     def on_rank(self, ranks: int) -> LayerSpec:
         """The part of the layer on one of `ranks` ranks. Raises ConfigError where it cannot be divided; see units_on_rank."""
-        if self.n_heads % ranks or self.d_ff % ranks:
+        if self.n_heads % ranks or (self.experts is None and self.d_ff % ranks):
             raise ConfigError(
                 f"{self.n_heads} heads and a feed-forward width of {self.d_ff} cannot be split over {ranks} devices: use a "
                 "number of devices that divides both."
             )
-        heads, kv_heads = self.n_heads // ranks, units_on_rank(self.n_kv_heads, ranks)
-        experts = self.experts and self.experts.on_rank(ranks)
-        return replace(self, n_heads=heads, n_kv_heads=kv_heads, d_ff=self.d_ff // ranks, experts=experts)
+        experts, kv_heads = self.experts and self.experts.on_rank(ranks), units_on_rank(self.n_kv_heads, ranks)
+        d_ff = experts.active_width if experts else self.d_ff // ranks
+        return replace(self, n_heads=self.n_heads // ranks, n_kv_heads=kv_heads, d_ff=d_ff, experts=experts)
 
     @property
     def written_heads(self) -> int:

@@ -73,12 +73,12 @@ def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
     part = spec.on_rank(ranks)
     stored = NUMBER_FORMATS.get(spec.quantization)
     if stored is not None and stored.group and ranks > 1:
-        for layer in part.layers:
-            for inputs in (layer.n_heads * layer.head_dim, layer.d_ff):
-                if inputs % stored.group:
+        for layer, held in zip(spec.layers, part.layers, strict=True):
+            for matrix, share in zip(spec.matrices(layer), spec.matrices(held), strict=True):
+                if share.inputs != matrix.inputs and share.inputs % stored.group:
                     raise ConfigError(
-                        f"{inputs} inputs on each of {ranks} devices are no multiple of the {stored.group} that share a scale in "
-                        f"{spec.quantization}: use fewer devices or smaller groups."
+                        f"{share.inputs} inputs on each of {ranks} devices are no multiple of the {stored.group} that share a "
+                        f"scale in {spec.quantization}: use fewer devices or smaller groups."
                     )
     return part
 
