@@ -89,6 +89,8 @@ def test_tensor_parallel_times_by_hand() -> None:
     links = 65 * cluster.fabric.all_reduce(2, 16 * 4096 * 2) + draw
     assert decode.links == pytest.approx(links)
     assert decode.total == pytest.approx(cost.step_s(step_work(spec, [(1024, 1)] * 16)) + links)
+    norms = times("2xh100", Layout(tensor=2), replace(MODEL, qk_norm="all")).decode(16, 1024).links
+    assert norms == pytest.approx(links + 32 * cluster.fabric.all_reduce(2, 16 * 8))  # a float32 of queries and of keys
 
 
 def test_pipeline_times_by_hand() -> None:

@@ -149,7 +149,7 @@ class ModelSpec:
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 also norm the output of attention and
     feed-forward, before the residual addition. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
     weights' dtype. `query_scale`: replaces 1/sqrt(head_dim) in attention. `qk_norm`: queries and keys are normed, "head": each head
-    alone (Qwen3), "all": all heads of a token together (OLMoE).
+    alone (Qwen3), "all": all heads of a token together (OLMoE, OLMo 2).
 
     `norm`: of the residual stream: RMS norm, or layer norm without or with a bias. `pre_norms`: attention and feed-forward read the
     normed stream; OLMo 2 only norms their outputs. `parallel`: both read one norm of the stream, and their outputs are added to it
@@ -212,14 +212,10 @@ class ModelSpec:
         return KV_FORMATS[self.kv_format or self.dtype]
 
     def on_rank(self, ranks: int) -> ModelSpec:
-        """The part of the model on one of `ranks` ranks: its share of every layer, of the embedding and of the head. Norms are
-        replicated. Raises ConfigError where it cannot be divided."""
+        """The part of the model on one of `ranks` ranks: its share of every layer, of the embedding and of the head. Norms of
+        the stream are replicated. Raises ConfigError where it cannot be divided."""
         if ranks == 1:
             return self
-        if self.qk_norm == "all":
-            raise ConfigError(
-                "A norm of all heads together (OLMoE, OLMo 2) needs all heads on one device: do not divide its layers."
-            )
         return replace(self, layers=tuple(layer.on_rank(ranks) for layer in self.layers), vocabulary_ranks=ranks)
 
     @property

@@ -197,14 +197,18 @@ class Times:
         return seconds
 
     def _reduces(self, stage: Stage, tokens: int, logits: int) -> float:
-        """Seconds of tensor-parallel collectives: two sums per layer, one of the embedding, and maximum and sum of the draw."""
+        """Seconds of tensor-parallel collectives: two sums per layer, one of the embedding, maximum and sum of the draw, and in
+        each layer the mean squares of a norm of all heads."""
         ranks, fabric = self.replica.layout.tensor, self.replica.cluster.fabric
         if ranks == 1:
             return 0.0
         size = tokens * stage.spec.d_model * self._width
         sums = 2 * len(stage.spec.layers) + (1 if stage.first else 0)
         draw = fabric.all_gather(ranks, logits * ranks * 8.0) if logits else 0.0
-        return sums * fabric.all_reduce(ranks, size) + draw
+        squares = (
+            len(stage.spec.layers) * fabric.all_reduce(ranks, 8.0 * tokens) if stage.spec.qk_norm == "all" else 0.0
+        )
+        return sums * fabric.all_reduce(ranks, size) + draw + squares
 
     def sends(self, tokens: int) -> Sequence[float]:
         """Seconds after each stage until the next one has its output; 0 after the last one."""
