@@ -62,3 +62,9 @@ def test_ranks_divide_the_width_of_each_expert_or_none() -> None:
         replace(LAYER, d_ff=4 * 33, experts=ExpertSpec(16, 4, 33)).on_rank(2)
     with pytest.raises(ConfigError, match="8 heads and a feed-forward width of 96"):
         LAYER.on_rank(3)
+
+
+def test_a_rank_with_one_expert_reads_it_if_a_token_uses_it() -> None:
+    whole = replace(LAYER, experts=replace(EXPERTS, whole=True, ranks=16))
+    spec = replace(SPEC, layers=(whole,) * 3)
+    assert spec.idle_bytes(4, 4) == pytest.approx(3 * BYTES * (1 - 3 / 16) ** 4, abs=3)

@@ -314,9 +314,7 @@ class ModelSpec:
     def experts(self, layers: Sequence[LayerSpec]) -> Counter[Idle]:
         """The matrices of these layers' experts, see idle_bytes."""
         blocks = ((layer.experts, self.matrices(layer)) for layer in layers)
-        pairs = (
-            (experts, matrix) for experts, matrices in blocks for matrix in matrices if experts and matrix.copies > 1
-        )
+        pairs = ((experts, matrix) for experts, matrices in blocks for matrix in matrices if experts and matrix.chosen)
         return Counter((experts.missed, self.matrix_bytes(matrix)) for experts, matrix in pairs)
 
     # --- work -------------------------------------------------------------------------------------------------------
