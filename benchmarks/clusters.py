@@ -9,7 +9,7 @@ the peaks are those of the hardware table and the cost model.
 Rows `sim-gpus-*`: a fleet of so many H100, each replica in a layout, behind the service's router, with a load per GPU that is the
 same in every size.
 
-Rows `sim-experts-*`: what whole experts on two H200s cost beside divided widths, predicted, and as benchmarks/multi_gpu.py measured.
+Rows `sim-experts-*`: what whole experts cost beside divided widths on two H200s, predicted, and measured by multi_gpu.py.
 """
 
 from __future__ import annotations
@@ -172,20 +172,18 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 # --- 8 to 1,024 GPUs -----------------------------------------------------------------------------------------------------
 
-PER_GPU_S = 1.0
+PER_GPU_S = {"llama-3.1-70b": 3.0, "llama-3.1-405b": 0.5}
 """Requests per second of a GPU."""
-SIZES = (8, 64, 256, 1024)
-WAYS = {
-    "llama-3.1-70b": (Layout(2), Layout(8), Layout(4, 2), Layout(8, 2)),
-    "llama-3.1-405b": (Layout(8, 2), Layout(4, 4)),
-}
-LENGTHS = (512, 64)
+SECONDS = 4.0
+"""Of arrivals."""
+SIZES = (8, 64, 1024)
+WAYS = {"llama-3.1-70b": (Layout(2), Layout(8), Layout(8, 2)), "llama-3.1-405b": (Layout(8, 2),)}
+LENGTHS = (512, 32)
 
 
 def fleet_row(name: str, layout: Layout, gpus: int) -> dict[str, Any]:
-    large = name == "llama-3.1-405b"
-    rate = gpus * PER_GPU_S * (0.15 if large else 1.0)
-    count = max(200, int(rate * 8))
+    rate = gpus * PER_GPU_S[name]
+    count = int(rate * SECONDS)
     load = Workload(name, (RequestSpec(0.0, *LENGTHS, (), BLOCK),) * count, timed=False)
     times = arrivals(count, rate, 1.0, 7)
     load = replace(
@@ -248,20 +246,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="result file that gets the rows")
     parser.add_argument("--parts", default="tables,sizes,experts")
+    parser.add_argument(
+        "--only", default="", help="published figures of which a part of the row's name is this; no summary then"
+    )
     args = parser.parse_args()
     parts, rows = args.parts.split(","), list[dict[str, Any]]()
     if "experts" in parts:
         rows += experts()
     if "tables" in parts:
         made = list[dict[str, Any]]()
-        for figure in published():
+        for figure in (figure for figure in published() if args.only in figure.row):
             made.append(compared(figure))
             print(made[-1], flush=True)
-        rows += [*made, *summary(made)]
+        rows += [*made, *([] if args.only else summary(made))]
     if "sizes" in parts:
-        rows += sizes()
-    for row in rows:
-        print(row, flush=True)
+        for row in sizes():
+            rows.append(row)
+            print(row, flush=True)
     write_rows(args.out, [{**row, **provenance(cpu_name())} for row in rows])
 
 
