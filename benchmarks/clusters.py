@@ -1,6 +1,6 @@
 """Replicas of several GPUs, 8 to 1,024 of them, simulated with the real scheduler, and published figures beside the simulation.
 
-    python benchmarks/clusters.py --out benchmarks/results/simulation.json [--parts tables,sizes,experts]
+    python benchmarks/clusters.py --out benchmarks/results/simulation.json [--parts experts,tables,sizes,summary]
 
 Rows `sim-published-*`: a published figure of parallel inference, the same figure from the real scheduler in virtual time with step
 times of planner.layout_times, and the error (simulated / published - 1). Nothing is fitted: devices, links and default shares of
@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from common import HERE, cpu_name, provenance, read_rows, write_rows
@@ -150,7 +151,8 @@ def compared(figure: Published) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Median errors of each table, and of the gains from twice the devices in the first one."""
+    """Median errors of each table, and of its gains from twice the GPUs."""
+    rows = [row for row in rows if "published" in row and "simulated" in row]
     by_table: dict[str, list[float]] = {}
     for row in rows:
         by_table.setdefault(row["table"], []).append(row["error"])
@@ -245,25 +247,19 @@ def experts() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="result file that gets the rows")
-    parser.add_argument("--parts", default="tables,sizes,experts")
-    parser.add_argument(
-        "--only", default="", help="published figures of which a part of the row's name is this; no summary then"
-    )
+    parser.add_argument("--parts", default="experts,tables,sizes,summary")
+    parser.add_argument("--only", default="", help="published figures of which a part of the row's name is this")
     args = parser.parse_args()
-    parts, rows = args.parts.split(","), list[dict[str, Any]]()
-    if "experts" in parts:
-        rows += experts()
-    if "tables" in parts:
-        made = list[dict[str, Any]]()
-        for figure in (figure for figure in published() if args.only in figure.row):
-            made.append(compared(figure))
-            print(made[-1], flush=True)
-        rows += [*made, *([] if args.only else summary(made))]
-    if "sizes" in parts:
-        for row in sizes():
-            rows.append(row)
-            print(row, flush=True)
-    write_rows(args.out, [{**row, **provenance(cpu_name())} for row in rows])
+    parts = args.parts.split(",")
+    made: Iterator[dict[str, Any]] = chain(
+        experts() if "experts" in parts else (),
+        map(compared, (figure for figure in published() if args.only in figure.row)) if "tables" in parts else (),
+        sizes() if "sizes" in parts else (),
+        (row for part in parts if part == "summary" for row in summary(read_rows(args.out))),
+    )
+    for row in made:
+        print(row, flush=True)
+        write_rows(args.out, [{**row, **provenance(cpu_name())}])
 
 
 if __name__ == "__main__":
