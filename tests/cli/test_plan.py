@@ -58,6 +58,26 @@ def test_plan_as_json_has_every_layout(capsys: pytest.CaptureFixture[str]) -> No
     assert best["memory"]["weight_bytes"] == pytest.approx(16.06e9, rel=0.01) and best["missed"] == ""
 
 
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "torch_dtype": "bfloat16",
+    "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+"""Mixtral 8x7B."""
+
+
+def test_plan_of_a_mixture_divides_whole_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    words = ("plan", str(tmp_path), "--arithmetic", "--gpus", "4xh100", "--context-parallel-size", "1")
+    out = run(capsys, *words, "--top", "20")
+    assert re.search(r"^\d+ +EP4 ", out, re.MULTILINE) and re.search(r"^\d+ +TP4\+EP ", out, re.MULTILINE)
+    assert re.search(r"^TP4\+EP: ridgeline serve .*--expert-parallel", out, re.MULTILINE)
+    assert not re.search(r"^EP4: ridgeline serve", out, re.MULTILINE), "no engine exchanges tokens yet"
+    assert "taken to have 1.1 times the mean" in out and "the busiest rank of" in out
+    facts = json.loads(run(capsys, *words, "-tp", "4", "--json"))
+    assert {(entry["experts"], entry["imbalance"] > 1) for entry in facts["ranking"]} == {(1, False), (4, True)}
+
+
 def test_plan_prints_the_command_of_what_starts_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "plan", LLAMA, "--gpus", "2xepyc", "--link-gb-s", "50", "-tp", "2", "--arithmetic")
     assert f"TP2: ridgeline serve {LLAMA} --device cpu --tensor-parallel-size 2" in out and "DP2" not in out

@@ -24,5 +24,5 @@ def test_the_table_lists_the_registry() -> None:
             "logit_scale"
         }
         trainable = layout is None and plain and whole and family.experts is None
-        expected[kind] = family.label, word[whole], word[traits.get("qk_norm") != "all"], word[trainable]
+        expected[kind] = family.label, word[whole], word[trainable]
     assert said == expected

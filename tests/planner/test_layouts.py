@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.experts import ExpertSpec
 from ridgeline.core.sizing import Memory, Planner
 from ridgeline.core.slo import Slo
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
@@ -88,6 +89,8 @@ def test_tensor_parallel_times_by_hand() -> None:
     links = 65 * cluster.fabric.all_reduce(2, 16 * 4096 * 2) + draw
     assert decode.links == pytest.approx(links)
     assert decode.total == pytest.approx(cost.step_s(step_work(spec, [(1024, 1)] * 16)) + links)
+    norms = times("2xh100", Layout(tensor=2), replace(MODEL, qk_norm="all")).decode(16, 1024).links
+    assert norms == pytest.approx(links + 32 * cluster.fabric.all_reduce(2, 16 * 8))  # a float32 of queries and of keys
 
 
 def test_pipeline_times_by_hand() -> None:
@@ -153,6 +156,24 @@ def test_what_cannot_be_names_its_reason() -> None:
         with pytest.raises(ConfigError) as error:
             replica(spec, layout, read_cluster(text), 2048, ENGINE)
         assert reason in error.value.message
+
+
+def mixture(experts: ExpertSpec, **model: object) -> ModelSpec:
+    layer = replace(LAYER, d_ff=experts.active_width, experts=experts)
+    return replace(MODEL, layers=(layer,) * 4, **model)  # type: ignore[arg-type]
+
+
+def test_the_width_of_an_expert_is_divided_not_that_of_all_that_a_token_uses() -> None:
+    """4 x 192 is 6 groups of 128, but a rank of two holds 96 inputs of each expert. Whole experts keep their width."""
+    odd = ExpertSpec(8, 4, 192)
+    with pytest.raises(ConfigError, match="96 inputs on each of 2 devices are no multiple of the 128"):
+        rank_spec(mixture(odd, quantization="int4-g128"), 2)
+    shared = ExpertSpec(8, 1, 256, shared_width=320)  # together 576 on two ranks are 288
+    with pytest.raises(ConfigError, match="160 inputs on each of 2 devices are no multiple of the 128"):
+        rank_spec(mixture(shared, quantization="int4-g128"), 2)
+    whole = rank_spec(mixture(ExpertSpec(8, 1, 192, whole=True), quantization="int4-g128"), 2)
+    assert [matrix.inputs for matrix in whole.matrices(whole.layers[0])] == [4096, 2048, 4096, 4096, 192]
+    assert rank_spec(mixture(ExpertSpec(8, 3, 128), quantization="int4-g64"), 2).layers[0].d_ff == 192
 
 
 sizes = st.sampled_from([1, 2, 4, 8])

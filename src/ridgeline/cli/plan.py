@@ -41,10 +41,11 @@ from ridgeline.core.resolve import Resolved
 from ridgeline.core.slo import Slo
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
+from ridgeline.planner.expert_times import NOTE
 from ridgeline.planner.layouts import with_context
 from ridgeline.planner.plan_page import plan_page
 from ridgeline.planner.proposals import MOST, Offer, Task
-from ridgeline.planner.ranking import Variant, rank
+from ridgeline.planner.ranking import Variant, has_experts, rank
 from ridgeline.planner.search import FINALISTS, Scope, SearchResult, search
 
 
@@ -99,6 +100,8 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
     longest = max(request.input + request.output for request in workload.requests)
     if longest > checkpoint.max_len:
         notes.append(_context_note(longest, checkpoint.max_len))
+    if has_experts(checkpoint):
+        notes.append(NOTE)
 
     def variants(offer: Offer) -> list[Variant]:
         made = read_variants(checkpoint, resolved.model, offer.cluster.device, resolved.engine, options)
@@ -166,6 +169,8 @@ def _arithmetic(args: Arguments, resolved: Resolved) -> int:
         variants = [replace(variant, spec=with_context(variant.spec, demand.length)) for variant in variants]
     if demand.slo.of_windows:
         notes.append("Percentiles and shares of --slo are compared with predicted means.")
+    if has_experts(checkpoint) and cluster.count > 1:
+        notes.append(NOTE)
     ranked, refused = rank(variants, cluster, demand, _one_rank(resolved.engine), read_sizes(args))
     if not ranked and not refused:
         raise ConfigError(

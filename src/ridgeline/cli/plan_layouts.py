@@ -119,7 +119,7 @@ def layout_facts(
                 "prefill_s": entry.prefill_s, "ttft_s": entry.ttft_s, "tpot_s": entry.tpot_s, "e2e_s": entry.e2e_s,
                 "requests_s": entry.requests_s, "capacity_requests_s": entry.capacity, "tokens_s": entry.tokens_s,
                 "tokens_s_device": entry.tokens_s_device, "device_s_per_request": asdict(entry.parts),
-                "binds": NAMES[entry.binds], "missed": entry.verdict,
+                "binds": NAMES[entry.binds], "missed": entry.verdict, "imbalance": entry.imbalance,
                 "usd_million_tokens": entry.usd_million if math.isfinite(entry.usd_million) else None,
             }
             for entry in ranked

@@ -243,7 +243,10 @@ def read_sizes(args: Arguments, planned: Sequence[str] = PLANNED) -> Callable[[L
     fixed = {name: options[f"{name}_parallel_size"] for name in planned if f"{name}_parallel_size" in options}
     flags = {name: args.flags.get(f"{name}_parallel_size") for name in SERVED}
     fixed |= {name: int(size) for name, size in flags.items() if size is not None}
-    return lambda layout: all(getattr(layout, name) == size for name, size in fixed.items())
+    whole = bool(args.flags.get("expert_parallel"))
+    return lambda layout: (
+        all(getattr(layout, name) == size for name, size in fixed.items()) and (layout.experts > 1 or not whole)
+    )
 
 
 # --- number formats ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from ridgeline.core.fit import Deployment, command
 from ridgeline.core.sizing import Memory
 from ridgeline.hardware.table import Accelerator
 from ridgeline.planner.fleet import Fleet
+from ridgeline.planner.layouts import with_experts
 from ridgeline.planner.proposals import Proposal
 from ridgeline.planner.ranking import Ranked
 
@@ -49,12 +50,13 @@ def _deployment(entry: Ranked, row: Accelerator, model: ModelConfig, engine: Eng
     """None where Ridgeline cannot start the layout yet."""
     layout, on_cpu = entry.layout, row.kind == "cpu"
     host = row.links.devices if row.links else 8
-    if not row.serves or (not on_cpu and layout.replica > host):
+    if not row.serves or (not on_cpu and layout.replica > host) or layout.groups > 1:
         return None
-    kind, spec = "cpu" if on_cpu else "cuda", entry.variant.spec
+    kind, spec = "cpu" if on_cpu else "cuda", with_experts(entry.variant.spec, layout)
     sizes = {f"{name}_parallel_size": getattr(layout, name) for name in SIZES}
     cache = spec.kv_format or model.kv_cache_dtype
-    served = replace(model, quantization=spec.quantization or model.quantization, kv_cache_dtype=cache)
+    quantization = spec.quantization or model.quantization
+    served = replace(model, quantization=quantization, kv_cache_dtype=cache, expert_parallel=layout.experts > 1)
     return Deployment(spec, replace(engine, device=kind, **sizes), Memory(kind, row.memory_bytes), served)
 
 

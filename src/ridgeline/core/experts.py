@@ -17,7 +17,7 @@ class Matrix:
 
     copies: the layer holds so many, one for each expert. used: a token is multiplied by so many of them, in the mean where ranks
     divide the experts. Both are those of the rank that has most. plain: kept in the model's dtype whatever the number format of the
-    layers is.
+    layers is. chosen: of experts that the router chooses; a rank may hold one of them.
     """
 
     name: MatrixName
@@ -27,6 +27,7 @@ class Matrix:
     copies: int = 1
     used: float = 1
     plain: bool = False
+    chosen: bool = False
 
     @property
     def elements(self) -> int:
@@ -96,8 +97,8 @@ class ExpertSpec:
         """The matrices of the block in the order of their use."""
         yield Matrix("router", self.count, d_model, plain=True)
         held, used = max(map(len, map(self.copies, range(self.ranks)))), self.per_token * len(self.held()) / self.count
-        yield Matrix("gate_up", 2 * self.width, d_model, copies=held, used=used)
-        yield Matrix("down", d_model, self.width, copies=held, used=used)
+        yield Matrix("gate_up", 2 * self.width, d_model, copies=held, used=used, chosen=True)
+        yield Matrix("down", d_model, self.width, copies=held, used=used, chosen=True)
         if self.shared_width:
             yield Matrix("shared_gate", 1, d_model, plain=True)
             yield Matrix("shared_gate_up", 2 * self.shared_width, d_model)

@@ -157,7 +157,7 @@ def _after_attention(step: _Step, layer: LayerSpec) -> Iterator[Operation]:
     for matrix in products:
         ends_block = stream_bytes if matrix.name == "down" else 0
         operation = _product(step, matrix, round(matrix.used * step.input_bytes(matrix.inputs)) + ends_block)
-        if layer.experts and matrix.copies > 1:
+        if layer.experts and matrix.chosen:
             idle = idle_bytes({(layer.experts.missed, operation.bytes): 1}, step.tokens)
             operation = replace(operation, bytes=operation.bytes - idle)
         yield operation

@@ -69,7 +69,7 @@ class LayerSpec:
 
     window: a query sees keys at most `window - 1` positions back; None: all earlier keys. share_from: index of the earlier layer
     whose keys and values this layer reads. It has no weights for keys and values and writes none; n_kv_heads is that layer's.
-    d_ff: inner width of the feed-forward block; with experts, of all that one token uses.
+    d_ff: inner width of the feed-forward block; with experts, of all that one token uses, at most, on this rank.
     budget: slots per KV head that the only query of a row reads, in whole pages (ops.selective); None: all.
     """
 
@@ -86,14 +86,14 @@ class LayerSpec:
 
     def on_rank(self, ranks: int) -> LayerSpec:
         """The part of the layer on one of `ranks` ranks. Raises ConfigError where it cannot be divided; see units_on_rank."""
-        if self.n_heads % ranks or self.d_ff % ranks:
+        if self.n_heads % ranks or (self.experts is None and self.d_ff % ranks):
             raise ConfigError(
                 f"{self.n_heads} heads and a feed-forward width of {self.d_ff} cannot be split over {ranks} devices: use a "
                 "number of devices that divides both."
             )
-        heads, kv_heads = self.n_heads // ranks, units_on_rank(self.n_kv_heads, ranks)
-        experts = self.experts and self.experts.on_rank(ranks)
-        return replace(self, n_heads=heads, n_kv_heads=kv_heads, d_ff=self.d_ff // ranks, experts=experts)
+        experts, kv_heads = self.experts and self.experts.on_rank(ranks), units_on_rank(self.n_kv_heads, ranks)
+        d_ff = experts.active_width if experts else self.d_ff // ranks
+        return replace(self, n_heads=self.n_heads // ranks, n_kv_heads=kv_heads, d_ff=d_ff, experts=experts)
 
     @property
     def written_heads(self) -> int:
@@ -149,7 +149,7 @@ class ModelSpec:
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 also norm the output of attention and
     feed-forward, before the residual addition. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
     weights' dtype. `query_scale`: replaces 1/sqrt(head_dim) in attention. `qk_norm`: queries and keys are normed, "head": each head
-    alone (Qwen3), "all": all heads of a token together (OLMoE).
+    alone (Qwen3), "all": all heads of a token together (OLMoE, OLMo 2).
 
     `norm`: of the residual stream: RMS norm, or layer norm without or with a bias. `pre_norms`: attention and feed-forward read the
     normed stream; OLMo 2 only norms their outputs. `parallel`: both read one norm of the stream, and their outputs are added to it
@@ -212,14 +212,10 @@ class ModelSpec:
         return KV_FORMATS[self.kv_format or self.dtype]
 
     def on_rank(self, ranks: int) -> ModelSpec:
-        """The part of the model on one of `ranks` ranks: its share of every layer, of the embedding and of the head. Norms are
-        replicated. Raises ConfigError where it cannot be divided."""
+        """The part of the model on one of `ranks` ranks: its share of every layer, of the embedding and of the head. Norms of
+        the stream are replicated. Raises ConfigError where it cannot be divided."""
         if ranks == 1:
             return self
-        if self.qk_norm == "all":
-            raise ConfigError(
-                "A norm of all heads together (OLMoE, OLMo 2) needs all heads on one device: do not divide its layers."
-            )
         return replace(self, layers=tuple(layer.on_rank(ranks) for layer in self.layers), vocabulary_ranks=ranks)
 
     @property
@@ -318,9 +314,7 @@ class ModelSpec:
     def experts(self, layers: Sequence[LayerSpec]) -> Counter[Idle]:
         """The matrices of these layers' experts, see idle_bytes."""
         blocks = ((layer.experts, self.matrices(layer)) for layer in layers)
-        pairs = (
-            (experts, matrix) for experts, matrices in blocks for matrix in matrices if experts and matrix.copies > 1
-        )
+        pairs = ((experts, matrix) for experts, matrices in blocks for matrix in matrices if experts and matrix.chosen)
         return Counter((experts.missed, self.matrix_bytes(matrix)) for experts, matrix in pairs)
 
     # --- work -------------------------------------------------------------------------------------------------------

@@ -82,11 +82,21 @@ def join(
     return joined
 
 
+def mean_square(x: torch.Tensor) -> torch.Tensor:
+    """Mean of the squares of x [T, D], float32 [T, 1]. The statistics of a layer norm, because kernels compute them token by token,
+    so that they do not depend on the number of tokens; those of a mean do on a GPU."""
+    _, mean, inverse = torch.native_layer_norm(x.float(), x.shape[1:], None, None, 0.0)
+    return inverse.pow(-2) + mean.square()
+
+
 class Attention:
     """Merged q, k, v projection, attention over the paged KV cache, output projection added to the residual stream. A layer that
-    shares another layer's keys and values projects queries only."""
+    shares another layer's keys and values projects queries only.
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "shape", "_qkv_write", "_attend", "_join")
+    norm_cuts: (elements in the checkpoint, those of this rank) of a norm of all heads together, by name.
+    """
+
+    __slots__ = ("qkv", "out", "q_norm", "k_norm", "norm_cuts", "shape", "_qkv_write", "_attend", "_join")
 
     def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor, post_norm: torch.Tensor | None) -> None:
         spec, width = build.spec, layer.head_dim
@@ -95,10 +105,15 @@ class Attention:
         self.qkv = Linear(build, LinearShape(spec.d_model, parts, spec.qkv_bias, "out"))
         out_parts = (Part(spec.d_model, 1),)
         self.out = Linear(build, LinearShape(heads.rows, out_parts, spec.out_bias, "in", in_units=layer.n_heads))
-        whole = spec.qk_norm == "all"
-        self.q_norm = build.vector(heads.rows if whole else width) if spec.qk_norm else None
-        self.k_norm = build.vector(kv_heads.rows if whole else width) if spec.qk_norm and layer.written_heads else None
-        rank_layer = layer.on_rank(build.mesh.size)
+        whole, rank_layer = spec.qk_norm == "all", layer.on_rank(build.mesh.size)
+        units = (rank_layer.n_heads, rank_layer.n_kv_heads) if whole else (1, 1)
+        self.q_norm = build.vector(units[0] * width) if spec.qk_norm else None
+        self.k_norm = build.vector(units[1] * width) if spec.qk_norm and layer.written_heads else None
+        span, cuts = (
+            Share(build.mesh.rank, build.mesh.size).span,
+            {"q_norm": heads, "k_norm": kv_heads} if whole else {},
+        )
+        self.norm_cuts = {name: (part.rows, span(part.rows, part.units)) for name, part in cuts.items()}
         self.shape = QkvShape(
             n_heads=rank_layer.n_heads,
             n_kv_heads=rank_layer.written_heads,
@@ -115,15 +130,21 @@ class Attention:
             self._qkv_write = self._norm_whole(build)
 
     def _norm_whole(self, build: Build) -> Callable[[torch.Tensor, QkvShape, KvView, StepInputs], Heads]:
-        """AttentionOps.qkv_write behind norms of all heads together (OLMoE)."""
-        write, rms_norm, eps = build.ops.attention.qkv_write, build.ops.tokenwise.rms_norm, build.spec.norm_eps
-        q_norm, k_norm, offset = self.q_norm, self.k_norm, build.spec.norm_offset
+        """AttentionOps.qkv_write behind norms of all heads together (OLMoE, OLMo 2)."""
+        write, eps, offset = build.ops.attention.qkv_write, build.spec.norm_eps, build.spec.norm_offset
+        rms_norm, mesh, q_norm, k_norm = build.ops.tokenwise.rms_norm, build.mesh, self.q_norm, self.k_norm
         assert q_norm is not None and k_norm is not None
-        sizes = len(q_norm), len(k_norm), len(k_norm)
+        sizes, weight = (len(q_norm), len(k_norm), len(k_norm)), (q_norm, k_norm)
 
         def normed_write(qkv: torch.Tensor, shape: QkvShape, view: KvView, step: StepInputs) -> Heads:
             q, k, v = qkv.split(sizes, 1)
-            q, k = rms_norm(q, q_norm, eps, offset), rms_norm(k, k_norm, eps, offset)
+            if mesh.size == 1:
+                q, k = rms_norm(q, q_norm, eps, offset), rms_norm(k, k_norm, eps, offset)
+            else:  # ranks have equally many heads, copies of KV heads included: the mean over all is the mean of their means
+                means = mesh.all_reduce(torch.cat((mean_square(q), mean_square(k)), 1)) / mesh.size
+                scales = torch.rsqrt(means + eps).split(1, 1)
+                parts = zip((q, k), scales, weight, strict=True)
+                q, k = ((x.float() * scale * (norm.float() + offset)).to(x.dtype) for x, scale, norm in parts)
             return write(torch.cat((q, k, v), 1), shape, view, step)
 
         return normed_write

@@ -110,7 +110,7 @@ def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple
     for field, name in norms.items():
         vector = getattr(attention if field in ("q_norm", "k_norm") else layer, field)
         if vector is not None:
-            yield from _norms(name, vector)
+            yield from _norms(name, vector, attention.norm_cuts.get(field))
 
 
 def _projections(field: str) -> tuple[str, ...]:
@@ -121,13 +121,13 @@ def _projections(field: str) -> tuple[str, ...]:
     return tuple(name.replace("mlp.", f"{EXPERTS}.{expert}.") for name in LINEARS[linear])
 
 
-def _norms(name: str, norm: torch.Tensor) -> Iterator[tuple[str, Target]]:
-    """The weight of a norm, and its bias if it has one, see Build.norm."""
-    shape = Expected(tuple(norm.shape[-1:]))
+def _norms(name: str, norm: torch.Tensor, cut: tuple[int, slice] | None = None) -> Iterator[tuple[str, Target]]:
+    """The weight of a norm, and its bias if it has one, see Build.norm. cut: see Attention.norm_cuts."""
+    size, held = cut or (norm.shape[-1], slice(None))
     weight, *bias = norm if norm.dim() == 2 else (norm,)
-    yield f"{name}.weight", Target(shape, "norm", weight.copy_)
+    yield f"{name}.weight", Target(Expected((size,)), "norm", lambda tensor: weight.copy_(tensor[held]))
     for vector in bias:
-        yield f"{name}.bias", Target(shape, "bias", vector.copy_)
+        yield f"{name}.bias", Target(Expected((size,)), "bias", vector.copy_)
 
 
 def short_name(name: str) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ridgeline.core.cost import CostModel, StepWork
 from ridgeline.core.sizing import GATHERED_SLOTS
 from ridgeline.core.spec import DTYPE_BYTES, LayerSpec
+from ridgeline.planner.expert_times import ExpertTimes
 from ridgeline.planner.layouts import Replica, Stage
 
 
@@ -97,7 +98,8 @@ class Times:
         layout, fabric = replica.layout, replica.cluster.fabric
         self._context_links = fabric.strided(layout.tensor)
         self._width = DTYPE_BYTES[replica.spec.dtype]
-        self._stride = layout.tensor * layout.context
+        self._experts = ExpertTimes(layout, fabric, self._width)
+        self._stride = layout.stage
         self.decode = lru_cache(self._decode)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class Times:
         """(Seconds until the first token of a prompt that runs alone, seconds of a device that the prompt takes).
 
         Stages work on different chunks at the same time. The parts are the mean over devices; what the busiest one takes more is
-        bubbles, because in steady state all wait for it.
+        bubbles, because in steady state all wait for it. Each group of the layout runs a prompt of its own at the same time.
         """
         replica, stages = self.replica, self.replica.stages
         totals = {stage: Parts() for stage in stages}
@@ -120,7 +122,7 @@ class Times:
                 done[index] = ready = max(ready, done[index]) + parts[stage].total
                 ready += sends[index]
             totals = {stage: totals[stage].plus(parts[stage]) for stage in totals}
-        return done[-1], _mean([totals[stage] for stage in stages])
+        return done[-1], Parts().plus(_mean([totals[stage] for stage in stages]), 1 / replica.layout.groups)
 
     def _chunk(self, stage: Stage, start: int, count: int, ends: bool) -> Parts:
         """A chunk of `count` tokens after `start` ones in a stage. ends: the prompt ends with it, and its logits are needed."""
@@ -130,6 +132,7 @@ class Times:
         work = stage.meter.work([start + count], [count], logits)
         if ranks > 1:  # each rank multiplies its tokens, and runs its part of attention
             work = _share(work, ranks)._replace(tokens=held, flops=work.flops // ranks)
+        work = self._experts.busiest(stage, work, held)
         parts = stage_parts(self._cost, work._replace(logits=logits if stage.last else 0))
         return parts.plus(Parts(links=self.chunk_links(stage, count, 1 if ends else 0, start + count)))
 
@@ -139,7 +142,7 @@ class Times:
         """Seconds of a device between two tokens of each of `batch` requests that hold `context` tokens; the total is the time."""
         stages = self.replica.stages
         flying = min(len(stages), batch)
-        rows = -(-batch // flying)
+        rows = -(-batch // flying // self.replica.layout.groups)
         parts = {stage: self._rows(stage, rows, context) for stage in dict.fromkeys(stages)}
         sends = self.sends(rows)
         # A token passes all stages before the next one starts, and the slowest stage serves all micro-batches.
@@ -155,14 +158,15 @@ class Times:
     def step_s(self, batch: int, context: int) -> float:
         """Seconds of the slowest stage's decode step, for which a new prompt waits."""
         stages = self.replica.stages
-        rows = -(-batch // min(len(stages), batch))
+        rows = -(-batch // min(len(stages), batch) // self.replica.layout.groups)
         return max(self._rows(stage, rows, context).total for stage in set(stages))
 
     def _rows(self, stage: Stage, rows: int, context: int) -> Parts:
-        """A decode step of a stage. Context-parallel ranks each multiply all rows, and share their keys."""
+        """A decode step of a stage, with so many rows of each group. Context-parallel ranks each multiply all rows, and share their
+        keys."""
         ranks = self.replica.layout.context
         work = stage.meter.work([context + 1] * rows, [1] * rows, rows)
-        work = _share(work, ranks)
+        work = self._experts.busiest(stage, _share(work, ranks), rows)
         return stage_parts(self._cost, work._replace(logits=rows if stage.last else 0)).plus(
             Parts(links=self.row_links(stage, rows))
         )
@@ -174,6 +178,7 @@ class Times:
         with them (0: `tokens`). Keys travel as ops.gathered decides."""
         ranks, links = self.replica.layout.context, self._context_links
         seconds = self._reduces(stage, -(-tokens // ranks), logits if stage.last else 0)
+        seconds += self._experts.links(stage, tokens)
         if ranks > 1:
             seconds += links.all_gather(ranks, tokens * stage.spec.d_model * self._width)
             for layer, layers in Counter(stage.spec.layers).items():
@@ -189,7 +194,7 @@ class Times:
     def row_links(self, stage: Stage, rows: int) -> float:
         """Seconds of a stage's collectives in a decode step."""
         ranks = self.replica.layout.context
-        seconds = self._reduces(stage, rows, rows if stage.last else 0)
+        seconds = self._reduces(stage, rows, rows if stage.last else 0) + self._experts.links(stage, rows)
         if ranks > 1:
             for layer, layers in Counter(stage.spec.layers).items():
                 results = ranks * rows * context_bytes(layer, self._width).results
@@ -197,14 +202,18 @@ class Times:
         return seconds
 
     def _reduces(self, stage: Stage, tokens: int, logits: int) -> float:
-        """Seconds of tensor-parallel collectives: two sums per layer, one of the embedding, and maximum and sum of the draw."""
+        """Seconds of tensor-parallel collectives: two sums per layer, one of the embedding, maximum and sum of the draw, and in
+        each layer the mean squares of a norm of all heads."""
         ranks, fabric = self.replica.layout.tensor, self.replica.cluster.fabric
         if ranks == 1:
             return 0.0
         size = tokens * stage.spec.d_model * self._width
         sums = 2 * len(stage.spec.layers) + (1 if stage.first else 0)
         draw = fabric.all_gather(ranks, logits * ranks * 8.0) if logits else 0.0
-        return sums * fabric.all_reduce(ranks, size) + draw
+        squares = (
+            len(stage.spec.layers) * fabric.all_reduce(ranks, 8.0 * tokens) if stage.spec.qk_norm == "all" else 0.0
+        )
+        return sums * fabric.all_reduce(ranks, size) + draw + squares
 
     def sends(self, tokens: int) -> Sequence[float]:
         """Seconds after each stage until the next one has its output; 0 after the last one."""

@@ -1,6 +1,7 @@
 """Parallel layouts of a model on several devices, what each rank holds, and the layouts that cannot be with the reason.
 
-Ranks are numbered tensor innermost, then context, pipeline and data: a tensor-parallel group lies in one host as long as it fits.
+Ranks are numbered tensor (or experts) innermost, then context, pipeline and data: a tensor-parallel group lies in one host as
+long as it fits.
 One device is the identity: a layout of one rank has the figures of `core.sizing` and `core.cost`.
 """
 
@@ -20,33 +21,57 @@ from ridgeline.planner.cluster import Cluster
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How many ways each dimension is divided. tensor: within layers. pipeline: stages of layers. context: the tokens of a prompt
-    and of its cache. data: replicas."""
+    and of its cache. data: replicas.
+
+    experts: ranks that divide whole experts; 1: as the other matrices. Either the tensor-parallel ranks (--expert-parallel), or,
+    with tensor 1, ranks that each have all of attention and requests of their own, and exchange tokens (which no engine does yet).
+    """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     data: int = 1
+    experts: int = 1
 
     @property
     def replica(self) -> int:
         """Devices of one replica."""
-        return self.tensor * self.pipeline * self.context
+        return self.stage * self.pipeline
+
+    @property
+    def stage(self) -> int:
+        """Devices of one stage."""
+        return max(self.tensor, self.experts) * self.context
+
+    @property
+    def groups(self) -> int:
+        """Parts of a replica's requests that have attention of their own, but share the experts."""
+        return self.experts if self.experts > self.tensor else 1
 
     @property
     def devices(self) -> int:
         return self.replica * self.data
 
     def __str__(self) -> str:
-        sizes = (("TP", self.tensor), ("PP", self.pipeline), ("CP", self.context), ("DP", self.data))
-        return " x ".join(f"{name}{size}" for name, size in sizes if size > 1) or "1 device"
+        tensor = f"TP{self.tensor}+EP" if self.experts > 1 else f"TP{self.tensor}"
+        first = f"EP{self.experts}" if self.groups > 1 else tensor if self.tensor > 1 else ""
+        sizes = (("PP", self.pipeline), ("CP", self.context), ("DP", self.data))
+        names = [first] * bool(first) + [f"{name}{size}" for name, size in sizes if size > 1]
+        return " x ".join(names) or "1 device"
 
 
-def layouts(devices: int) -> Iterator[Layout]:
-    """All layouts that use every device."""
+def layouts(devices: int, experts: bool = False) -> Iterator[Layout]:
+    """All layouts that use every device. experts: also those that divide whole experts."""
     for tensor in _divisors(devices):
         for pipeline in _divisors(devices // tensor):
             for context in _divisors(devices // tensor // pipeline):
-                yield Layout(tensor, pipeline, context, devices // tensor // pipeline // context)
+                layout = Layout(tensor, pipeline, context, devices // tensor // pipeline // context)
+                yield layout
+                if experts and tensor > 1:
+                    yield replace(layout, experts=tensor)
+                elif experts and context == 1:
+                    for size in _divisors(layout.data)[1:]:
+                        yield replace(layout, data=layout.data // size, experts=size)
 
 
 def _divisors(number: int) -> list[int]:
@@ -73,19 +98,44 @@ def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
     part = spec.on_rank(ranks)
     stored = NUMBER_FORMATS.get(spec.quantization)
     if stored is not None and stored.group and ranks > 1:
-        for layer in part.layers:
-            for inputs in (layer.n_heads * layer.head_dim, layer.d_ff):
-                if inputs % stored.group:
+        for layer, held in zip(spec.layers, part.layers, strict=True):
+            for matrix, share in zip(spec.matrices(layer), spec.matrices(held), strict=True):
+                if share.inputs != matrix.inputs and share.inputs % stored.group:
                     raise ConfigError(
-                        f"{inputs} inputs on each of {ranks} devices are no multiple of the {stored.group} that share a scale in "
-                        f"{spec.quantization}: use fewer devices or smaller groups."
+                        f"{share.inputs} inputs on each of {ranks} devices are no multiple of the {stored.group} that share a "
+                        f"scale in {spec.quantization}: use fewer devices or smaller groups."
                     )
     return part
 
 
+def with_experts(spec: ModelSpec, layout: Layout) -> ModelSpec:
+    """The model with experts that stay whole if the layout divides them so. Raises ConfigError if it has none, or too few."""
+    layers, divided = list[LayerSpec](), layout.experts > 1
+    for layer in spec.layers:
+        if divided and layer.experts is not None and layer.experts.count < layout.experts:
+            raise ConfigError(f"{layer.experts.count} experts cannot be divided among {layout.experts} devices.")
+        layers.append(layer if layer.experts is None else replace(layer, experts=replace(layer.experts, whole=divided)))
+    if divided and all(layer.experts is None for layer in layers):
+        raise ConfigError("the model has no experts to divide.")
+    return replace(spec, layers=tuple(layers))
+
+
+def _rank(spec: ModelSpec, layout: Layout) -> ModelSpec:
+    """The model on a rank of a stage, all layers of it."""
+    part = rank_spec(with_experts(spec, layout), layout.tensor)
+    if layout.groups == 1:
+        return part
+    # Attention and what all tokens use are whole on each rank; only the chosen experts are divided.
+    held = (layer.experts and replace(layer.experts, ranks=layout.experts) for layer in part.layers)
+    return replace(
+        part,
+        layers=tuple(replace(layer, experts=experts) for layer, experts in zip(part.layers, held, strict=True)),
+    )
+
+
 def stages(spec: ModelSpec, layout: Layout) -> tuple[Stage, ...]:
     """The stages of a layout. Raises ConfigError if the model cannot be divided so."""
-    part = rank_spec(spec, layout.tensor)
+    part = _rank(spec, layout)
     made, known, first = list[Stage](), dict[tuple[tuple[LayerSpec, ...], bool, bool], Stage](), 0
     for count in stage_sizes(part, layout.pipeline):
         end = first + count
@@ -168,7 +218,7 @@ class Replica:
     stages: tuple[Stage, ...]
     rows: int
     chunk: int
-    """Prompt tokens of a step. Each context-parallel rank runs its share of them."""
+    """Prompt tokens of a step. Each context-parallel rank runs its share of them; each group of a layout has as many of its own."""
     memory: RankMemory
     plan: MemoryPlan
     """Of the device that has the least room."""
@@ -185,7 +235,7 @@ def replica(spec: ModelSpec, layout: Layout, cluster: Cluster, length: int, engi
     parts = stages(spec, layout)
     engine = replace(engine, context_parallel_size=layout.context)
     plans = {part: _plan(part, cluster, engine) for part in parts}
-    memories = {part: _memory(part, plan, length) for part, plan in plans.items()}
+    memories = {part: _memory(part, plan, length, layout.groups) for part, plan in plans.items()}
     fullest = min(parts, key=lambda part: memories[part].requests)
     plan, memory = plans[fullest], memories[fullest]
     if not memory.requests:
@@ -194,7 +244,7 @@ def replica(spec: ModelSpec, layout: Layout, cluster: Cluster, length: int, engi
             f"memory: weights and workspace take {fixed / GIB:.1f} of {plan.usable_bytes / GIB:.1f} GiB of a device, which leaves "
             f"{left / GIB:.1f} GiB for the cache, too little for a request of {length:,} tokens."
         )
-    return Replica(spec, layout, cluster, parts, plan.max_rows, plan.max_step_tokens, memory, plan)
+    return Replica(spec, layout, cluster, parts, plan.max_rows * layout.groups, plan.max_step_tokens, memory, plan)
 
 
 def _plan(part: Stage, cluster: Cluster, engine: EngineConfig) -> MemoryPlan:
@@ -202,13 +252,14 @@ def _plan(part: Stage, cluster: Cluster, engine: EngineConfig) -> MemoryPlan:
     return Planner(part.spec, engine, Memory(kind, cluster.device.memory_bytes)).plan()[0]
 
 
-def _memory(part: Stage, plan: MemoryPlan, length: int) -> RankMemory:
-    """length: tokens of a request."""
+def _memory(part: Stage, plan: MemoryPlan, length: int, groups: int) -> RankMemory:
+    """length: tokens of a request. groups: see Layout."""
     layout, cache = plan.layout, plan.kv_bytes - part.embedding_bytes
     pages = max(0, cache // layout.page_bytes - 1)  # the engine keeps a page as scratch
     tokens = pages // len(layout.groups) * layout.page_tokens
     weights, workspace = plan.weight_bytes + part.embedding_bytes, plan.workspace_bytes + plan.graph_bytes
-    return RankMemory(weights, workspace, cache, tokens, pages // layout.pages_for(length, plan.max_step_tokens))
+    requests = pages // layout.pages_for(length, plan.max_step_tokens)
+    return RankMemory(weights, workspace, cache, groups * tokens, groups * requests)
 
 
 def with_context(spec: ModelSpec, length: int) -> ModelSpec:

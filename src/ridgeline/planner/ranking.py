@@ -18,6 +18,7 @@ from ridgeline.core.slo import NO_SLO, Latencies, Slo
 from ridgeline.core.spec import ModelSpec
 from ridgeline.planner.cluster import Cluster
 from ridgeline.planner.cost import usd_per_unit
+from ridgeline.planner.expert_times import imbalance
 from ridgeline.planner.layout_times import Parts, Times
 from ridgeline.planner.layouts import Layout, RankMemory, layouts, replica
 
@@ -64,7 +65,7 @@ class Ranked:
     batch: requests that a replica holds at once. prefill_s: a prompt alone. ttft_s: with the wait for a running step and, at a
     rate, for other prompts. requests_s: of the service; at a rate, the rate. capacity: requests per second that it could serve
     within the objectives. parts: seconds of a device per request. verdict: the objective that is missed, or
-    "".
+    "". imbalance: tokens of the rank whose whole experts get most in a decode step, in means; 1 without such experts.
     """
 
     layout: Layout
@@ -80,6 +81,7 @@ class Ranked:
     verdict: str
     usd_hour: float
     output: int
+    imbalance: float = 1.0
 
     @property
     def e2e_s(self) -> float:
@@ -135,7 +137,7 @@ def rank(
     """
     ranked, refused = list[Ranked](), list[Refused]()
     for variant in variants:
-        for layout in filter(sizes, layouts(cluster.count)):
+        for layout in filter(sizes, layouts(cluster.count, has_experts(variant.spec))):
             try:
                 ranked.append(evaluate(variant, layout, cluster, demand, engine))
             except ConfigError as error:
@@ -171,9 +173,20 @@ def evaluate(variant: Variant, layout: Layout, cluster: Cluster, demand: Demand,
     ttft = prefill_s + wait + times.step_s(batch, load.context)
     ranked = Ranked(
         layout, variant, made.memory, batch, prefill_s, ttft, load.tpot(batch, rate), rate * layout.data, capacity,
-        load.parts(batch), "", cluster.usd_hour, demand.output,
+        load.parts(batch), "", cluster.usd_hour, demand.output, _imbalance(variant.spec, layout, batch),
     )  # fmt: skip
     return replace(ranked, verdict=_verdict(ranked, demand))
+
+
+def has_experts(spec: ModelSpec) -> bool:
+    return any(layer.experts is not None for layer in spec.layers)
+
+
+def _imbalance(spec: ModelSpec, layout: Layout, batch: int) -> float:
+    """Of the layer with the largest one, in a decode step of `batch` requests in all stages together."""
+    experts = {layer.experts for layer in spec.layers if layer.experts is not None}
+    rows = -(-batch // min(layout.pipeline, batch))
+    return max((imbalance(rows, kind, layout.experts) for kind in experts), default=1.0)
 
 
 def _verdict(ranked: Ranked, demand: Demand) -> str:
@@ -254,6 +267,9 @@ def why(better: Ranked, worse: Ranked) -> str:
     cause = f"of {NAMES[part]}: {short} instead of {long} of devices per request"
     if better.batch * better.layout.data > 1.2 * worse.batch * worse.layout.data:
         cause += f"; it holds {better.batch * better.layout.data:,} requests at once instead of {worse.batch * worse.layout.data:,}"
+    for entry, other in ((better, worse), (worse, better)):
+        if entry.imbalance > 1:
+            cause += f"; the busiest rank of {_name(entry, other)} has {entry.imbalance:.2f} times the mean tokens of experts"
     return f"{names} {gain:.2f} times the throughput, because {cause}."
 
 

@@ -13,7 +13,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.planner.cluster import Cluster
 from ridgeline.planner.layouts import Layout, layouts, replica
 from ridgeline.planner.proposals import JOINT, Offer, Proposal, Task, Unit, apart, highest, propose
-from ridgeline.planner.ranking import Ranked, Refused, Variant, evaluate
+from ridgeline.planner.ranking import Ranked, Refused, Variant, evaluate, has_experts
 from ridgeline.planner.servers import replica_server
 from ridgeline.planner.split import RATIOS
 
@@ -104,8 +104,8 @@ def _of_size(task: Task, offer: Offer, variant: Variant, size: int, scope: Scope
     """The layouts of one replica on `size` devices."""
     made, refused, demand = list[Ranked](), list[Refused](), replace(task.demand, rate=None)
     cluster = replace(offer.cluster, count=size)
-    for layout in filter(scope.sizes, layouts(size)):
-        if layout.data == 1:
+    for layout in filter(scope.sizes, layouts(size, has_experts(variant.spec))):
+        if layout.data == 1 and layout.groups == 1:  # one queue of requests is simulated
             try:
                 made.append(evaluate(variant, layout, cluster, demand, task.engine))
             except ConfigError as error:
