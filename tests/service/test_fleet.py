@@ -276,7 +276,10 @@ def test_a_file_in_full(tmp_path: Path) -> None:
         ({"serve": {"max_num_seq": 3}}, "Unknown option max_num_seq (serve in fleet.json): did you mean max_num_seqs"),
         ({"serve": {"max_num_seqs": 0}}, "max_num_seqs (serve in fleet.json) is 0: give 1 to 65536."),
         ({"serve": {"port": 8000}}, "port (serve in fleet.json) is set by the fleet: give it in the section router."),
-        ({"serve": {"batch_dir": "/b"}}, "batch_dir (serve in fleet.json) is set by the fleet: leave it out."),
+        (
+            {"serve": {"batch_dir": "/b"}},
+            "batch_dir (serve in fleet.json) is set by the fleet: give it in the section router.",
+        ),
         ({"router": {"polcy": "x"}}, "Unknown key polcy (router in fleet.json): did you mean policy?"),
         (
             {"router": {"policy": "x"}},
@@ -304,7 +307,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: dict[str, Any],
 
 
 async def test_the_environment_of_a_local_replica(tmp_path: Path) -> None:
-    launcher = LocalLauncher({"port": 0}, ("0", "1,2"), "secret", print)
+    launcher = LocalLauncher({"port": 0}, ("0", "1,2"), {"api_key": "secret"}, print)
     environment = launcher.environment(1)
     assert environment["CUDA_VISIBLE_DEVICES"] == "1,2" and environment["RIDGELINE_API_KEY"] == "secret"
     await launcher.close()

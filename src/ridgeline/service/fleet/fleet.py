@@ -126,8 +126,8 @@ class Fleet:
 
     async def _pause(self, seconds: float) -> None:
         """Wait, but not while requests wait and no replica runs or starts."""
-        deadline = self._clock() + seconds
-        while (left := deadline - self._clock()) > 0 and (self._current() or not self._balancer.router.queue):
+        deadline, router = self._clock() + seconds, self._balancer.router
+        while (left := deadline - self._clock()) > 0 and (self._current() or not (router.queue or router.rows_waiting)):
             await asyncio.sleep(min(_WAKE_S, left))
 
     async def _follow(self, decision: Decision) -> None:
@@ -168,6 +168,7 @@ class Fleet:
             replicas=len(self._current()),
             off_peak=window is not None and window.open(60 * moment.tm_hour + moment.tm_min),
             speed=router.speed,
+            rows_waiting=router.rows_waiting,
         )
 
     def _current(self) -> list[Member]:
