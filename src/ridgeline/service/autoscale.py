@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from ridgeline.service.routing import Totals
 
 _SMOOTH_S = 30.0
 """Time constant of the mean load."""
@@ -72,6 +74,24 @@ class Load:
     off_peak: bool = False
     speed: float = 1.0
     rows_waiting: int = 0
+
+
+class Arrivals:
+    """Rates of what arrives at a router with these totals, from one reading to the next."""
+
+    def __init__(self, totals: Totals) -> None:
+        self._totals, self._last = totals, replace(totals)
+        self._computed = 1.0
+        """Share of the prompt tokens sent that no replica had."""
+
+    def rates(self, passed: float) -> tuple[float, float]:
+        """Requests, and prompt tokens that replicas have to compute, per second of the `passed` seconds since the last reading."""
+        now, last = replace(self._totals), self._last
+        if sent := now.prompt_tokens - last.prompt_tokens:
+            self._computed = 1 - (now.cached_tokens - last.cached_tokens) / sent
+        self._last = now
+        offered = now.offered_tokens - last.offered_tokens
+        return (now.requests - last.requests) / passed, offered * self._computed / passed
 
 
 @dataclass(frozen=True, slots=True)

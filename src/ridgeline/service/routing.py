@@ -22,7 +22,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
@@ -236,24 +236,6 @@ class Totals:
     """Prompt tokens of those that were sent."""
     cached_tokens: int = 0
     """Those of `prompt_tokens` that the index expected at their replica."""
-
-
-class Arrivals:
-    """Rates of what arrives at a router with these totals, from one reading to the next."""
-
-    def __init__(self, totals: Totals) -> None:
-        self._totals, self._last = totals, replace(totals)
-        self._computed = 1.0
-        """Share of the prompt tokens sent that no replica had."""
-
-    def rates(self, passed: float) -> tuple[float, float]:
-        """Requests, and prompt tokens that replicas have to compute, per second of the `passed` seconds since the last reading."""
-        now, last = replace(self._totals), self._last
-        if sent := now.prompt_tokens - last.prompt_tokens:
-            self._computed = 1 - (now.cached_tokens - last.cached_tokens) / sent
-        self._last = now
-        offered = now.offered_tokens - last.offered_tokens
-        return (now.requests - last.requests) / passed, offered * self._computed / passed
 
 
 class Router:

@@ -14,11 +14,10 @@ from dataclasses import asdict
 from ridgeline.core.errors import RidgelineError
 from ridgeline.metrics.exposition import gauge, head, sample
 from ridgeline.metrics.metrics import PREFIX
-from ridgeline.service.autoscale import Autoscaler, Decision, Load
+from ridgeline.service.autoscale import Arrivals, Autoscaler, Decision, Load
 from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.file import FleetFile
 from ridgeline.service.fleet.launcher import Launcher, Running
-from ridgeline.service.routing import Arrivals
 
 KEPT_DECISIONS = 1000
 _FIRST_PAUSE_S = 0.5
