@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from .served import MODEL, Served, served
-from .test_batches import client_of, jsonl, results, row, start, until
+from .served import MODEL, Served
+from .test_batches import client_of, results, row, start, until
 from .test_fleet import FILE, fleet, until_all_are_up
 
 pytestmark = pytest.mark.long
