@@ -23,7 +23,7 @@ from ridgeline.core.slo import Slo
 from ridgeline.core.workload import RequestSpec, Workload
 from ridgeline.planner.simulate import Event, Figures, Outcome, Server, VirtualServer
 from ridgeline.planner.surrogate import StepTimes, Surrogate
-from ridgeline.service.autoscale import Autoscaler, Decision, Load, Scaling
+from ridgeline.service.autoscale import Arrivals, Autoscaler, Decision, Load, Scaling
 from ridgeline.service.prefix_index import PrefixIndex
 from ridgeline.service.routing import POLICIES, Capacity, Demand, Router, State, Ticket
 
