@@ -50,10 +50,10 @@ def test_both_replicas_run_the_rows_and_say_what_online_requests_say(server: Ser
         online = server.chat(texts[number], max_tokens=12, temperature=0, model=MODEL).json
         assert lines[str(number)]["body"]["choices"] == online["choices"]
     ledger = {entry["request_id"]: entry for entry in served_by(server, "batch")}
-    own = [ledger[line["request_id"]] for line in lines.values()]
-    assert {entry["replica"] for entry in own} == {"replica-0", "replica-1"}
-    assert {(entry["batch"], entry["price_factor"]) for entry in own} == {(True, 0.5)}
-    assert batch.usage.output_tokens == sum(entry["output_tokens"] for entry in own)
+    entries = [ledger[line["request_id"]] for line in lines.values()]
+    assert {entry["replica"] for entry in entries} == {"replica-0", "replica-1"}
+    assert {(entry["batch"], entry["price_factor"]) for entry in entries} == {(True, 0.5)}
+    assert batch.usage.output_tokens == sum(entry["output_tokens"] for entry in entries)
     assert server.metric("batch_rows_total") >= 24 and server.metric("batch_rows_running") == 0
 
 

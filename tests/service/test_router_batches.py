@@ -94,12 +94,12 @@ def test_errors_are_those_of_one_server(tmp_path: Path) -> None:
 
     def errors(server: Caller) -> dict[str | None, Any]:
         batch = until(server, start(server, data))
-        found = {row["custom_id"]: row["response"] for row in lines(server, batch["error_file_id"])}
+        answers = {row["custom_id"]: row["response"] for row in lines(server, batch["error_file_id"])}
         assert all(
             answer["body"].pop("request_id", answer["request_id"]) == answer.pop("request_id")
-            for answer in found.values()
+            for answer in answers.values()
         )
-        return found
+        return answers
 
     with two(tmp_path) as (server, _), live(behaviour(says("done")), batch_dir=str(tmp_path / "own")) as single:
         ours = errors(server)
