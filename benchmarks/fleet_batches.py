@@ -3,10 +3,10 @@
     python benchmarks/fleet_batches.py --out benchmarks/results/service.json
     python benchmarks/fleet_batches.py --device cuda --seconds 20 --out benchmarks/results/service.json
 
-No online request runs. A CPU serves the shipped model with one thread for each engine, a GPU random weights in the shape of --model,
-each replica on a GPU of its own. Rows are completions of random token ids. Once --warm rows have ended, their number is read twice,
---seconds apart: nothing asks the server meanwhile. Rounds alternate, and a row has their medians. load: processes that wanted a core
-in the minute before each reading (os.getloadavg); above the number of cores, figures of a CPU say little.
+No online request runs. A CPU serves the shipped model with one thread for each engine, a GPU random weights in the shape of
+--model, each replica on a GPU of its own. Rows are completions of random token ids. Once --warm rows have ended, their number is
+read twice, --seconds apart: nothing asks the server meanwhile. Rounds alternate, and a row has their medians. load: processes that
+wanted a core in the minute before each reading (os.getloadavg); above the number of cores, figures of a CPU say little.
 
     fleet-batch-rows-server      `ridgeline serve` runs its own batch
     fleet-batch-rows-1, -2       `ridgeline up` with so many replicas; router_cpu_ms: processor time of the router for each row

@@ -7,7 +7,7 @@ import asyncio
 
 import msgspec
 
-from ridgeline.core.errors import EngineFailed, Unavailable
+from ridgeline.core.errors import EngineFailed, RidgelineError, Unavailable
 from ridgeline.service.batches.rows import ROW, NoRoom, RowAnswer, RowRequest
 from ridgeline.service.errors import BUSY, ENGINE
 from ridgeline.service.fleet.balancer import Balancer
@@ -44,19 +44,22 @@ class ReplicaRows:
         demand, body = await asyncio.to_thread(_read, row)
         ticket = self._balancer.place_row(demand, row.choices)
         assert ticket.replica is not None
-        name, failed, result = ticket.replica.name, None, "failed"
+        name, failed, result = ticket.replica.name, None, "client_left"
         try:
             answer = await self._send(ticket, row, body)
             failed, result = False, "refused" if answer.usage is None else "ok"
             return answer
         except ReplicaLost as error:
             self._balancer.limit_rows(ticket, lost=True)
-            failed = True
+            failed, result = True, "failed"
             message = f"The replica failed before it answered ({error})."
             raise EngineFailed(message) if error.reached else Unavailable(message) from error
         except NoRoom:
             self._balancer.limit_rows(ticket, lost=False)
             result = "refused"
+            raise
+        except RidgelineError:
+            result = "failed"
             raise
         finally:
             self._balancer.count(name, result)
