@@ -126,6 +126,6 @@ def test_a_decision_has_all_its_inputs() -> None:
 def test_rows_of_batches_keep_one_replica() -> None:
     scaler = Autoscaler(replace(SCALING, least=0))
     idle = Load(0.0, 0.0, 0.0, 0, 0, 0, 0)
-    assert scaler.decide(replace(idle, rows_waiting=500)).wanted == 1
-    assert scaler.decide(replace(idle, now=2000.0, rows_waiting=500, replicas=1)).wanted == 1
+    assert scaler.decide(replace(idle, rows=500)).wanted == 1
+    assert scaler.decide(replace(idle, now=2000.0, rows=500, replicas=1)).wanted == 1
     assert scaler.decide(replace(idle, now=4000.0, replicas=1)).wanted == 0

@@ -212,6 +212,11 @@ async def test_to_zero_and_back(tmp_path: Path) -> None:
         assert answer.status == 200, "it waited for a replica"
         rows = (await fleet.get("/admin/decisions")).json["data"]
         assert {row["wanted"] for row in rows} >= {0, 1} and rows[0]["inputs"]["cold_start_s"] > 0
+        await fleet.until(lambda: not fleet.launcher.running)
+        fleet.balancer.router.rows_waiting = 3
+        await fleet.ready(1)
+        await asyncio.sleep(0.3)
+        assert fleet.launcher.running, "rows of batches keep it beyond idle_s"
         scaling.cancel()
 
 

@@ -61,7 +61,7 @@ class Load:
 
     requests_s, prompt_tokens_s: arrivals per second, without prompt tokens that replicas are expected to have. running: requests at
     replicas. waiting: requests in the router; waiting_tokens: of their prompts. replicas: those that run or start. speed: measured
-    over assumed prefill rate. rows_waiting: rows of batches, which keep one replica running.
+    over assumed prefill rate. rows: of batches, waiting or running, which keep a replica.
     """
 
     now: float
@@ -73,7 +73,7 @@ class Load:
     replicas: int
     off_peak: bool = False
     speed: float = 1.0
-    rows_waiting: int = 0
+    rows: int = 0
 
 
 class Arrivals:
@@ -129,7 +129,7 @@ class Autoscaler:
         if load.requests_s:
             weight = 1.0 if not self._prompt_tokens else 1 - math.exp(-passed / _TREND_S)
             self._prompt_tokens += (load.prompt_tokens_s / load.requests_s - self._prompt_tokens) * weight
-        if load.requests_s or load.running or load.waiting or load.rows_waiting or self._busy_at is None:
+        if load.requests_s or load.running or load.waiting or load.rows or self._busy_at is None:
             self._busy_at = now
         least, most = scaling.bounds(load.off_peak)
         needed, figures = self._needed(load)
@@ -148,7 +148,7 @@ class Autoscaler:
         if not least <= wanted <= most:
             wanted = min(max(wanted, least), most)
             reason += f"; the limits are {least} and {most}"
-        if not wanted and (load.waiting or load.requests_s or load.rows_waiting) and most:
+        if not wanted and (load.waiting or load.requests_s or load.rows) and most:
             wanted, reason = 1, "requests wait and no replica runs"
         inputs = asdict(load) | figures | {"cold_start_s": self.cold_start_s, "least": least, "most": most}
         return Decision(wanted, reason, inputs)

@@ -167,7 +167,7 @@ class Fleet:
             replicas=len(self._current()),
             off_peak=window is not None and window.open(60 * moment.tm_hour + moment.tm_min),
             speed=router.speed,
-            rows_waiting=router.rows_waiting,
+            rows=router.rows_waiting + sum(replica.rows for replica in router.replicas.values()),
         )
 
     def _current(self) -> list[Member]:
