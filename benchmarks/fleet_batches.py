@@ -2,6 +2,7 @@
 
     python benchmarks/fleet_batches.py --out benchmarks/results/service.json
     python benchmarks/fleet_batches.py --device cuda --seconds 20 --out benchmarks/results/service.json
+    python benchmarks/fleet_batches.py --parts timed-1,timed-2 --out benchmarks/results/service.json
 
 No online request runs. A CPU serves the shipped model with one thread for each engine, a GPU random weights in the shape of
 --model, each replica on a GPU of its own. Rows are completions of random token ids. Once --warm rows have ended, their number is
@@ -11,6 +12,9 @@ wanted a core in the minute before each reading (os.getloadavg); above the numbe
     fleet-batch-rows-server      `ridgeline serve` runs its own batch
     fleet-batch-rows-1, -2       `ridgeline up` with so many replicas; router_cpu_ms: processor time of the router for each row
     fleet-batch-rows-gain        rows per second of two replicas over those of one, and of one over those of the server
+    fleet-batch-rows-timed-1, -2 `ridgeline route` before so many servers that compute nothing: each runs TIMED_ROWS rows at once,
+                                 which take TIMED_S. filled: rows per second over the most that is possible. What is left of
+                                 real engines is the router, so a machine that is busy shows it, too
 """
 
 from __future__ import annotations
@@ -18,17 +22,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
+import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from aiohttp import web
 from common import HERE, cpu_name, provenance, write_rows
 from goodput import folder_of
 from replicas_gpu import as_flags, fleet, serve_options
@@ -38,6 +47,8 @@ from ridgeline.cli.batch import Server
 from ridgeline.cli.client import ChatClient
 
 PARTS = ("server", "1", "2")
+TIMED = "timed-"
+TIMED_ROWS, TIMED_S = 64, 1.0
 _LOOK_S = 1.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -54,17 +65,68 @@ def batch_file(path: Path, args: argparse.Namespace) -> Path:
 
 
 @asynccontextmanager
-async def served(args: argparse.Namespace, part: str, place: str) -> AsyncIterator[str]:
-    """The server of a part; yields its address."""
+async def served(args: argparse.Namespace, part: str, place: str) -> AsyncIterator[tuple[str, int]]:
+    """The server of a part; yields its address and process id."""
+    if part.startswith(TIMED):
+        async with timed(int(part.removeprefix(TIMED)), str(Path(place) / "state")) as address:
+            yield address
+        return
     options = serve_options(args, folder_of(str(args.model) if args.device == "cuda" else "", place))
     state = str(Path(place) / "state")
     if part == "server":
         async with serving(as_flags({**options, "batch_dir": state})) as url:
-            yield url
+            yield url, child()
         return
     args.engines = int(part)
     async with fleet(args, options, place, batch_dir=state) as url:
-        yield url
+        yield url, child()
+
+
+@asynccontextmanager
+async def timed(count: int, state: str) -> AsyncIterator[tuple[str, int]]:
+    """A router before servers that compute nothing."""
+    context, replicas, flags = multiprocessing.get_context("spawn"), [], []
+    for _ in range(count):
+        here, there = multiprocessing.Pipe()
+        replicas.append(context.Process(target=_timed_server, args=(there,), daemon=True))
+        replicas[-1].start()
+        flags += ["--replica", f"http://127.0.0.1:{await asyncio.to_thread(here.recv)}"]
+    command = [sys.executable, "-m", "ridgeline", "route", "--port", "0", "--batch-dir", state, *flags]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        while not (match := re.search(rb"listening on (http://[^;\s]+)", line := await process.stderr.readline())):
+            assert line, "the router did not start"
+        yield match[1].decode(), process.pid
+    finally:
+        process.terminate()
+        await process.wait()
+        for replica in replicas:
+            replica.terminate()
+
+
+def _timed_server(connection: Connection) -> None:
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "step": time.monotonic_ns(), "batch_rows": TIMED_ROWS})
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await request.json()
+        read, written = len(body["prompt"]), body["max_tokens"]
+        await asyncio.sleep(TIMED_S)
+        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return web.json_response({"choices": [{"text": "word " * written}], "usage": usage})
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_get("/health", health)
+        app.router.add_post("/v1/completions", complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        connection.send(runner.addresses[0][1])
+        await asyncio.Event().wait()
+
+    uvloop.run(serve())
 
 
 def cpu_seconds(pid: int) -> float:
@@ -82,8 +144,8 @@ def child() -> int:
 
 async def measure(args: argparse.Namespace, part: str, place: str) -> dict[str, float]:
     """Rows and output tokens per second of one part, and the processor time of its front or router."""
-    async with served(args, part, place) as url:
-        server, pid = Server(ChatClient(url)), child()
+    async with served(args, part, place) as (url, pid):
+        server = Server(ChatClient(url))
         file = await asyncio.to_thread(server.upload, Path(place) / "rows.jsonl")
         body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
         batch_id = (await asyncio.to_thread(server.call, "POST", "/v1/batches", body))["id"]
@@ -125,6 +187,9 @@ async def run(args: argparse.Namespace, about: dict[str, Any]) -> list[dict[str,
             "router_cpu_ms": round(values["router_cpu_ms"], 2),
             "load": [round(f["load"], 1) for f in figures[part]],
         }
+        if part.startswith(TIMED):
+            most = int(part.removeprefix(TIMED)) * TIMED_ROWS / TIMED_S
+            row |= {"filled": round(values["rows_s"] / most, 3), "target": 0.9}
         rows.append(row | about)
     if set(PARTS) <= median.keys():
         server, single, double = (median[part]["rows_s"] for part in PARTS)
