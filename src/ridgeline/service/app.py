@@ -88,7 +88,7 @@ async def _watch_keys(app: web.Application) -> AsyncIterator[None]:
 async def _run_rows(app: web.Application) -> AsyncIterator[None]:
     """Run rows of batches while the application runs: those of a router, and those of the server's own batches."""
     front = app[FRONT]
-    if front.config.models:  # such a server has an engine for each model
+    if front.engine_per_model:
         yield
         return
     rows = EngineRows(front, LaneAdmission(front.metrics.live.slo, read_impact(front.config.batch_impact)))
