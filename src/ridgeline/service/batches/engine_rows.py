@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,6 +34,9 @@ from ridgeline.service.state import Service
 _LOOK_S = 0.05
 _RESPONSES = endpoint(ResponseStore(0), "")  # rows go on from nothing, and only the result file keeps them
 _READERS: Mapping[str, Endpoint] = dict(zip(ENDPOINTS, (CHAT, COMPLETIONS, _RESPONSES, EMBEDDINGS), strict=True))
+
+
+log = logging.getLogger(__name__)
 
 
 class EngineRows:
@@ -71,7 +75,10 @@ class EngineRows:
         """Withdraw rows when online requests need their places, until cancelled."""
         while True:
             self._changed.clear()
-            self.look()
+            try:
+                self.look()
+            except Exception:
+                log.exception("rows of batches go on after an error")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S if self._taken else None):
                     await self._changed.wait()
