@@ -86,10 +86,10 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
 
 
 @asynccontextmanager
-async def fleet(args: argparse.Namespace, options: Mapping[str, Any], place: str) -> AsyncIterator[str]:
-    """`ridgeline up` with --engines replicas; yields the router's address when all are ready."""
+async def fleet(args: argparse.Namespace, options: Mapping[str, Any], place: str, **router: Any) -> AsyncIterator[str]:
+    """`ridgeline up` with --engines replicas; yields the router's address when all are ready. router: its further options."""
     file = Path(place) / "fleet.json"
-    content: dict[str, Any] = {"replicas": args.engines, "serve": options, "router": {"port": 0}}
+    content: dict[str, Any] = {"replicas": args.engines, "serve": options, "router": {"port": 0, **router}}
     if args.device == "cuda":
         content["gpus"] = list(range(args.engines))
     file.write_text(json.dumps(content))

@@ -155,13 +155,41 @@ def json_headers(method: str, headers: Mapping[str, str] | None) -> dict[str, st
 
 
 @dataclass
-class Live:
+class Caller:
+    """Sends requests to a port of this machine."""
+
+    port: int
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+
+    def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+        connection = self.connect()
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, data, json_headers(method, headers))
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, text)
+
+    def get(self, path: str) -> Reply:
+        return self.send("GET", path)
+
+    def chat(self, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+        return self.send("POST", "/v1/chat/completions", body, headers)
+
+    def complete(self, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+        return self.send("POST", "/v1/completions", {"model": MODEL, "prompt": "hi", **fields}, headers)
+
+
+@dataclass
+class Live(Caller):
     """A running server. Its event loop lives in another thread.
 
     engine: the first one. engines: of a supervised server, all of them. keeping: the server's task that replaces lost engines.
     """
 
-    port: int
     loop: asyncio.AbstractEventLoop
     server: Server
     engine: FakeEngine
@@ -188,28 +216,6 @@ class Live:
                     await asyncio.sleep(0.005)
 
         self.run(wait(), timeout + 5)
-
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-
-    def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
-        connection = self.connect()
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method, path, data, json_headers(method, headers))
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
-        return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, text)
-
-    def get(self, path: str) -> Reply:
-        return self.send("GET", path)
-
-    def chat(self, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
-        return self.send("POST", "/v1/chat/completions", body, headers)
-
-    def complete(self, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
-        return self.send("POST", "/v1/completions", {"model": MODEL, "prompt": "hi", **fields}, headers)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -120,3 +121,11 @@ def test_a_decision_has_all_its_inputs() -> None:
         "cold_start_s",
         "most",
     } <= set(decision.inputs)
+
+
+def test_rows_of_batches_keep_one_replica() -> None:
+    scaler = Autoscaler(replace(SCALING, least=0))
+    idle = Load(0.0, 0.0, 0.0, 0, 0, 0, 0)
+    assert scaler.decide(replace(idle, rows=500)).wanted == 1
+    assert scaler.decide(replace(idle, now=2000.0, rows=500, replicas=1)).wanted == 1
+    assert scaler.decide(replace(idle, now=4000.0, replicas=1)).wanted == 0

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.service.batches.input import answered, not_run, row_id
-from ridgeline.service.batches.job import PRIORITY
+from ridgeline.service.batches.rows import PRIORITY
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.batches.store import Store
 

@@ -308,6 +308,14 @@ def test_pages(tmp_path: Path):
     store.close()
 
 
+def test_a_file_that_goes_meanwhile_takes_no_space(tmp_path: Path):
+    store = Store(tmp_path, LIMIT)
+    add_file(store)
+    store.path("file-gone").symlink_to(tmp_path / "nowhere")
+    assert store.check_space() == LIMIT - 3
+    store.close()
+
+
 def test_space_is_bounded(tmp_path: Path):
     store = Store(tmp_path, 5)
     add_file(store)

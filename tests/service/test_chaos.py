@@ -129,9 +129,9 @@ def test_a_batch_opens_by_a_clock_that_is_never_set() -> None:
 
 
 def test_each_place_has_a_folder_of_its_own_for_pages() -> None:
-    launcher = LocalLauncher({"port": 0, "kv_disk": "/pages"}, (), None, print)
+    launcher = LocalLauncher({"port": 0, "kv_disk": "/pages"}, (), {}, print)
     assert launcher.options(1) == {"port": 0, "kv_disk": "/pages/place-1"}
-    assert LocalLauncher({"port": 0}, (), None, print).options(1) == {"port": 0}
+    assert LocalLauncher({"port": 0}, (), {}, print).options(1) == {"port": 0}
 
 
 def test_silent_connections_are_probed() -> None:

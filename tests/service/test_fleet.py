@@ -212,6 +212,11 @@ async def test_to_zero_and_back(tmp_path: Path) -> None:
         assert answer.status == 200, "it waited for a replica"
         rows = (await fleet.get("/admin/decisions")).json["data"]
         assert {row["wanted"] for row in rows} >= {0, 1} and rows[0]["inputs"]["cold_start_s"] > 0
+        await fleet.until(lambda: not fleet.launcher.running)
+        fleet.balancer.router.rows_waiting = 3
+        await fleet.ready(1)
+        await asyncio.sleep(0.3)
+        assert fleet.launcher.running, "rows of batches keep it beyond idle_s"
         scaling.cancel()
 
 
@@ -276,7 +281,10 @@ def test_a_file_in_full(tmp_path: Path) -> None:
         ({"serve": {"max_num_seq": 3}}, "Unknown option max_num_seq (serve in fleet.json): did you mean max_num_seqs"),
         ({"serve": {"max_num_seqs": 0}}, "max_num_seqs (serve in fleet.json) is 0: give 1 to 65536."),
         ({"serve": {"port": 8000}}, "port (serve in fleet.json) is set by the fleet: give it in the section router."),
-        ({"serve": {"batch_dir": "/b"}}, "batch_dir (serve in fleet.json) is set by the fleet: leave it out."),
+        (
+            {"serve": {"batch_dir": "/b"}},
+            "batch_dir (serve in fleet.json) is set by the fleet: give it in the section router.",
+        ),
         ({"router": {"polcy": "x"}}, "Unknown key polcy (router in fleet.json): did you mean policy?"),
         (
             {"router": {"policy": "x"}},
@@ -304,7 +312,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: dict[str, Any],
 
 
 async def test_the_environment_of_a_local_replica(tmp_path: Path) -> None:
-    launcher = LocalLauncher({"port": 0}, ("0", "1,2"), "secret", print)
+    launcher = LocalLauncher({"port": 0}, ("0", "1,2"), {"api_key": "secret"}, print)
     environment = launcher.environment(1)
     assert environment["CUDA_VISIBLE_DEVICES"] == "1,2" and environment["RIDGELINE_API_KEY"] == "secret"
     await launcher.close()

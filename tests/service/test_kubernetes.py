@@ -74,7 +74,7 @@ def test_the_router_knows_every_pod_there_may_be(objects: dict[tuple[str, str], 
     assert urls == [f"http://llm-replica-{number}.llm-replicas:8000" for number in range(3)]
     assert read_router(options, "flag").policy == "least-work" and read_router(options, "flag").replica_limit == 32
     service = resolve(args.flags).service
-    assert (service.host, service.port, service.drain_s) == ("0.0.0.0", 8000, 60.0)
+    assert (service.host, service.port, service.drain_s, service.batch_dir) == ("0.0.0.0", 8000, 60.0, "off")
     assert "only-here" not in json.dumps(list(objects.values()))
 
 

@@ -49,7 +49,7 @@ async def test_a_node_is_killed_under_load(cluster: Any, tmp_path: Path) -> None
     async with (
         routing(file.service, file.router, bind("127.0.0.1", 0)) as server,
         aiohttp.ClientSession() as client,
-        Fleet(file, RayLauncher(file.fleet, file.serve, None), server.balancer) as fleet,
+        Fleet(file, RayLauncher(file.fleet, file.serve, {}), server.balancer) as fleet,
         asyncio.timeout(4 * PATIENCE_S),
     ):
         await fleet.scale(2)
@@ -96,4 +96,4 @@ async def until_up(fleet: Fleet, count: int) -> None:
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 def test_without_ray_the_remedy_is_named() -> None:
     with pytest.raises(ConfigError, match=r"Ray is not installed: run `pip install 'ridgeline\[cluster\]'`"):
-        RayLauncher(FleetConfig(launcher="ray"), {}, None)
+        RayLauncher(FleetConfig(launcher="ray"), {}, {})

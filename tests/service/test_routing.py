@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 
 from ridgeline.core.errors import Overloaded, Unavailable
+from ridgeline.service.autoscale import Arrivals
 from ridgeline.service.fair_queue import FairQueue
 from ridgeline.service.prefix_index import ENTRY_BYTES, MAX_HOLDERS, PrefixIndex, chunk_hashes
 from ridgeline.service.progress import Progress
 from ridgeline.service.routing import (
     SAMPLED,
-    Arrivals,
     Breaker,
     Capacity,
     Demand,
@@ -243,6 +243,32 @@ def test_a_session_stays_until_its_replica_is_full() -> None:
     router = fleet(2, least_work, capacity=Capacity(limit=5))
     names = [sent(router, Demand(1000, session="s")) for _ in range(10)]
     assert len(set(names[:5])) == 1 and len(set(names[5:])) == 1 and names[0] != names[5]
+
+
+def test_rows_of_batches_take_the_room_that_replicas_say_and_no_place_of_online_requests() -> None:
+    router = fleet(2, capacity=Capacity(limit=2))
+    assert router.row_limit(0.0) == 0 and router.send_row(Demand(100), 1, 0.0) is None
+    router.replicas["r0"].row_limit, router.replicas["r1"].row_limit = 3, 2
+    assert router.row_limit(0.0) == 5
+    rows = [router.send_row(Demand(100), 1, 0.0) for _ in range(6)]
+    assert Counter(row.replica.name for row in rows if row is not None) == {"r0": 3, "r1": 2} and rows[5] is None
+    online = [router.arrive(Demand(100), 0.0) for _ in range(5)]
+    assert [ticket.replica is None for ticket in online] == [False] * 4 + [True], "rows count in no limit"
+    router.finish(rows[0], 1.0)
+    assert router.row_limit(1.0) == 0, "no row before a request that waits"
+    router.finish(online[0], 1.0)
+    assert router.send_row(Demand(100), 1, 1.0).replica is router.replicas["r0"]
+    assert sum(replica.running for replica in router.replicas.values()) == 4
+
+
+def test_a_row_with_more_choices_than_there_is_room_runs_alone() -> None:
+    router = fleet(1)
+    router.replicas["r0"].row_limit = 2
+    row = router.send_row(Demand(100), 5, 0.0)
+    assert row is not None and router.send_row(Demand(100), 1, 0.0) is None
+    router.finish(row, 0.0)
+    router.set_state("r0", State.STALLED, 0.0)
+    assert router.row_limit(0.0) == 0 and router.send_row(Demand(100), 1, 0.0) is None
 
 
 def test_prompt_tokens_that_a_replica_has_do_not_arrive() -> None:

@@ -19,7 +19,7 @@ from ridgeline.cli.show import announcer
 from ridgeline.core.logs import configure_logging
 from ridgeline.service.fleet.file import read_fleet
 from ridgeline.service.fleet.kubernetes import manifest
-from ridgeline.service.fleet.launcher import Launcher, LocalLauncher
+from ridgeline.service.fleet.launcher import Launcher, LocalLauncher, known_keys
 from ridgeline.service.fleet.ray_cluster import RayLauncher
 from ridgeline.service.fleet.up import run_fleet
 from ridgeline.service.listen import bind
@@ -51,11 +51,11 @@ def run(args: Arguments) -> int:
     say = announcer(file.service.log_format)
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(file.service.host, file.service.port)]
-        key = file.service.api_key
+        keys = known_keys(file.service)
         launcher: Launcher
         if file.fleet.launcher == "ray":
-            launcher = RayLauncher(file.fleet, file.serve, key)
+            launcher = RayLauncher(file.fleet, file.serve, keys)
         else:
-            launcher = LocalLauncher(file.serve, file.gpus, key, say)
+            launcher = LocalLauncher(file.serve, file.gpus, keys, say)
         uvloop.run(run_fleet(file, launcher, listeners, say))
     return 0

@@ -23,9 +23,9 @@ from ridgeline.core.slo import Slo
 from ridgeline.core.workload import RequestSpec, Workload
 from ridgeline.planner.simulate import Event, Figures, Outcome, Server, VirtualServer
 from ridgeline.planner.surrogate import StepTimes, Surrogate
-from ridgeline.service.autoscale import Autoscaler, Decision, Load, Scaling
+from ridgeline.service.autoscale import Arrivals, Autoscaler, Decision, Load, Scaling
 from ridgeline.service.prefix_index import PrefixIndex
-from ridgeline.service.routing import POLICIES, Arrivals, Capacity, Demand, Router, State, Ticket
+from ridgeline.service.routing import POLICIES, Capacity, Demand, Router, State, Ticket
 
 LOOK_S = 10.0
 """Seconds between two decisions of the autoscaler."""

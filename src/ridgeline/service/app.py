@@ -11,7 +11,10 @@ from ridgeline.service import adapter_routes, debug, insight, openapi, pages, ro
 from ridgeline.service.apis import messages, ollama, ollama_embed, responses
 from ridgeline.service.apis.response_store import ResponseStore
 from ridgeline.service.batches import routes as batch_routes
+from ridgeline.service.batches.admission import LaneAdmission
+from ridgeline.service.batches.engine_rows import ROWS, EngineRows
 from ridgeline.service.batches.lane import run_lane
+from ridgeline.service.batches.settings import read_impact
 from ridgeline.service.front import Front
 from ridgeline.service.generate import generate
 from ridgeline.service.guard import ACCESS, FRONT, add_headers, guard
@@ -29,13 +32,14 @@ def make_app(front: Front) -> web.Application:
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_tick)
     app.cleanup_ctx.append(_watch_keys)
-    app.cleanup_ctx.append(_run_lane)
+    app.cleanup_ctx.append(_run_rows)
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
     app.router.add_routes(vector_routes.ROUTES)
     app.router.add_routes(messages.ROUTES)
     app.router.add_routes(ollama.ROUTES)
     app.router.add_routes(ollama_embed.ROUTES)
+    app.router.add_post("/v1/responses", responses.create)
     app.router.add_routes(responses.ROUTES)
     app.router.add_routes(routes.ROUTES)
     app.router.add_routes(sleep_routes.ROUTES)
@@ -81,12 +85,20 @@ async def _watch_keys(app: web.Application) -> AsyncIterator[None]:
     keys.close()
 
 
-async def _run_lane(app: web.Application) -> AsyncIterator[None]:
-    """Run rows of batches while the application runs."""
-    async with run_lane(app[FRONT]) as lane:
+async def _run_rows(app: web.Application) -> AsyncIterator[None]:
+    """Run rows of batches while the application runs: those of a router, and those of the server's own batches."""
+    front = app[FRONT]
+    if front.engine_per_model:
+        yield
+        return
+    rows = EngineRows(front, LaneAdmission(front.metrics.live.slo, read_impact(front.config.batch_impact)))
+    app[ROWS] = rows
+    watching = asyncio.create_task(rows.watch())
+    async with run_lane(front, rows, front.metrics) as lane:
         if lane is not None:
             app[batch_routes.LANE] = lane
         yield
+    watching.cancel()
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:

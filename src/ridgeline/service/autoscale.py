@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from ridgeline.service.routing import Totals
 
 _SMOOTH_S = 30.0
 """Time constant of the mean load."""
@@ -59,7 +61,7 @@ class Load:
 
     requests_s, prompt_tokens_s: arrivals per second, without prompt tokens that replicas are expected to have. running: requests at
     replicas. waiting: requests in the router; waiting_tokens: of their prompts. replicas: those that run or start. speed: measured
-    over assumed prefill rate.
+    over assumed prefill rate. rows: of batches, waiting or running, which keep a replica.
     """
 
     now: float
@@ -71,6 +73,25 @@ class Load:
     replicas: int
     off_peak: bool = False
     speed: float = 1.0
+    rows: int = 0
+
+
+class Arrivals:
+    """Rates of what arrives at a router with these totals, from one reading to the next."""
+
+    def __init__(self, totals: Totals) -> None:
+        self._totals, self._last = totals, replace(totals)
+        self._computed = 1.0
+        """Share of the prompt tokens sent that no replica had."""
+
+    def rates(self, passed: float) -> tuple[float, float]:
+        """Requests, and prompt tokens that replicas have to compute, per second of the `passed` seconds since the last reading."""
+        now, last = replace(self._totals), self._last
+        if sent := now.prompt_tokens - last.prompt_tokens:
+            self._computed = 1 - (now.cached_tokens - last.cached_tokens) / sent
+        self._last = now
+        offered = now.offered_tokens - last.offered_tokens
+        return (now.requests - last.requests) / passed, offered * self._computed / passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +129,7 @@ class Autoscaler:
         if load.requests_s:
             weight = 1.0 if not self._prompt_tokens else 1 - math.exp(-passed / _TREND_S)
             self._prompt_tokens += (load.prompt_tokens_s / load.requests_s - self._prompt_tokens) * weight
-        if load.requests_s or load.running or load.waiting or self._busy_at is None:
+        if load.requests_s or load.running or load.waiting or load.rows or self._busy_at is None:
             self._busy_at = now
         least, most = scaling.bounds(load.off_peak)
         needed, figures = self._needed(load)
@@ -127,7 +148,7 @@ class Autoscaler:
         if not least <= wanted <= most:
             wanted = min(max(wanted, least), most)
             reason += f"; the limits are {least} and {most}"
-        if not wanted and (load.waiting or load.requests_s) and most:
+        if not wanted and (load.waiting or load.requests_s or load.rows) and most:
             wanted, reason = 1, "requests wait and no replica runs"
         inputs = asdict(load) | figures | {"cold_start_s": self.cold_start_s, "least": least, "most": most}
         return Decision(wanted, reason, inputs)

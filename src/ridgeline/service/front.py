@@ -29,6 +29,9 @@ class Front(Access):
     client: of the current engine, or of the last one until the next is started.
     """
 
+    engine_per_model = False
+    """Whether it has an engine for each of several models."""
+
     def __init__(self, config: ServiceConfig, client: Client, metrics: Metrics) -> None:
         super().__init__(config)
         self.client = client

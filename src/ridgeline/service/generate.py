@@ -9,7 +9,8 @@ from aiohttp import web
 
 from ridgeline.core.errors import Overloaded
 from ridgeline.service.answer import send_body, send_events
-from ridgeline.service.batches import routes as batch_routes
+from ridgeline.service.batches.engine_rows import ROWS, answer_row
+from ridgeline.service.batches.rows import ENDPOINTS, ROW
 from ridgeline.service.call import Call
 from ridgeline.service.declared import RUN_ID, read_declared, read_run_id
 from ridgeline.service.endpoint import Endpoint
@@ -21,6 +22,9 @@ async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
     """Read and check the request, submit it to the engine, and answer."""
     arrival, front = time.time(), request.app[FRONT]
     front.check()
+    rows = request.app.get(ROWS)
+    if rows is not None and ROW in request.headers and request.path in ENDPOINTS:
+        return await answer_row(request, rows)
     declared = read_declared(request.headers.items())
     run_id = read_run_id(request.headers.getall(RUN_ID, []))
     fields = await read_json(request, endpoint.fields)
@@ -32,8 +36,8 @@ async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
         call, shape, streaming = await endpoint.call(service, fields, arrival)
         call = replace(call, declared=declared[0], request_id=request[REQUEST_ID], run_id=run_id, trace=request[TRACE])
         call = _admitted(request, service, call, fields.get("model"))
-        if (lane := request.app.get(batch_routes.LANE)) is not None:
-            lane.wake()
+        if rows is not None:
+            rows.wake()
         with request[HOLDER].running(call):
             if streaming is None:
                 return await send_body(service, call, shape)

@@ -38,7 +38,7 @@ HOLDER = web.RequestKey("holder", Holder)
 TRACE = web.RequestKey("trace", Trace)
 
 _T = TypeVar("_T")
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _HEADER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_NAMES = 32
@@ -68,7 +68,7 @@ async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
 
 
 @web.middleware
-async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Set the request's id, check access, answer every error in the API's format; trace and log the request."""
     access, began, status = request.app[ACCESS], time.perf_counter(), _CLIENT_LEFT
     name_request(request, request_id(request.headers.get("x-request-id")))
@@ -90,7 +90,7 @@ def name_request(request: web.Request, name: str) -> None:
     LOGGED_ID.set(name)
 
 
-async def _answer(request: web.Request, handler: _Handler, access: Access) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: Handler, access: Access) -> web.StreamResponse:
     try:
         _check_framing(request)
         _check_host(request, access.hosts)

@@ -35,13 +35,19 @@ FACTS = (
 async def requests(request: web.Request) -> web.Response:
     """Online requests that have ended, the latest or the slowest first, or with order=batch rows of batches."""
     live = request.app[FRONT].metrics.live
+    order, limit = read_order(request)
+    return json_response({"object": "list", "data": [_row(live, record) for record in live.rows(order, limit)]})
+
+
+def read_order(request: web.Request) -> tuple[str, int]:
+    """The order of a list of requests, and how many it has. Raises RequestError."""
     order = request.query.get("order", "recent")
     if order not in ORDERS:
         raise RequestError(f"order is {order[:40]!r}: expected recent, slowest or batch.", param="order")
     limit = request.query.get("limit", "20")
     if not limit.isdecimal() or not 1 <= int(limit) <= MAX_ROWS:
         raise RequestError(f"limit is {limit[:40]!r}: expected 1 to {MAX_ROWS}.", param="limit")
-    return json_response({"object": "list", "data": [_row(live, record) for record in live.rows(order, int(limit))]})
+    return order, int(limit)
 
 
 @ROUTES.get("/requests/{id}")
@@ -162,9 +168,13 @@ def _find(request: web.Request) -> tuple[Live, RequestRecord]:
     live = request.app[FRONT].metrics.live
     record = live.find(request.match_info["id"])
     if record is None:
-        raise NotFound(
-            f"No ended request has the id {request.match_info['id'][:80]!r}: give the id of the answer's body or of its "
-            f"header x-request-id. The last {KEPT_REQUESTS} requests are kept.",
-            param="id",
-        )
+        raise no_request(request.match_info["id"])
     return live, record
+
+
+def no_request(request_id: str) -> NotFound:
+    return NotFound(
+        f"No ended request has the id {request_id[:80]!r}: give the id of the answer's body or of its header x-request-id. "
+        f"The last {KEPT_REQUESTS} requests are kept.",
+        param="id",
+    )

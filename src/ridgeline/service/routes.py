@@ -15,6 +15,7 @@ from aiohttp import web
 import ridgeline
 from ridgeline.core.errors import ContextTooLong, RequestError, Unavailable
 from ridgeline.metrics import CONTENT_TYPE
+from ridgeline.service.batches.engine_rows import ROWS
 from ridgeline.service.errors import Starting, error_response
 from ridgeline.service.fields import LONG, MAX_MESSAGES
 from ridgeline.service.guard import FRONT, IGNORED, read_json
@@ -48,12 +49,14 @@ def json_response(value: Any) -> web.Response:
 
 @ROUTES.get("/health")
 async def health(request: web.Request) -> web.Response:
-    """200 while the engine makes progress or is idle, otherwise 503 with the reason."""
+    """200 while the engine makes progress or is idle, otherwise 503 with the reason. batch_rows: rows that it runs now."""
     front = request.app[FRONT]
     if front.trouble is not None:
         kind = Starting if front.starting else Unavailable
         return error_response(kind(f"Not healthy: {front.trouble}."))
-    return json_response({"status": "ok", "step": front.client.last_step})
+    rows = request.app.get(ROWS)
+    room = {} if rows is None else {"batch_rows": rows.look()}
+    return json_response({"status": "ok", "step": front.client.last_step, **room})
 
 
 @ROUTES.get("/version")

@@ -12,6 +12,9 @@ replicas the router compares so many of them, drawn at random, and those that ha
 a few random replicas is nearly as good as that of all (Mitzenmacher, "The power of two choices", 2001).
 
 A request waits in the router when all replicas are at their limits. The queue is fair between tenants (`fair_queue.py`).
+
+Rows of batches are apart: each replica says how many it has room for, they never wait here, and they count in no limit and no
+wait of online requests.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
@@ -136,7 +139,8 @@ class Replica:
     """A replica as the router sees it. id: of this incarnation; a replica that returns has another one."""
 
     __slots__ = (
-        "_speed", "backlog", "breaker", "capacity", "closed_until", "draining", "id", "name", "running", "sent", "state",
+        "_speed", "backlog", "breaker", "capacity", "closed_until", "draining", "id", "name", "row_limit", "rows", "running",
+        "sent", "state",
     )  # fmt: skip
 
     def __init__(self, id: int, name: str, capacity: Capacity, speed: Speed) -> None:
@@ -152,6 +156,8 @@ class Replica:
         """Prompt tokens of requests that were sent and have no first token yet."""
         self.sent = 0
         """Number of the last request that was sent here."""
+        self.rows = self.row_limit = 0
+        """Rows of batches in flight, and those that the replica has said it runs, in choices."""
 
     @property
     def prefill_tokens_s(self) -> float:
@@ -166,6 +172,11 @@ class Replica:
         return (
             self.serves and self.running < self.capacity.limit and now >= self.closed_until and self.breaker.allows(now)
         )
+
+    def runs_rows(self, now: float) -> bool:
+        """Whether its rows may run, and more be sent within row_limit."""
+        open = self.state is State.UP and not self.draining and now >= self.closed_until
+        return open and self.row_limit > 0 and self.breaker.allows(now)
 
     def predicted_wait(self, tokens: int) -> float:
         """Seconds until the first token of a request with so many prompt tokens to compute."""
@@ -204,6 +215,8 @@ class Ticket:
     ahead: int = 0
     """Prompt tokens to compute before its first token, its own included."""
     attempts: int = 0
+    choices: int = 0
+    """Of a row of a batch; 0: an online request."""
     tried: set[int] = field(default_factory=set)
     _pending: int = 0
     """Its tokens in the backlog of its replica."""
@@ -225,24 +238,6 @@ class Totals:
     """Those of `prompt_tokens` that the index expected at their replica."""
 
 
-class Arrivals:
-    """Rates of what arrives at a router with these totals, from one reading to the next."""
-
-    def __init__(self, totals: Totals) -> None:
-        self._totals, self._last = totals, replace(totals)
-        self._computed = 1.0
-        """Share of the prompt tokens sent that no replica had."""
-
-    def rates(self, passed: float) -> tuple[float, float]:
-        """Requests, and prompt tokens that replicas have to compute, per second of the `passed` seconds since the last reading."""
-        now, last = replace(self._totals), self._last
-        if sent := now.prompt_tokens - last.prompt_tokens:
-            self._computed = 1 - (now.cached_tokens - last.cached_tokens) / sent
-        self._last = now
-        offered = now.offered_tokens - last.offered_tokens
-        return (now.requests - last.requests) / passed, offered * self._computed / passed
-
-
 class Router:
     """Chooses replicas, counts what they do, and keeps the requests that wait.
 
@@ -260,6 +255,8 @@ class Router:
         self.totals = Totals()
         self.expected = 0
         """Replicas that are being started. While there are some, requests wait although no replica is up."""
+        self.rows_waiting = 0
+        """Rows of batches that wait for room at a replica."""
         self._random = random.Random(seed)
         self._speed = Speed()
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -313,6 +310,34 @@ class Router:
         self.queue.push(ticket, demand.tenant, demand.priority, demand.tokens)
         return ticket
 
+    def row_limit(self, now: float) -> int:
+        """Choices of rows that may be in flight at all replicas together; 0 while online requests wait."""
+        if self.queue:
+            return 0
+        return sum(replica.row_limit for replica in self.replicas.values() if replica.runs_rows(now))
+
+    def send_row(self, demand: Demand, choices: int, now: float) -> Ticket | None:
+        """A row of a batch, sent to the replica with room that answers it first; None if no replica has room.
+
+        One with more choices than a replica has room for runs there alone.
+        """
+        hits, best, lowest = self.index.hits(demand.chunks), None, float("inf")
+        for replica in self.replicas.values():
+            if not replica.runs_rows(now) or (replica.rows and replica.rows + choices > replica.row_limit):
+                continue
+            cached = min(hits.get(replica.id, 0), demand.tokens - 1)
+            cost = self.policy(replica, demand.tokens, cached) + replica.capacity.decode_s * replica.rows
+            if cost < lowest:
+                best, lowest = replica, cost
+        if best is None:
+            return None
+        best.rows += choices
+        self._sent += 1
+        best.sent = self._sent
+        best.breaker.sent()
+        self.index.add(best.id, demand.chunks)
+        return Ticket(demand, now, best, now, choices=choices)
+
     def first_token(self, ticket: Ticket, now: float) -> None:
         """The first token of a stream has come: its prompt is computed."""
         replica = ticket.replica
@@ -331,11 +356,14 @@ class Router:
             self.queue.remove(ticket)
             return []
         self._release_prompt(ticket)
-        replica.running -= 1
         replica.breaker.ended(now, failed)
         ticket.replica = None
-        if not failed:
-            self._count_end(now)
+        if ticket.choices:
+            replica.rows -= ticket.choices
+        else:
+            replica.running -= 1
+            if not failed:
+                self._count_end(now)
         return self.dispatch(now)
 
     def retry(self, ticket: Ticket, now: float, *, most: int = 3) -> bool:

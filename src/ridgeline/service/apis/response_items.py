@@ -33,6 +33,8 @@ from ridgeline.service.readers import (
 from ridgeline.service.state import Service
 from ridgeline.text.tools import MAX_TOOLS
 
+PREVIOUS = "previous_items"
+"""Member of a body with the items of the responses before, from a caller that stores them itself, as a router does."""
 _OBJECT = Record({}, open=True)
 _ITEMS = Items(_OBJECT, MAX_MESSAGES, 1)
 _ROLES = ("user", "assistant", "system", "developer")
@@ -54,6 +56,7 @@ BODY: Mapping[str, Reader] = {
     "input": Special("a text or a list of items", _read_input),
     "instructions": Text(LONG),
     "previous_response_id": Text(256),
+    PREVIOUS: Items(_OBJECT, MAX_MESSAGES),
     "store": Boolean(),
     "stream": Boolean(),
     "max_output_tokens": Integer(1, LONG),
@@ -105,7 +108,8 @@ async def _call(
 ) -> tuple[Call, ResponseShape, Streaming | None]:
     values = fields.values
     previous = values.get("previous_response_id")
-    known = store.conversation(owner, previous)
+    given = values.get(PREVIOUS)
+    known = store.conversation(owner, previous) if given is None else given
     items = as_items(values["input"])
     made = _messages([*known, *items], len(known))
     if values.get("instructions"):
@@ -115,7 +119,7 @@ async def _call(
     asked = translated(body, Origin(origins, _NAMES))
     call, chat, streaming = await read_translated(service, asked, "resp", arrival)
     shape = ResponseShape(call, chat, service.card.name, values, int(arrival))
-    if values.get("store", True):
+    if values.get("store", True) and given is None:
         shape.on_end = lambda response: store.put(owner, Stored(response, items, previous))
     return call, shape, streaming
 

@@ -16,10 +16,10 @@ from ridgeline.service.guard import HOLDER
 from ridgeline.service.routes import json_response
 
 ROUTES = web.RouteTableDef()
+"""Those of stored responses, which a router has, too."""
 STORE = web.AppKey("responses", ResponseStore)
 
 
-@ROUTES.post("/v1/responses")
 async def create(request: web.Request) -> web.StreamResponse:
     """Answer a text or a list of items, as a response or as its events."""
     return await generate(request, endpoint(request.app[STORE], request[HOLDER].name))

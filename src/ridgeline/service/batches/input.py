@@ -13,8 +13,8 @@ import msgspec
 
 from ridgeline.core.errors import BodyTooLarge, RequestError
 from ridgeline.service.batches.objects import Problem
+from ridgeline.service.batches.rows import choices_of
 from ridgeline.service.bodies import LARGE, check_cost
-from ridgeline.service.fields import MAX_CHOICES
 from ridgeline.service.json_values import decode_json
 from ridgeline.service.readers import Text, wrong
 
@@ -140,7 +140,7 @@ def scan(path: Path, endpoint: str, max_row_bytes: int) -> InputIndex:
                 continue
             if isinstance(model := value.body.get("model"), str):
                 index.models.add(model)
-            if (choices := _choices(value.body)) > 1:
+            if (choices := choices_of(value.body)) > 1:
                 index.choices[row] = choices
             prefixes.append((prefix_key(value.body), length, row))
     index.order = [row for _, _, row in sorted(prefixes)]
@@ -154,13 +154,6 @@ def prefix_key(body: dict[str, Any]) -> bytes:
     text = msgspec.json.encode([part for part in prompt if part is not None])
     hashes = (hashlib.blake2b(text[:size], digest_size=_HASH_BYTES).digest() for size in _PREFIX_CHARACTERS)
     return b"".join(hashes)
-
-
-def _choices(body: dict[str, Any]) -> int:
-    """Choices that a body asks for, n for each prompt; 1 if it is not valid, which is found when the row runs."""
-    n, prompt = body.get("n"), body.get("prompt", body.get("input"))
-    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
-    return min(MAX_CHOICES, prompts * (n if isinstance(n, int) and n > 0 else 1))
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, int]]:

@@ -7,46 +7,21 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.core.errors import RequestError, RidgelineError, Unavailable
-from ridgeline.service.answer import make_body
-from ridgeline.service.apis.response_items import endpoint
-from ridgeline.service.apis.response_store import ResponseStore
-from ridgeline.service.batches.input import (
-    BadRow,
-    InputIndex,
-    answered,
-    not_run,
-    read_row,
-    read_span,
-    row_id,
-    scan,
-)
+from ridgeline.core.logs import REQUEST_ID as LOGGED_ID
+from ridgeline.service.batches.input import InputIndex, Row, answered, not_run, read_row, read_span, row_id, scan
 from ridgeline.service.batches.objects import Batch, Problem, RequestCounts, Status, StoredFile
 from ridgeline.service.batches.results import Results
+from ridgeline.service.batches.rows import NoRoom, RowAnswer, RowRequest, Rows
 from ridgeline.service.batches.store import Store, StoredBatch
-from ridgeline.service.choices import usage_dict
-from ridgeline.service.embeddings import EMBEDDINGS
-from ridgeline.service.endpoint import Endpoint
 from ridgeline.service.errors import as_ridgeline, error_body
-from ridgeline.service.fields import Fields
 from ridgeline.service.keys.keyring import Holder
-from ridgeline.service.read_call import CHAT, COMPLETIONS
-from ridgeline.service.state import Service
 
-ENDPOINTS: Mapping[str, Endpoint] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETIONS,
-    "/v1/responses": endpoint(ResponseStore(0), ""),  # rows go on from nothing, and only the result file keeps them
-    "/v1/embeddings": EMBEDDINGS,
-}
-"""Endpoints whose requests a batch may contain, and how their bodies are read."""
-PRIORITY = 1 << 32
-"""Added to the priority of a row: above every number that a request may name, so that every online request is more urgent."""
 ATTEMPTS = 3
-"""Losses of the engine after which a row fails: it may be the row that the engine does not survive."""
+"""Losses of an engine after which a row fails: it may be the row that the engine does not survive."""
 _NOT_RUN: dict[Status, tuple[str, str]] = {
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -54,11 +29,11 @@ _NOT_RUN: dict[Status, tuple[str, str]] = {
 
 
 class RowLost(Exception):
-    """A row has no answer, and not because of its request: the engine was lost, or the server drains."""
+    """A row has no answer, and not because of its request: an engine was lost, there is no room, or the server drains."""
 
     def __init__(self, error: RidgelineError) -> None:
         super().__init__(error.message)
-        self.counts = not isinstance(error, Unavailable)
+        self.counts = not isinstance(error, NoRoom | Unavailable)
         """Whether the row may be to blame."""
 
 
@@ -67,7 +42,7 @@ class RowResult:
     """A row's line in one of the files. usage: None for an error."""
 
     line: bytes
-    usage: dict[str, Any] | None
+    usage: Mapping[str, Any] | None
 
 
 class Job:
@@ -151,15 +126,12 @@ class Job:
             self.batch.usage = results.usage
         return self._stored
 
-    def read(self, row: int) -> tuple[str, Fields | RequestError]:
-        """The custom_id of a row, and its checked fields or why they are not valid. Reads the file: call it in a thread."""
+    def read(self, row: int) -> Row:
+        """A row to run. Reads the file: call it in a thread."""
         with self._store.path(self.batch.input_file_id).open("rb") as file:
             value = read_row(read_span(file, self.index.spans[row]), self.batch.endpoint)
-        assert not isinstance(value, BadRow)  # bad rows are never pending
-        try:
-            return value.custom_id, ENDPOINTS[self.batch.endpoint].fields(value.body)
-        except RequestError as error:
-            return value.custom_id, error
+        assert isinstance(value, Row)  # bad rows are never pending
+        return value
 
     def result_id(self, row: int) -> str:
         return row_id(self.batch.id, row)
@@ -236,31 +208,23 @@ class Job:
                 self.results.delete_empty()
 
 
-async def run_row(service: Service, job: Job, row: int, last_attempt: bool) -> RowResult:
+async def run_row(rows: Rows, job: Job, row: int, last_attempt: bool) -> RowResult:
     """Answer one row. last_attempt: a loss of the engine is its result. Raises RowLost if it has to run again, OSError if it cannot
     be read."""
     request_id, result_id = _request_id(), job.result_id(row)
-    custom_id, fields = await asyncio.to_thread(job.read, row)
+    LOGGED_ID.set(request_id)
+    value = await asyncio.to_thread(job.read, row)
+    request = RowRequest(job.batch.endpoint, value.body, job.choices(row), job.holder, request_id)
     try:
-        if isinstance(fields, RequestError):
-            raise fields
-        service = service.named(fields.get("model"))
-        job.holder.check_model(*service.card.names(fields.get("model")))
-        job.holder.check_budget()
-        call, shape, _ = await ENDPOINTS[job.batch.endpoint].call(service, fields, time.time())
-        call, _ = job.holder.bind(call)
-        call = replace(call, request_id=request_id, priority=PRIORITY + call.priority, batch=True, has_reader=False)
-        service.gate.batch_choices += call.choices
-        try:
-            body = await make_body(service, call, shape)
-        finally:
-            service.gate.batch_choices -= call.choices
+        answer = await rows.run(request)
     except Exception as failure:
         error = as_ridgeline(failure)
-        if isinstance(error, Unavailable) or not (last_attempt or isinstance(error, RequestError)):
+        temporary = isinstance(error, NoRoom | Unavailable)
+        if temporary or not (last_attempt or isinstance(error, RequestError)):
             raise RowLost(error) from failure
-        return RowResult(answered(result_id, custom_id, error.status, error_body(error), request_id), None)
-    return RowResult(answered(result_id, custom_id, 200, body, request_id), usage_dict(shape.usage))
+        answer = RowAnswer(error.status, error_body(error), None)
+    line = answered(result_id, value.custom_id, answer.status, answer.body, request_id)
+    return RowResult(line, answer.usage)
 
 
 def _request_id() -> str:

@@ -1,8 +1,7 @@
 """Runs the rows of batches beside online requests, and carries each batch from state to state.
 
-One task looks every `_LOOK_S` and whenever a row has ended: it starts or withdraws rows as `LaneAdmission` says, and never waits
-for a disk. What does wait, reading input files and storing states, happens in a task of each batch. A row is an ordinary call, read
-and checked like a request over HTTP, that the engine runs with the lowest priority. A withdrawn row starts again later.
+One task looks every `_LOOK_S` and whenever a row has ended: it starts rows while `Rows` has room, and never waits for a disk. What
+does wait, reading input files and storing states, happens in a task of each batch. A withdrawn row starts again later.
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from ridgeline.core.errors import RidgelineError
-from ridgeline.service.batches.admission import LaneAdmission, Load
+from ridgeline.service.access import Access
 from ridgeline.service.batches.job import ATTEMPTS, Job, RowLost, run_row
 from ridgeline.service.batches.objects import Conflict, StorageFull
-from ridgeline.service.batches.settings import DayWindow, batch_folder, read_impact
+from ridgeline.service.batches.rows import LaneMetrics, Rows
+from ridgeline.service.batches.settings import DayWindow, batch_folder
 from ridgeline.service.batches.store import Store, StoredBatch
-from ridgeline.service.front import Front
-from ridgeline.service.state import Service
 
 _LOOK_S = 0.05
 _SYNC_S = 0.25
@@ -41,16 +38,15 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def run_lane(front: Front) -> AsyncIterator[Lane | None]:
+async def run_lane(access: Access, rows: Rows, metrics: LaneMetrics) -> AsyncIterator[Lane | None]:
     """Open the batch folder and run its batches until the block ends. None: the server has no such folder."""
-    config = front.config
+    config = access.config
     folder = batch_folder(config)
     if folder is None:
         yield None
         return
     store = await asyncio.to_thread(Store, folder, int(config.batch_max_gb * (1 << 30)))
-    admission = LaneAdmission(front.metrics.live.slo, read_impact(config.batch_impact))
-    lane = Lane(front, store, admission, DayWindow.parse(config.batch_window))
+    lane = Lane(access, store, rows, metrics, DayWindow.parse(config.batch_window))
     await lane.load()
     running = asyncio.get_running_loop().create_task(lane.run())
     try:
@@ -65,16 +61,13 @@ class Lane:
     """All batches that have not ended."""
 
     def __init__(
-        self,
-        front: Front,
-        store: Store,
-        admission: LaneAdmission,
-        window: DayWindow = DayWindow(),
-        clock: Callable[[], float] = time.time,
+        self, access: Access, store: Store, rows: Rows, metrics: LaneMetrics, window: DayWindow = DayWindow()
     ) -> None:
-        """clock: unix seconds. Intervals are measured by time.monotonic, so that a clock that jumps does not stop the lane."""
+        """window: hours in which rows run."""
         self.store = store
-        self._front, self._admission, self._window, self._clock = front, admission, window, clock
+        self._access, self._rows, self._metrics, self._window = access, rows, metrics, window
+        self._clock = time.time
+        """Unix seconds. Intervals are measured by time.monotonic, so that a clock that jumps does not stop the lane."""
         self._jobs: dict[str, Job] = {}
         self._changed = asyncio.Event()
         self._running: dict[asyncio.Task[None], tuple[Job, int]] = {}
@@ -82,9 +75,6 @@ class Lane:
         self._moving: dict[str, asyncio.Task[None]] = {}
         """Changes of state that are under way, by batch."""
         self._attempts: dict[tuple[str, int], int] = {}
-        self._totals = front.metrics.live.totals
-        self._gaps = front.metrics.live.token_gaps
-        self._verdicts = front.metrics.live.verdicts
 
     # --- what routes call -------------------------------------------------------------------------------------------
 
@@ -95,19 +85,14 @@ class Lane:
 
     def add(self, stored: StoredBatch) -> None:
         """Run a batch that the store has."""
-        holder = self._front.keys.payer(stored.owner)
-        self._jobs[stored.batch.id] = Job(stored, self.store, int(self._front.config.max_body_mb * (1 << 20)), holder)
+        holder = self._access.keys.payer(stored.owner)
+        self._jobs[stored.batch.id] = Job(stored, self.store, int(self._access.config.max_body_mb * (1 << 20)), holder)
         self._changed.set()
 
     def current(self, stored: StoredBatch) -> StoredBatch:
         """The batch as it is now: one that has not ended is ahead of the store."""
         job = self._jobs.get(stored.batch.id)
         return stored if job is None else job.current()
-
-    def wake(self) -> None:
-        """An online request goes to the engine: look now, so that rows give way before the next step."""
-        if self._running:
-            self._changed.set()
 
     async def cancel(self, batch_id: str) -> StoredBatch:
         """Begin to cancel. Raises NotFound, and Conflict for a batch whose state does not allow it."""
@@ -254,75 +239,39 @@ class Lane:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _service(self, now: float) -> Service | None:
-        """The service, if rows may run now."""
+    def _fill(self, now: float) -> None:
+        """Start rows while there is room, or withdraw all when their hours are over."""
         local = time.localtime(now)
         if not self._window.open(60 * local.tm_hour + local.tm_min):
-            return None
-        try:
-            return None if self._front.sleep.away else self._front.service()
-        except RidgelineError:
-            return None
-
-    def _fill(self, now: float) -> None:
-        """Start rows up to what is allowed, or withdraw the youngest above it."""
-        service = self._service(now)
-        if service is None:
-            self._withdraw(0)
+            self._rows.wait(0)
+            for task in self._running:
+                task.cancel()
             return
-        at = time.monotonic()
-        self._learn(at)
-        online = service.client.open_choices - service.gate.batch_choices
-        in_flight = sum(job.choices(row) for job, row in self._running.values())
-        allowed = self._admission.allowed(Load(at, online, in_flight, service.gate.rows))
-        if in_flight - allowed > allowed // 4:  # a smaller excess goes by itself: withdrawn rows lose their tokens
-            self._withdraw(allowed)
+        self._rows.wait(sum(len(job.pending) for job in self._jobs.values() if job.next_row is not None))
         starts = 0
         for job in self._jobs.values():
             while (row := job.next_row) is not None:
-                choices = job.choices(row)
-                if not allowed or (in_flight and in_flight + choices > allowed):
-                    return
                 if starts == _STARTS:
                     self._changed.set()  # the rest follows when the event loop has served others
                     return
-                self._start(service, job)
-                in_flight += choices
+                if not self._rows.take(job.choices(row)):
+                    return
+                self._start(job)
                 starts += 1
 
-    def _learn(self, now: float) -> None:
-        """Tell the admission what has happened since the last look."""
-        live = self._front.metrics.live
-        totals, verdicts, gaps = live.totals, live.verdicts, live.token_gaps
-        work, count = totals.since(self._totals), gaps[0] - self._gaps[0]
-        if work.device_s and count:
-            self._admission.on_steps(work.row_s / work.device_s, (gaps[1] - self._gaps[1]) / count, count)
-        good, missed = (after - before for after, before in zip(verdicts, self._verdicts, strict=True))
-        self._admission.on_requests(now, good, missed)
-        self._totals, self._verdicts, self._gaps = totals, verdicts, gaps
-
-    def _withdraw(self, allowed: int) -> None:
-        """Withdraw the youngest rows above so many choices. A row that has more choices than that runs alone."""
-        choices = 0
-        for task, (job, row) in self._running.items():
-            first = not choices
-            choices += job.choices(row)
-            if choices > allowed and not (first and allowed):
-                task.cancel()
-
-    def _start(self, service: Service, job: Job) -> None:
+    def _start(self, job: Job) -> None:
         row = job.pending.popleft()
         job.running.add(row)
-        task = asyncio.get_running_loop().create_task(self._run_row(service, job, row))
+        task = asyncio.get_running_loop().create_task(self._run_row(job, row))
         self._running[task] = job, row
         task.add_done_callback(self._ended)
 
-    async def _run_row(self, service: Service, job: Job, row: int) -> None:
+    async def _run_row(self, job: Job, row: int) -> None:
         """Run one row and store its result."""
         key = job.batch.id, row
         try:
             last = self._attempts.get(key, 0) == ATTEMPTS - 1
-            job.store_result(row, await run_row(service, job, row, last))
+            job.store_result(row, await run_row(self._rows, job, row, last))
         except RowLost as lost:
             self._attempts[key] = self._attempts.get(key, 0) + lost.counts
         except OSError as error:
@@ -331,6 +280,7 @@ class Lane:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A row has ended. Without a result (it was withdrawn, or its engine was lost) it is to be run again."""
         job, row = self._running.pop(task)
+        self._rows.give_back(job.choices(row))
         job.running.discard(row)
         if job.results is not None and row not in job.results.done:
             job.pending.appendleft(row)
@@ -344,13 +294,13 @@ class Lane:
         for job in self._jobs.values():
             self._count(job)
         waiting = sum(len(job.pending) for job in self._jobs.values())
-        self._front.metrics.batch_lane(waiting, len(self._running), len(self._jobs))
+        self._metrics.batch_lane(waiting, len(self._running), len(self._jobs))
 
     def _count(self, job: Job) -> None:
         """Add a batch's new results to the counters."""
         if job.results is not None:
             completed, failed = job.results.completed, job.results.failed
-            self._front.metrics.batch_rows(completed - job.reported[0], failed - job.reported[1])
+            self._metrics.batch_rows(completed - job.reported[0], failed - job.reported[1])
             job.reported = completed, failed
 
 

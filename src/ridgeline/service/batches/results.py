@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -113,7 +113,7 @@ class Results:
             results.failed += 1
         return results
 
-    def complete(self, row: int, line: bytes, usage: dict[str, Any]) -> None:
+    def complete(self, row: int, line: bytes, usage: Mapping[str, Any]) -> None:
         """Add the answer of a row."""
         self.output.append(line)
         self.done.add(row)

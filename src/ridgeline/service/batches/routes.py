@@ -18,9 +18,9 @@ from msgspec import structs
 
 from ridgeline.core.errors import BodyTooLarge, BodyTooSlow, NotFound, RequestError, UnsupportedField, shown
 from ridgeline.service.batches.input import MAX_BYTES
-from ridgeline.service.batches.job import ENDPOINTS
 from ridgeline.service.batches.lane import Lane
 from ridgeline.service.batches.objects import Batch, StorageFull, StoredFile, new_id
+from ridgeline.service.batches.rows import ENDPOINTS
 from ridgeline.service.batches.store import Store, StoredBatch
 from ridgeline.service.guard import HOLDER, IGNORED, read_json
 from ridgeline.service.keys.keyring import Holder

@@ -121,7 +121,7 @@ class Store:
         """Bytes that may still be stored. Opens the folder. Raises StorageFull if there are none."""
         with self._lock:
             self._open()
-            used = sum(entry.stat().st_size for entry in os.scandir(self._folder / "files"))
+            used = sum(map(_size, os.scandir(self._folder / "files")))
         if used >= self._max_bytes:
             raise StorageFull(
                 f"The stored files have {used >> 20} MiB, all that --batch-max-gb allows: delete files, or raise it."
@@ -263,6 +263,14 @@ class Store:
             query = f"SELECT body FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?"
             rows = self._rows(query, *parameters, limit + 1)
         return rows[:limit], len(rows) > limit
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    """The bytes of a file; 0 if it is gone by now: a batch that ends deletes empty result files meanwhile."""
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _owned(owner: str | None) -> tuple[str, list[str]]:

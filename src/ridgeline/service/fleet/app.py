@@ -5,26 +5,31 @@ A handler's docstring says what the route does.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeAlias
 
-import aiohttp
-import msgspec
 from aiohttp import web
 
 import ridgeline
 from ridgeline.core.errors import NotFound, Unavailable
 from ridgeline.metrics import CONTENT_TYPE
 from ridgeline.service.access import Access
+from ridgeline.service.apis import responses
+from ridgeline.service.apis.response_store import ResponseStore
+from ridgeline.service.batches import routes as batch_routes
+from ridgeline.service.batches.lane import run_lane
 from ridgeline.service.errors import error_response
+from ridgeline.service.fleet import ledger
 from ridgeline.service.fleet.balancer import Balancer
+from ridgeline.service.fleet.demand import tenant_of
 from ridgeline.service.fleet.proxy import BALANCER, forward
+from ridgeline.service.fleet.responses import create
+from ridgeline.service.fleet.rows import ReplicaRows
 from ridgeline.service.fleet.series import render
-from ridgeline.service.guard import ACCESS, add_headers, guard
+from ridgeline.service.guard import ACCESS, HOLDER, Handler, add_headers, guard
+from ridgeline.service.keys.keyring import UNKNOWN, Holder
 from ridgeline.service.routes import json_response
-from ridgeline.service.routing import State
 
 Series: TypeAlias = Callable[[], str]
 MORE_SERIES: web.AppKey[Series] = web.AppKey("more_series")
@@ -32,19 +37,38 @@ MORE_SERIES: web.AppKey[Series] = web.AppKey("more_series")
 ROUTES = web.RouteTableDef()
 _VECTORS = ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")
 _FORWARDED = ("/v1/chat/completions", "/v1/completions", *_VECTORS, "/tokenize", "/detokenize")
-_MODELS_S = 2.0
-_KEYS = ("authorization", "x-api-key")
 
 
 def make_router_app(access: Access, balancer: Balancer) -> web.Application:
     """The aiohttp application. Run it with `handler_cancellation`, so that a disconnect ends the request."""
-    app = web.Application(middlewares=[guard])
+    app = web.Application(middlewares=[guard, _name_client])
     app[ACCESS], app[BALANCER], app[MORE_SERIES] = access, balancer, lambda: ""
+    app[responses.STORE] = ResponseStore(int(access.config.response_store_mb * (1 << 20)))
+    app.cleanup_ctx.append(_run_lane)
     app.on_response_prepare.append(add_headers)
     for path in _FORWARDED:
         app.router.add_post(path, forward)
-    app.router.add_routes(ROUTES)
+    app.router.add_post("/v1/responses", create)
+    for table in (responses.ROUTES, batch_routes.ROUTES, ledger.ROUTES, ROUTES):
+        app.router.add_routes(table)
     return app
+
+
+@web.middleware
+async def _name_client(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give a client whose key only the replicas check a name of its own, by its key: it owns its stored responses."""
+    if request.get(HOLDER) is UNKNOWN:
+        request[HOLDER] = Holder(tenant_of(request.headers), admin=False)
+    return await handler(request)
+
+
+async def _run_lane(app: web.Application) -> AsyncIterator[None]:
+    """Run rows of batches at the replicas while the application runs."""
+    access, balancer = app[ACCESS], app[BALANCER]
+    async with run_lane(access, ReplicaRows(balancer, access.config.api_key), balancer.counts.lane) as lane:
+        if lane is not None:
+            app[batch_routes.LANE] = lane
+        yield
 
 
 @ROUTES.get("/health")
@@ -115,20 +139,9 @@ def _replicas(balancer: Balancer) -> list[dict[str, Any]]:
 
 async def _models(request: web.Request) -> list[dict[str, Any]]:
     """The model cards of all replicas that serve. Raises Unavailable if none answers."""
-    balancer = request.app[BALANCER]
-    headers = [(name, request.headers[name]) for name in _KEYS if name in request.headers]
-    serving = [
-        upstream.get("/v1/models", headers, _MODELS_S)
-        for name, upstream in balancer.upstreams.items()
-        if balancer.router.replicas[name].state in (State.UP, State.STALLED)
-    ]
     cards: dict[str, dict[str, Any]] = {}
-    for answer in await asyncio.gather(*serving, return_exceptions=True):
-        if isinstance(answer, dict):
-            cards |= {card["id"]: card for card in answer["data"] if card["id"] not in cards}
-        elif not isinstance(answer, aiohttp.ClientError | OSError | msgspec.DecodeError):
-            assert isinstance(answer, BaseException)
-            raise answer
+    for answer in (await ledger.ask_replicas(request, "/v1/models")).values():
+        cards |= {card["id"]: card for card in answer["data"] if card["id"] not in cards}
     if not cards:
         raise Unavailable("No replica is up: send the request again later.")
     return list(cards.values())

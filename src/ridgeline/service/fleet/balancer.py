@@ -13,6 +13,7 @@ from aiohttp import AddrInfoType
 
 from ridgeline.metrics.catalogue import FIRST_TOKEN_SECONDS
 from ridgeline.metrics.metrics import Histogram
+from ridgeline.service.batches.rows import NoRoom
 from ridgeline.service.fleet.demand import CHUNK_TOKENS
 from ridgeline.service.fleet.options import RouterConfig
 from ridgeline.service.fleet.upstream import Upstream
@@ -40,11 +41,30 @@ def probed_socket(address: AddrInfoType) -> socket.socket:
 
 
 @dataclass(slots=True)
+class LaneCounts:
+    """See `LaneMetrics`. The first three count what is now, the others what has ended."""
+
+    queued: int = 0
+    running: int = 0
+    batches: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    def batch_lane(self, queued: int, running: int, batches: int) -> None:
+        self.queued, self.running, self.batches = queued, running, batches
+
+    def batch_rows(self, completed: int, failed: int) -> None:
+        self.completed += completed
+        self.failed += failed
+
+
+@dataclass(slots=True)
 class Counts:
     """Counts since the start, by replica and result where a dictionary."""
 
     answers: Counter[tuple[str, str]] = field(default_factory=Counter)
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_SECONDS))
+    lane: LaneCounts = field(default_factory=LaneCounts)
 
 
 class Balancer:
@@ -81,8 +101,12 @@ class Balancer:
         upstream = Upstream(url, self._session, stall_s=config.stall_s, idle_s=config.idle_s)
         self.upstreams[name] = upstream
         self.router.add(name, config.capacity)
-        watch = upstream.watch(lambda state: self._wake(self.router.set_state(name, state, self._clock())))
-        self._watches[name] = asyncio.get_running_loop().create_task(watch)
+
+        def checked(state: State) -> None:
+            self.router.replicas[name].row_limit = upstream.row_limit
+            self._wake(self.router.set_state(name, state, self._clock()))
+
+        self._watches[name] = asyncio.get_running_loop().create_task(upstream.watch(checked))
         return upstream
 
     def remove(self, name: str) -> None:
@@ -114,6 +138,23 @@ class Balancer:
         ticket = self.router.arrive(demand, self._clock())
         await self._turn(ticket)
         return ticket
+
+    @property
+    def row_limit(self) -> int:
+        """Choices of rows of batches that may be in flight."""
+        return self.router.row_limit(self._clock())
+
+    def place_row(self, demand: Demand, choices: int) -> Ticket:
+        """A replica for a row of a batch. Every ticket must end in `finish`. Raises NoRoom."""
+        ticket = self.router.send_row(demand, choices, self._clock())
+        if ticket is None:
+            raise NoRoom
+        return ticket
+
+    def limit_rows(self, ticket: Ticket, *, lost: bool) -> None:
+        """The replica of a row has refused it, or is lost: until its next health check it has room for the others, or for none."""
+        if (replica := ticket.replica) is not None:
+            replica.row_limit = 0 if lost else min(replica.row_limit, replica.rows - ticket.choices)
 
     def count(self, name: str, result: str) -> None:
         """Count an answer. Replicas that were removed are counted together, so that the number of series stays bounded."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ridgeline.service.apis.response_items import PREVIOUS, as_items
 from ridgeline.service.fields import TIERS
 from ridgeline.service.prefix_index import chunk_hashes
 from ridgeline.service.routing import Demand
@@ -44,6 +45,11 @@ def read_demand(headers: Mapping[str, str], body: Any) -> Reading:
 
 def prompt_bytes(body: Mapping[str, Any]) -> bytes:
     """The prompt as bytes that begin with those of every prompt that it continues: tools, then messages; or texts; or ids."""
+    if PREVIOUS in body:
+        given: Any = body.get("input")
+        valid = isinstance(given, str) or (isinstance(given, list) and all(isinstance(item, dict) for item in given))
+        items = [*body[PREVIOUS], *as_items(given)] if valid else []
+        return b"".join(msgspec.json.encode({**item, "id": None}) for item in items)
     if "messages" in body:
         messages = body["messages"] if isinstance(body["messages"], list) else [body["messages"]]
         parts = [body["tools"], *messages] if body.get("tools") else messages

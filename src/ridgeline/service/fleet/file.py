@@ -146,9 +146,8 @@ def _gpus(value: Any, path: Path) -> tuple[str, ...]:
 def _serve(options: dict[str, Any], origin: str) -> Mapping[str, Any]:
     """Options of a replica, checked as those of `ridgeline serve`."""
     for name in options:
-        if name in ("host", "port", "batch_dir", *SHARED) and name not in _OF_BOTH:
-            where = "leave it out" if name == "batch_dir" else "give it in the section router"
-            raise ConfigError(f"{name} ({origin}) is set by the fleet: {where}.", param=name)
+        if name in SHARED and name not in _OF_BOTH:
+            raise ConfigError(f"{name} ({origin}) is set by the fleet: give it in the section router.", param=name)
     _read(options, *CONFIGS, origin=origin)
     return {**options, "host": "127.0.0.1", "port": 0, "batch_dir": OFF}
 

@@ -14,11 +14,10 @@ from dataclasses import asdict
 from ridgeline.core.errors import RidgelineError
 from ridgeline.metrics.exposition import gauge, head, sample
 from ridgeline.metrics.metrics import PREFIX
-from ridgeline.service.autoscale import Autoscaler, Decision, Load
+from ridgeline.service.autoscale import Arrivals, Autoscaler, Decision, Load
 from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.file import FleetFile
 from ridgeline.service.fleet.launcher import Launcher, Running
-from ridgeline.service.routing import Arrivals
 
 KEPT_DECISIONS = 1000
 _FIRST_PAUSE_S = 0.5
@@ -126,8 +125,8 @@ class Fleet:
 
     async def _pause(self, seconds: float) -> None:
         """Wait, but not while requests wait and no replica runs or starts."""
-        deadline = self._clock() + seconds
-        while (left := deadline - self._clock()) > 0 and (self._current() or not self._balancer.router.queue):
+        deadline, router = self._clock() + seconds, self._balancer.router
+        while (left := deadline - self._clock()) > 0 and (self._current() or not (router.queue or router.rows_waiting)):
             await asyncio.sleep(min(_WAKE_S, left))
 
     async def _follow(self, decision: Decision) -> None:
@@ -168,6 +167,7 @@ class Fleet:
             replicas=len(self._current()),
             off_peak=window is not None and window.open(60 * moment.tm_hour + moment.tm_min),
             speed=router.speed,
+            rows=router.rows_waiting + sum(replica.rows for replica in router.replicas.values()),
         )
 
     def _current(self) -> list[Member]:

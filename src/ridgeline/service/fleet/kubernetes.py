@@ -12,6 +12,7 @@ from typing import Any
 
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.service.batches.settings import OFF
 from ridgeline.service.fleet.file import FleetFile
 from ridgeline.service.fleet.options import SHARED, RouterConfig
 
@@ -33,6 +34,10 @@ def manifest(file: FleetFile, image: str, name: str = "ridgeline") -> dict[str, 
         raise ConfigError(
             "ssl_certfile (router) is a file of this machine, which no pod has: leave it out, and terminate TLS in an Ingress.",
             param="ssl_certfile",
+        )
+    if file.service.batch_dir not in ("", OFF):
+        raise ConfigError(
+            "batch_dir (router) is a folder of this machine, which no pod has: leave it out.", param="batch_dir"
         )
     if "api_keys" in file.serve:
         raise ConfigError(
@@ -69,7 +74,7 @@ def _replicas(file: FleetFile, image: str, name: str) -> dict[str, Any]:
         "--port",
         str(PORT),
         "--batch-dir",
-        "off",
+        OFF,
     ]
     container = _container(file, image, name, "server", arguments)
     container["volumeMounts"] = [{"name": "config", "mountPath": _CONFIG}]
@@ -89,7 +94,7 @@ def _replicas(file: FleetFile, image: str, name: str) -> dict[str, Any]:
 
 def _router(file: FleetFile, image: str, name: str, most: int) -> dict[str, Any]:
     urls = [f"http://{name}-replica-{number}.{name}-replicas:{PORT}" for number in range(most)]
-    arguments = ["route", "--host", "0.0.0.0", "--port", str(PORT)]
+    arguments = ["route", "--host", "0.0.0.0", "--port", str(PORT), "--batch-dir", OFF]
     arguments += [word for url in urls for word in ("--replica", url)]
     for config, names in ((file.router, [field.name for field in fields(RouterConfig)]), (file.service, SHARED)):
         for key in names:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import RidgelineError
 from ridgeline.core.resolve import ENVIRONMENT, STANDARD_INPUT
 from ridgeline.service.fleet.options import SHARED
@@ -106,13 +107,13 @@ class LocalReplica:
 class LocalLauncher:
     """Starts replicas as processes of this machine. They end when this process does.
 
-    serve: options of each. gpus: as in `FleetFile`. api_key: handed to them in the environment.
+    serve: options of each. gpus: as in `FleetFile`. keys: options with keys, handed to them in the environment.
     """
 
     def __init__(
-        self, serve: Mapping[str, Any], gpus: Sequence[str], api_key: str | None, show: Callable[[str], None]
+        self, serve: Mapping[str, Any], gpus: Sequence[str], keys: Mapping[str, str], show: Callable[[str], None]
     ) -> None:
-        self._gpus, self._api_key, self._show = gpus, api_key, show
+        self._gpus, self._keys, self._show = gpus, keys, show
         self._serve = dict(serve)
 
     async def start(self, name: str, place: int) -> LocalReplica:
@@ -150,11 +151,16 @@ class LocalLauncher:
         """That of a replica: this process's, without options of the router, which the replica would read as its own."""
         routers = {ENVIRONMENT + name.upper() for name in SHARED}
         environment = {name: value for name, value in os.environ.items() if name not in routers}
-        if self._api_key is not None:
-            environment[f"{ENVIRONMENT}API_KEY"] = self._api_key
+        environment |= {ENVIRONMENT + name.upper(): key for name, key in self._keys.items()}
         if self._gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[place]
         return environment
+
+
+def known_keys(service: ServiceConfig) -> dict[str, str]:
+    """The keys of a router, which its replicas have, too."""
+    keys = {"api_key": service.api_key, "admin_api_key": service.admin_api_key}
+    return {name: key for name, key in keys.items() if key is not None}
 
 
 def _end_with_parent() -> None:

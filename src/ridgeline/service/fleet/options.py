@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.core.config import ServiceConfig, option
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
+from ridgeline.service.batches.settings import OFF, DayWindow
 from ridgeline.service.routing import POLICIES, Capacity
 
 SHARED = (
     "host", "port", "api_key", "admin_api_key", "allowed_origins", "allowed_hosts", "root_path", "ssl_certfile", "ssl_keyfile",
     "ssl_keyfile_password", "max_queue", "max_body_mb", "drain_s", "otlp_traces_endpoint", "log_format", "log_level",
+    "batch_dir", "batch_max_gb", "batch_window", "response_store_mb",
 )  # fmt: skip
 """Options of `ServiceConfig` that a router has. `max_queue` bounds the requests that wait in it."""
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -68,13 +70,26 @@ def read_router(options: Mapping[str, Any], origin: str) -> RouterConfig:
 
 
 def check_shared(service: ServiceConfig) -> ServiceConfig:
-    """The options that a router shares. Raises ConfigError for a file of API keys, which replicas read."""
+    """The options that a router shares. Raises ConfigError for a file of API keys, which replicas read.
+
+    A router that knows only the key of operators lets all others pass to the replicas, so it has no owners of files: no batches.
+    """
     if service.api_keys:
         remedy = "give it to the replicas, and leave it out here"
         raise ConfigError(
             f"api_keys is {service.api_keys!r}, but a router counts no use of keys: {remedy}.", param="api_keys"
         )
-    return service
+    DayWindow.parse(service.batch_window)
+    if service.api_key is not None or service.admin_api_key is None:
+        return service
+    if service.batch_dir not in ("", OFF):
+        remedy = "give api_key, too, or leave batch_dir out"
+        raise ConfigError(
+            f"batch_dir is {service.batch_dir!r}, but with admin_api_key alone the router knows no client that owns files: "
+            f"{remedy}.",
+            param="batch_dir",
+        )
+    return replace(service, batch_dir=OFF)
 
 
 def read_url(text: str) -> str:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import aiohttp
 from aiohttp import web
 
 from ridgeline.core.errors import EngineFailed, Unavailable
 from ridgeline.service.answer import write
+from ridgeline.service.batches.rows import ROW
 from ridgeline.service.errors import BUSY, ENGINE, error_event
 from ridgeline.service.fleet.balancer import Balancer
-from ridgeline.service.fleet.demand import read_demand
-from ridgeline.service.fleet.upstream import Exchange, Upstream
+from ridgeline.service.fleet.demand import Reading, read_demand
+from ridgeline.service.fleet.upstream import Exchange, ReplicaLost, Upstream
 from ridgeline.service.guard import ACCESS, REQUEST_ID, TRACE, name_request, request_id
 from ridgeline.service.routing import Ticket
 
@@ -31,10 +32,11 @@ _HOP = frozenset(
     }
 )  # fmt: skip
 """Headers of one connection (RFC 9110, section 7.6.1), and those that are set anew."""
-_NOT_SENT = _HOP | {"host", "expect", "content-encoding", "accept-encoding", "origin", "referer", "cookie"}
-"""Headers of a request that are not passed on: the router has decoded the body and checked the origin."""
+_NOT_SENT = _HOP | {"host", "expect", "content-encoding", "accept-encoding", "origin", "referer", "cookie", ROW}
+"""Headers of a request that are not passed on: the router has decoded the body and checked the origin; rows are its own."""
 _NOT_RETURNED = _HOP | {"date", "server", "vary"}
-_NOT_READY = frozenset({502, 503, 504})
+NOT_READY = frozenset({502, 503, 504})
+"""Statuses after which another replica may answer."""
 _DEFAULT_PAUSE_S = 0.5
 _STREAMED_BODY = 1 << 18
 """Bytes above which a body is written in pieces, so that other streams go on."""
@@ -44,26 +46,40 @@ _WHOLE_BYTES = 1 << 20
 log = logging.getLogger(__name__)
 
 
-class ReplicaLost(Exception):
-    """The replica, or the connection to it, failed."""
-
-
 class ClientLost(Exception):
     """The client has left, or reads too slowly."""
 
 
+Watch: TypeAlias = Callable[[Mapping[str, str], bytes], None]
+"""Sees each chunk of an answer with status 200 before it is passed on, with the answer's headers."""
+
+
+class Outgoing(NamedTuple):
+    """What goes to a replica. body: None: that of the request."""
+
+    reading: Reading
+    body: bytes | None = None
+    watch: Watch | None = None
+
+
 async def forward(request: web.Request) -> web.StreamResponse:
     """Send a request with a JSON body to the replica that the router chooses, and pass its answer on."""
+    return await pass_on(request, lambda body: Outgoing(read_demand(request.headers, body)))
+
+
+async def pass_on(request: web.Request, read: Callable[[Any], Outgoing]) -> web.StreamResponse:
+    """As `forward`, with what `read` makes of the request's body."""
     balancer, access = request.app[BALANCER], request.app[ACCESS]
     if access.draining:
         raise Unavailable("The router is shutting down: send the request to another one.")
     async with AsyncExitStack() as held:
-        read = partial(read_demand, request.headers)
-        body, (demand, body_id) = await held.enter_async_context(access.bodies.held(request, read))
+        body, outgoing = await held.enter_async_context(access.bodies.held(request, read))
+        demand, body_id = outgoing.reading
         if isinstance(body_id, str) and "x-request-id" not in request.headers:
             name_request(request, request_id(body_id))
         ticket = await balancer.place(demand)
-        passing = Passing(request, balancer, ticket, bytes(body), held)
+        passing = Passing(request, balancer, ticket, outgoing.body or bytes(body), held)
+        passing.watch = outgoing.watch
         try:
             return await passing.run()
         finally:
@@ -77,6 +93,7 @@ class Passing:
         self, request: web.Request, balancer: Balancer, ticket: Ticket, body: bytes, held: AsyncExitStack
     ) -> None:
         self.failed: bool | None = None
+        self.watch: Watch | None = None
         self._request, self._balancer, self._ticket = request, balancer, ticket
         self._body = body
         self._held = held
@@ -116,23 +133,12 @@ class Passing:
         if (upstream := self._balancer.upstreams.get(name)) is None:
             raise ReplicaLost("it was removed")
         self._request[TRACE].sent(name)
-        try:
-            async with asyncio.timeout(None) as scope:
-                exchange = Exchange(scope)
-                upstream.exchanges.add(exchange)
-                try:
-                    body = io.BytesIO(self._body) if len(self._body) > _STREAMED_BODY else self._body
-                    reply = await upstream.send(self._request.method, self._request.raw_path, self._headers(), body)
-                    async with reply:
-                        if (reply.status == 429 and BUSY in reply.headers) or reply.status in _NOT_READY:
-                            return await self._refused(reply)
-                        return await self._pass(upstream, exchange, reply)
-                finally:
-                    upstream.exchanges.discard(exchange)
-        except TimeoutError:
-            raise ReplicaLost("it makes no progress") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise ReplicaLost(str(error) or type(error).__name__) from error
+        body = io.BytesIO(self._body) if len(self._body) > _STREAMED_BODY else self._body
+        request = self._request
+        async with upstream.exchange(request.method, request.raw_path, self._headers(), body) as (exchange, reply):
+            if (reply.status == 429 and BUSY in reply.headers) or reply.status in NOT_READY:
+                return await self._refused(reply)
+            return await self._pass(upstream, exchange, reply)
 
     async def _refused(self, reply: aiohttp.ClientResponse) -> web.StreamResponse | None:
         """The replica is busy or not ready: try another one. Without another one, its answer is passed on."""
@@ -168,6 +174,8 @@ class Passing:
             upstream.received += 1
             exchange.received += 1
             self._last = chunk
+            if self.watch is not None and reply.status == 200:
+                self.watch(reply.headers, chunk)
             try:
                 await write(request, response, chunk)
             except (OSError, TimeoutError) as error:

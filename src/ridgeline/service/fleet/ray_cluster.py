@@ -22,8 +22,8 @@ _STOP_S = 5.0
 class Agent:
     """What runs in the actor. serve: options of the replica. host: the node's address."""
 
-    def __init__(self, serve: Mapping[str, Any], api_key: str | None, host: str) -> None:
-        self._launcher = LocalLauncher({**serve, "host": host}, (), api_key, print)
+    def __init__(self, serve: Mapping[str, Any], keys: Mapping[str, str], host: str) -> None:
+        self._launcher = LocalLauncher({**serve, "host": host}, (), keys, print)
         self._replica: LocalReplica
 
     async def start(self, name: str, place: int) -> str:
@@ -72,9 +72,9 @@ class RayReplica:
 
 
 class RayLauncher:
-    """Starts replicas as actors of a Ray cluster. serve, api_key: as for `LocalLauncher`."""
+    """Starts replicas as actors of a Ray cluster. serve, keys: as for `LocalLauncher`."""
 
-    def __init__(self, fleet: FleetConfig, serve: Mapping[str, Any], api_key: str | None) -> None:
+    def __init__(self, fleet: FleetConfig, serve: Mapping[str, Any], keys: Mapping[str, str]) -> None:
         """Connects to the cluster. Raises ConfigError if Ray is missing or there is no cluster."""
         try:
             import ray
@@ -83,7 +83,7 @@ class RayLauncher:
             remedy = "run `pip install 'ridgeline[cluster]'`, or use launcher: local."
             raise ConfigError(f"launcher is ray, but Ray is not installed: {remedy}", param="launcher") from None
         self._ray = ray
-        self._fleet, self._serve, self._api_key = fleet, serve, api_key
+        self._fleet, self._serve, self._keys = fleet, serve, keys
         try:
             ray.init(address=fleet.ray_address, ignore_reinit_error=True, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -109,7 +109,7 @@ class RayLauncher:
             options = {"num_cpus": fleet.replica_cpus, "num_gpus": fleet.replica_gpus, "scheduling_strategy": strategy}
             find_host = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_node_address)
             host = await _result(find_host.remote())
-            agents.append(ray.remote(Agent).options(**options).remote(self._serve, self._api_key, host))
+            agents.append(ray.remote(Agent).options(**options).remote(self._serve, self._keys, host))
             return RayReplica(await _result(agents[0].start.remote(name, place)), agents[0], close)
         except Exception as error:
             close()

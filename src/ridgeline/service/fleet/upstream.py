@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,14 @@ _SWEEP_CHECKS = 4
 """Health checks between two looks at every answer."""
 _ALIVE = frozenset({200, 204, 404, 405})
 """Statuses of a server that works. One without /health answers 404."""
+
+
+class ReplicaLost(Exception):
+    """The replica, or the connection to it, failed. reached: it may have begun with the request."""
+
+    def __init__(self, message: str, *, reached: bool = True) -> None:
+        super().__init__(message)
+        self.reached = reached
 
 
 class Exchange:
@@ -50,6 +59,8 @@ class Upstream:
         self.trouble = "it was not checked yet"
         """Why it is not up."""
         self.state = State.DOWN
+        self.row_limit = 0
+        """Rows of batches that it runs now, as its last health check says."""
         self.received = 0
         """Chunks of answers so far."""
         self.exchanges: set[Exchange] = set()
@@ -64,7 +75,27 @@ class Upstream:
         """Seconds since its first health check without an answer, if it does not answer now."""
         return 0.0 if self._silent_since is None else asyncio.get_running_loop().time() - self._silent_since
 
-    async def send(
+    @asynccontextmanager
+    async def exchange(
+        self, method: str, path: str, headers: Sequence[tuple[str, str]], body: Any
+    ) -> AsyncIterator[tuple[Exchange, aiohttp.ClientResponse]]:
+        """A request, and the answer whose head has come. Raises ReplicaLost, also for an answer that breaks within the block."""
+        try:
+            async with asyncio.timeout(None) as scope:
+                exchange = Exchange(scope)
+                self.exchanges.add(exchange)
+                try:
+                    async with await self._send(method, path, headers, body) as reply:
+                        yield exchange, reply
+                finally:
+                    self.exchanges.discard(exchange)
+        except TimeoutError:
+            raise ReplicaLost("it makes no progress") from None
+        except (aiohttp.ClientError, OSError) as error:
+            reached = not isinstance(error, aiohttp.ClientConnectorError)
+            raise ReplicaLost(str(error) or type(error).__name__, reached=reached) from error
+
+    async def _send(
         self, method: str, path: str, headers: Sequence[tuple[str, str]], body: Any
     ) -> aiohttp.ClientResponse:
         """The head of an answer. Raises aiohttp.ClientError or OSError, as reading its body does."""
@@ -102,16 +133,18 @@ class Upstream:
             async with asyncio.timeout(self._stall_s), self._session.get(self.url + "/health") as reply:
                 body = await reply.read()
         except (aiohttp.ClientError, OSError) as error:
+            self.row_limit = 0
             if self._silent_since is None:
                 self._silent_since = clock()
             name = "no answer" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
             self.trouble = f"its health check failed ({name})"
             return self._progress.failed()
         self._silent_since = None
+        self.row_limit = _number(body, "batch_rows") or 0
         if reply.status not in _ALIVE:
-            self.trouble = f"its health check says: {_message(body) or reply.status}"
+            self.trouble = f"its health check says: {error_message(body) or reply.status}"
             return self._progress.failed(starting=ENGINE in reply.headers)
-        state = self._progress.checked(clock(), _step(body), self.received, len(self.exchanges))
+        state = self._progress.checked(clock(), _number(body, "step"), self.received, len(self.exchanges))
         self.trouble = f"no step and no byte for {self._stall_s:g} s" if state is State.STALLED else ""
         return state
 
@@ -149,17 +182,18 @@ def _end_with_connection(reply: aiohttp.ClientResponse) -> None:
     body.on_eof(complete)
 
 
-def _step(body: bytes) -> int | None:
-    """The number of the last step, from a health check of Ridgeline."""
+def _number(body: bytes, name: str) -> int | None:
+    """A number of a health check of Ridgeline: that of the last step, or of the rows that it runs."""
     try:
         value = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return None
-    step = value.get("step") if isinstance(value, dict) else None
-    return step if isinstance(step, int) else None
+    number = value.get(name) if isinstance(value, dict) else None
+    return number if isinstance(number, int) else None
 
 
-def _message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
+    """That of an error."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])[:200]
     except (msgspec.DecodeError, KeyError, TypeError):

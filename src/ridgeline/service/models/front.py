@@ -30,6 +30,8 @@ class ModelsFront(Front):
     was used least recently gives way. client, metrics and sleep are those of the model that was used last.
     """
 
+    engine_per_model = True
+
     def __init__(self, config: ServiceConfig, models: Sequence[Model]) -> None:
         super().__init__(config, NoEngine(), Metrics(", ".join(model.name for model in models)))
         self.models = {model.name: model for model in models}

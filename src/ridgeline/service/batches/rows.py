@@ -1,0 +1,76 @@
+"""How a batch has its rows run: the interface, which an engine of the same server has, and a router with replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from ridgeline.core.errors import Overloaded
+from ridgeline.service.fields import MAX_CHOICES
+from ridgeline.service.keys.keyring import Holder
+
+ROW = "x-ridgeline-batch-row"
+"""Header of a request that is a row of a batch: a router sends it to a replica."""
+PRIORITY = 1 << 32
+"""Added to the priority of a row: above every number that a request may name, so that every online request is more urgent."""
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+"""Endpoints whose requests a batch may contain."""
+
+
+class NoRoom(Overloaded):
+    """Online requests need the place of a row. It runs again later."""
+
+    def __init__(self) -> None:
+        super().__init__("Online requests leave no room for this row of a batch: send it again.", retry_after_s=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """The request of one row. body: as the file has it. holder: the client that pays for it."""
+
+    endpoint: str
+    body: Any
+    choices: int
+    holder: Holder
+    request_id: str
+
+
+class RowAnswer(NamedTuple):
+    """body: JSON. usage: that of the body; None: the body is an error."""
+
+    status: int
+    body: bytes
+    usage: Mapping[str, Any] | None
+
+
+class Rows(Protocol):
+    """Runs rows in the place that online requests leave. Places are counted in choices."""
+
+    def take(self, choices: int) -> bool:
+        """Take places for a row, which `give_back` returns. False: there is no room now."""
+
+    def give_back(self, choices: int) -> None: ...
+
+    def wait(self, count: int) -> None:
+        """So many rows wait for a place."""
+
+    async def run(self, row: RowRequest) -> RowAnswer:
+        """Answer a row whose places were taken. Raises RidgelineError: NoRoom and Unavailable say nothing about the row."""
+
+
+class LaneMetrics(Protocol):
+    """Where a lane reports its rows."""
+
+    def batch_lane(self, queued: int, running: int, batches: int) -> None: ...
+
+    def batch_rows(self, completed: int, failed: int) -> None: ...
+
+
+def choices_of(body: Any) -> int:
+    """Choices that a body asks for, n for each prompt; 1 if it is not valid, which is found when the row runs."""
+    if not isinstance(body, dict):
+        return 1
+    n, prompt = body.get("n"), body.get("prompt", body.get("input"))
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+    return min(MAX_CHOICES, prompts * (n if isinstance(n, int) and n > 0 else 1))
