@@ -59,7 +59,9 @@ def install(python: Path, wheel: Path, offline: bool, options: list[str]) -> flo
     begin = time.perf_counter()
     words = ["--no-deps", "--no-index", *options, str(wheel)] if offline else [*options, str(wheel)]
     pip = [sys.executable, "-m", "pip", "--python", str(python)] if offline else [str(python), "-m", "pip"]
-    subprocess.run([*pip, "--quiet", "install", *words], check=True)
+    # PYTHONPATH may name a source tree, which pip would take for an installed distribution.
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, "--quiet", "install", *words], check=True, env=variables)
     return time.perf_counter() - begin
 
 
