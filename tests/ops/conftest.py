@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from ridgeline.ops import native_cpu
-from ridgeline.ops.native.binding import cpu_flags, library_path
 from ridgeline.ops.native.build import build as build_library
 from ridgeline.ops.native.build import why_not
+from ridgeline.ops.native.files import cpu_flags, library_path
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Ops, QkvShape
 

@@ -19,8 +19,9 @@ from ridgeline.models.hub import shipped_model
 from ridgeline.ops import native_cpu
 from ridgeline.ops.capture import Captured, Uncaptured
 from ridgeline.ops.native import capture
-from ridgeline.ops.native.binding import Library, library_path, open_library, unsupported
+from ridgeline.ops.native.binding import Library, open_library
 from ridgeline.ops.native.capture import CallListCapture, CapturedCalls
+from ridgeline.ops.native.files import library_path, unsupported
 from ridgeline.ops.table import Normed, Ops
 from ridgeline.speculation.recycling import Recycling
 from ridgeline.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops import native_cpu
-from ridgeline.ops.native.binding import cpu_flags, library_path, sources
+from ridgeline.ops.native.files import cpu_flags, library_path, sources
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import LayerParts, Matrix, Normed, Ops, QkvShape

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from ridgeline.ops import native_cpu, rows
-from ridgeline.ops.native.binding import library_path
+from ridgeline.ops.native.files import library_path
 from ridgeline.ops.rows import Drafted, Int, Knob, RowState, Spread
 from ridgeline.ops.sample import Limits, sample
 from ridgeline.ops.table import Ops

@@ -15,7 +15,8 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.models.hub import resolve_model
 from ridgeline.ops import native_cpu
 from ridgeline.ops.native.arena import Arena
-from ridgeline.ops.native.binding import Library, library_path, open_library
+from ridgeline.ops.native.binding import Library, open_library
+from ridgeline.ops.native.files import library_path
 from ridgeline.ops.native_cpu import NativeOps
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Normed

@@ -109,20 +109,21 @@ def check_triton(machine: Machine, number: str) -> Check:
 
 def check_native() -> Check:
     """The compiled operations of a CPU. Torch has been imported, whose OpenMP library they share."""
-    binding, build = (import_module(f"ridgeline.ops.native.{name}") for name in ("binding", "build"))
-    path, command = binding.library_path(), "python -m ridgeline.ops.native.build"
-    if (reason := binding.unsupported()) is not None:
+    binding, build, files = (import_module(f"ridgeline.ops.native.{name}") for name in ("binding", "build", "files"))
+    path, command = files.find_library(), "python -m ridgeline.ops.native.build"
+    if (reason := files.unsupported()) is not None:
         return Check(
             "cpu operations", "warn", f"not compiled: {reason}", "use another machine, or a GPU: PyTorch is slower."
         )
-    if not path.exists():
+    if path is None:
         first = "" if build.compiler() else "apt-get install g++, then "
         return Check("cpu operations", "warn", "not compiled, so PyTorch is used, which is slower", f"{first}{command}")
     try:
         library = binding.open_library(path)
     except OSError as error:
         return Check("cpu operations", "warn", f"cannot be loaded ({error})", f"rm {path}; {command}")
-    return Check("cpu operations", "ok", f"{library.instructions}, {library.compiler}")
+    origin = "of the package" if path.parent == files.SHIPPED else "compiled here"
+    return Check("cpu operations", "ok", f"{library.instructions}, {origin}, {library.compiler}")
 
 
 def check_memory(free: int, total: int) -> Check:

@@ -16,17 +16,9 @@ import torch
 
 from ridgeline.ops import cpu, cpu_invariant
 from ridgeline.ops.native.arena import LANES, Arena
-from ridgeline.ops.native.binding import (
-    GATES,
-    KV_FORMATS,
-    Kernels,
-    Library,
-    View,
-    library_path,
-    open_library,
-    unsupported,
-)
+from ridgeline.ops.native.binding import GATES, KV_FORMATS, Kernels, Library, View, open_library
 from ridgeline.ops.native.capture import CallListCapture
+from ridgeline.ops.native.files import find_library, unsupported
 from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.native_fp8 import fp8_ops
 from ridgeline.ops.native_integer import int_ops
@@ -392,8 +384,7 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
     """Load the library of this CPU: (operations, instruction set), or (None, reason and remedy). fixed: batch-invariant."""
     if (reason := unsupported()) is not None:
         return None, reason
-    path = library_path(folder)
-    if not path.exists():
+    if (path := find_library(folder)) is None:
         return None, "not built: run `python -m ridgeline.ops.native.build` for faster CPU operations"
     try:
         library = open_library(path)

@@ -1,10 +1,8 @@
-"""The compiled library: its path, and its functions with their argument types."""
+"""The functions of the compiled library with their argument types."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import struct
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
@@ -13,11 +11,6 @@ from typing import Any
 
 import torch
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden")
-# GCC 12's headers deliberately leave destinations of some intrinsics uninitialized.
-QUIET = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
-NEEDED = frozenset({"avx2", "f16c", "fma"})
-"""CPU flags of the minimum instruction set. The compiler uses the best set that the CPU has (native/simd.h)."""
 GATES = {"silu": 1, "gelu_tanh": 2}
 KV_FORMATS = {"fp8": 1, "int8": 2, "int4": 3}
 """Format in view.h by name. 0: the cache is in the model's dtype."""
@@ -195,42 +188,6 @@ class Library:
     log: CallLog
     instructions: str
     compiler: str
-
-
-def sources() -> tuple[Path, ...]:
-    """All source files of the library, headers included, in a fixed order."""
-    here = Path(__file__).parent
-    return tuple(sorted((*here.glob("*.cpp"), *here.glob("*.h"))))
-
-
-def cpu_flags() -> frozenset[str]:
-    """This CPU's flags; empty without /proc/cpuinfo or on a CPU that is not x86."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
-
-
-def unsupported() -> str | None:
-    """Reason why this CPU cannot run the library, or None."""
-    lacking = sorted(NEEDED - cpu_flags())
-    return f"this CPU lacks {', '.join(lacking)}" if lacking else None
-
-
-def library_path(folder: Path | None = None, abilities: frozenset[str] | None = None) -> Path:
-    """Path of the library for these sources and a CPU, in `folder` (default: the user's cache). abilities: the CPU's flags; None:
-    this CPU's (cpu_flags).
-
-    The name contains a hash of sources, compiler flags and CPU flags, so a library that does not match is never opened.
-    """
-    key = hashlib.sha256()
-    for source in sources():
-        key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    key.update(" ".join((*FLAGS, *sorted(cpu_flags() if abilities is None else abilities))).encode())
-    if folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ridgeline"
-    return folder / f"native-{key.hexdigest()[:24]}.so"
 
 
 def open_library(path: Path) -> Library:
