@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_291
+HEART_STATEMENTS = 7_293
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -69,6 +69,11 @@ BESIDE_HEART: Mapping[str, str] = {
     "kv/offload.py": "tiers below the KV cache: their index, with the option --kv-offload-gb",
     "kv/transfer.py": "prompts computed by another engine, with the option --prefill-engines",
     "kv/peer_pools.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
+    "kv/tcp_pools.py": "prompts computed by another engine, with the option --hand-over tcp",
+    "kv/page_server.py": "prompts computed by another engine, with the option --hand-over tcp",
+    "kv/page_client.py": "prompts computed by another engine, with the option --hand-over tcp",
+    "kv/page_wire.py": "prompts computed by another engine, with the option --hand-over tcp",
+    "core/handshake.py": "several hosts: how their processes know each other",
     "kv/host_pages.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
     "ops/peer_memory.py": "memory of GPUs that processes share",
     "engine/profiler.py": "profiles, by orders of operators",

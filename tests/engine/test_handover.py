@@ -18,10 +18,10 @@ from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.core.ticket import Pools, Ticket
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
-from ridgeline.engine.handover import over_peers
+from ridgeline.engine.handover import over_peers, over_tcp
 from ridgeline.models.hub import shipped_model
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.wire.messages import Cancel, Delta, Submit
+from ridgeline.wire.messages import Cancel, Delta, Offer, Submit
 from tests.kv.host_memory import HostMemory
 from tests.models.families import save
 
@@ -49,19 +49,22 @@ def shared_pools(count: int) -> Iterator[list[Pools]]:
 
 @contextmanager
 def engines(
-    folder: Path, config: EngineConfig = CONFIG, memory: HostMemory | None = None, **model: object
+    folder: Path, config: EngineConfig = CONFIG, memory: HostMemory | None = None, tcp: bool = False, **model: object
 ) -> Iterator[list[Engine]]:
     """The engine of prompts, the engine of the other tokens, and one that does both. memory: pages are copied from it, as between
-    GPUs; None: from memory files."""
+    GPUs; None: from memory files. tcp: they are sent."""
     with ExitStack() as stack:
         pools = stack.enter_context(shared_pools(2))
+        if tcp:
+            pools = [Pools(local=number, listen="127.0.0.1", secret="5e" * 32) for number in range(2)]
         made = []
         for pool in (*pools, Pools()):
             made.append(start(folder, config, pool if memory is None else Pools(), **model))
             stack.callback(made[-1].close)
-            if memory is not None and pool.descriptors:
+            if memory is not None and pool.hands_over:
                 leases, runner = made[-1].loop.scheduler.leases, made[-1].loop.runner
-                hand_overs = over_peers(pool, leases, runner, made[-1].setup.fingerprint, memory)  # type: ignore[arg-type]
+                over = over_tcp if tcp else over_peers
+                hand_overs = over(pool, leases, runner, made[-1].setup.fingerprint, memory)  # type: ignore[arg-type]
                 made[-1].setup = replace(made[-1].setup, hand_overs=hand_overs)
         yield made
 
@@ -75,8 +78,13 @@ class Heard:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     cached: int = -1
     ticket: Ticket | None = None
+    offers: list[Ticket] = field(default_factory=list)
+    """Tickets of parts of the prompt."""
 
     def take(self, delta: Delta) -> None:
+        if delta.ticket is not None and not delta.finish:
+            self.offers.append(delta.ticket)
+            return
         self.tokens.setdefault(delta.choice, []).extend(delta.tokens)
         self.logprobs.setdefault(delta.choice, []).extend(score.logprob for score in delta.logprobs or ())
         self.cached = max(self.cached, delta.cached)
@@ -113,6 +121,9 @@ def other_half(message: Submit, first: Heard, **changed: object) -> Submit:
 def handed_over(engines: list[Engine], *messages: Submit) -> tuple[dict[str, Heard], dict[str, Heard]]:
     """Run requests over both engines. Returns what each of them said, the second with all tokens."""
     first = run(engines[0], *map(prompt_half, messages))
+    for name, heard in first.items():
+        for ticket in heard.offers:
+            engines[1].handle(Offer(name, ticket))
     second = run(engines[1], *(other_half(message, first[message.id]) for message in messages))
     for message in messages:
         engines[0].handle(Cancel(message.id))
@@ -152,6 +163,9 @@ CASES = {
     "grouped heads": ("llama-gqa", {}, {}),
     "from the memory of the other device": ("llama-gqa", {"memory": HostMemory()}, {}),
     "through host memory": ("llama-gqa", {"memory": HostMemory("share")}, {}),
+    "over TCP": ("llama-gqa", {"tcp": True}, {}),
+    "over TCP from the memory of a device": ("llama-gqa", {"tcp": True, "memory": HostMemory()}, {}),
+    "over TCP with windows": ("gemma3", {"tcp": True}, {}),
     "windows": ("gemma3", {}, {}),
     "int8 cache": ("llama-gqa", {"kv_cache_dtype": "int8"}, {}),
     "drafts": ("llama-gqa", {}, {"speculate": "reference+lookahead"}),
