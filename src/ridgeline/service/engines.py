@@ -62,7 +62,7 @@ class Engines:
 
     def __init__(self, resolved: Resolved, client: SplitClient, pools: Sequence[Pools], metrics: Metrics) -> None:
         self.client, self._metrics, self._resolved = client, metrics, resolved
-        self._pools = {own.local: own for own in pools}
+        self._pools = {each.local: each for each in pools}
         self._descriptors = pools[0].descriptors if pools else ()
         self._engine = sharing_cores(resolved.engine, len(pools))
         self._remote = RemoteEngines(resolved.service)
