@@ -318,3 +318,58 @@ def test_what_hands_nothing_over_is_refused(options: dict[str, object], words: s
     save("llama-gqa", tmp_path)
     with shared_pools(2) as pools, pytest.raises(ConfigError, match=words):
         start(tmp_path, replace(CONFIG, **options), pools[0])  # type: ignore[arg-type]
+
+
+def long_message(name: str) -> Submit:
+    """A request whose prompt takes several steps."""
+    prompt = [*(ord(letter) for letter in name), *(PROMPT * 5)]
+    return Submit(name, prompt, SamplingParams(temperature=0.8, seed=1, max_tokens=6, ignore_eos=True), arrival=0.0)
+
+
+def test_pages_travel_while_the_prompt_is_computed(tmp_path: Path) -> None:
+    """After the last step only its blocks are left to send; the tokens are those of one engine."""
+    save("llama-gqa", tmp_path)
+    with engines(tmp_path, tcp=True) as made:
+        asked = long_message("early")
+        first = run(made[0], prompt_half(asked))[asked.id]
+        assert first.ticket is not None and len(first.offers) >= 3
+        early = [key for offer in first.offers for key in offer.keys]
+        assert early == list(first.ticket.keys[: len(early)]), "each block once, in order"
+        assert len(first.ticket.keys) - len(early) <= CONFIG.max_num_batched_tokens // CONFIG.block_size
+        for offer in first.offers:
+            made[1].handle(Offer(asked.id, offer))
+        transport = made[1].loop.scheduler.leases.source._transport  # type: ignore[attr-defined]
+        assert all(arrival.result(10) is not None for arrival in transport._arrivals.values())
+        assert len(transport._arrivals) == len(early) and pool_of(made[1]).used == 0, "no block is needed yet"
+        second = run(made[1], other_half(asked, first))[asked.id]
+        assert first.tokens[0] + second.tokens[0] == run(made[2], asked)[asked.id].tokens[0]
+        assert pulled(made[1]) == (len(first.ticket.keys), 0) and not transport._arrivals
+        made[0].handle(Cancel(asked.id))
+        assert pool_of(made[0]).used == pool_of(made[1]).used == 0
+        pool_of(made[0]).check()
+
+
+@pytest.mark.parametrize("ends", ["after a part of the prompt", "after the ticket", "released after the ticket"])
+def test_an_engine_that_ends_between_offers_and_pages(ends: str, tmp_path: Path) -> None:
+    save("llama-gqa", tmp_path)
+    with engines(tmp_path, tcp=True) as made:
+        asked = long_message("lost")
+        first = run(made[0], prompt_half(asked))[asked.id]
+        transport = made[1].loop.scheduler.leases.source._transport  # type: ignore[attr-defined]
+        made[1].handle(Offer(asked.id, first.offers[0]))
+        assert all(arrival.result(10) is not None for arrival in transport._arrivals.values())
+        if ends == "released after the ticket":
+            made[0].handle(Cancel(asked.id))
+        else:
+            made[0].loop.scheduler.leases.source._transport.close()  # type: ignore[attr-defined]
+        if ends == "after a part of the prompt":  # what the service sends to the engine that takes over
+            made[1].handle(Cancel(asked.id))
+            assert not transport._arrivals
+            tokens = run(made[1], asked)[asked.id].tokens[0]
+        else:
+            second = run(made[1], other_half(asked, first))[asked.id]
+            assert second.cached == 0, "computed again"
+            tokens = first.tokens[0] + second.tokens[0]
+        assert tokens == run(made[2], asked)[asked.id].tokens[0]
+        assert pool_of(made[1]).used == 0 and not transport._arrivals
+        assert transport._room == 4 << 30, "no memory is held"
