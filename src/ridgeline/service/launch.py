@@ -83,6 +83,10 @@ def check_engines(config: ServiceConfig) -> None:
             reason = f"an engine for prompts needs one for the other tokens: add {missing} 1, or leave it out"
             raise ConfigError(f"{option} is {getattr(config, name)} without {missing}: {reason}.", param=name)
     needs = {"engine_address": "its HOST:PORT for engines of other hosts", "engine_secret": "a secret of all hosts"}
+    if config.models and (config.join or config.remote_engines):
+        raise ConfigError(
+            "--models runs engines of this host only: leave --remote-engines and --join out.", param="models"
+        )
     if config.join and not config.engine_secret:
         raise ConfigError("--join needs --engine-secret, that of the service.", param="engine_secret")
     for name, what in needs.items() if config.remote_engines else ():
