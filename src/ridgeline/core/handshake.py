@@ -20,6 +20,7 @@ _VERSION = b"RIDGELN1"
 _GREETING = struct.Struct("<8s16s")
 _HELLO = struct.Struct("<8s16s32s")
 _PROOF = struct.Struct("<32s")
+_TIMEVAL = struct.Struct("@ll")
 HANDSHAKE_S = 2.0
 SILENCE_S = 5.0
 """Seconds without a byte after which the other end counts as lost."""
@@ -37,11 +38,24 @@ def receive(sock: socket.socket, target: memoryview, until: float) -> None:
         left = until - time.monotonic()
         if left <= 0:
             raise PeerError("it is too slow")
-        sock.settimeout(min(left, SILENCE_S))
-        count = sock.recv_into(target)
+        limit(sock, receive_s=min(left, SILENCE_S))
+        try:
+            count = sock.recv_into(target, flags=socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise PeerError("it is silent") from None
         if not count:
             raise PeerError("it has closed the connection")
         target = target[count:]
+
+
+def limit(sock: socket.socket, receive_s: float = 0.0, send_s: float = SILENCE_S) -> None:
+    """Seconds that a call may wait; 0: for ever. The kernel waits, so that one call moves megabytes: with timeouts of Python, calls
+    end with each part that has arrived, and each time the thread waits for the interpreter."""
+    sock.settimeout(None)
+    for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
+        sock.setsockopt(
+            socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6) + (0 < seconds < 1e-6))
+        )
 
 
 def receive_bytes(sock: socket.socket, count: int, until: float) -> bytes:
@@ -91,7 +105,7 @@ def _sign(secret: bytes, role: bytes, rest: bytes) -> bytes:
 
 
 def _prepare(sock: socket.socket) -> None:
-    sock.settimeout(SILENCE_S)
+    limit(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():

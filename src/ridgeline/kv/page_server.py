@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.handshake import SILENCE_S, PeerError, greet, receive_bytes
+from ridgeline.core.handshake import SILENCE_S, PeerError, greet, limit, receive_bytes
 from ridgeline.kv.host_pages import is_pending
 from ridgeline.kv.page_wire import COUNT, MOST_PAGES, PAGE, PIECE, PIECE_BYTES, send_all, topic
 
@@ -106,7 +106,7 @@ class PageServer:
                 self._peers.discard(sock)
 
     def _request(self, sock: socket.socket) -> list[tuple[int, int]]:
-        sock.settimeout(IDLE_S)
+        limit(sock, receive_s=IDLE_S)
         first = sock.recv(1)
         if not first:
             raise PeerError("it has closed the connection")
@@ -117,7 +117,6 @@ class PageServer:
         return list(PAGE.iter_unpack(receive_bytes(sock, count * PAGE.size, until)))
 
     def _answer(self, sock: socket.socket, asked: Sequence[tuple[int, int]]) -> None:
-        sock.settimeout(SILENCE_S)
         size = max(1, PIECE_BYTES // self._memory.page_bytes)
         for first in range(0, len(asked), size):
             piece = asked[first : first + size]

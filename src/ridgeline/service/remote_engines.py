@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
-from ridgeline.core.handshake import SILENCE_S, PeerError, connect, derive, greet, receive_bytes
+from ridgeline.core.handshake import SILENCE_S, PeerError, connect, derive, greet, limit, receive_bytes
 from ridgeline.core.resolve import Resolved
 from ridgeline.core.ticket import Pools
 from ridgeline.core.version import VERSION
@@ -123,9 +123,10 @@ def _listen(address: str) -> socket.socket:
 
 def _order(sock: socket.socket, config: bytes) -> float:
     """Send the configuration. Returns how far the other host's monotonic clock is ahead."""
-    sock.settimeout(SILENCE_S)
+    sock.settimeout(None)
     sock.sendall(config)
     (there,) = _CLOCK.unpack(receive_bytes(sock, _CLOCK.size, time.monotonic() + SILENCE_S))
+    limit(sock, send_s=0.0)
     sock.setblocking(False)
     return float(there) - time.monotonic()
 
@@ -165,7 +166,7 @@ def _join(resolved: Resolved, stopped: list[bool]) -> subprocess.Popen[bytes]:
             pass
         order = receive_config(sock)
         sock.sendall(_CLOCK.pack(time.monotonic()))
-        sock.settimeout(None)  # the engine inherits the mode of the file
+        limit(sock, send_s=0.0)  # the engine inherits the socket
         here = Pools((), order.pools.local, sock.getsockname()[0], derive(secret, "pages"))
         return _start(sock, own_order(order, resolved, here))
 
@@ -180,7 +181,7 @@ def _has_data(sock: socket.socket) -> bool:
     sock.settimeout(_RETRY_S)
     with suppress(TimeoutError):
         sock.recv(1, socket.MSG_PEEK)
-        sock.settimeout(SILENCE_S)
+        limit(sock, receive_s=SILENCE_S)
         return True
     return False
 
