@@ -18,10 +18,10 @@ from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.core.ticket import Pools, Ticket
 from ridgeline.engine.assemble import assemble
 from ridgeline.engine.engine import Engine
-from ridgeline.engine.handover import over_peers
+from ridgeline.engine.handover import over_peers, over_tcp
 from ridgeline.models.hub import shipped_model
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.wire.messages import Cancel, Delta, Submit
+from ridgeline.wire.messages import Cancel, Delta, Offer, Submit
 from tests.kv.host_memory import HostMemory
 from tests.models.families import save
 
@@ -49,19 +49,22 @@ def shared_pools(count: int) -> Iterator[list[Pools]]:
 
 @contextmanager
 def engines(
-    folder: Path, config: EngineConfig = CONFIG, memory: HostMemory | None = None, **model: object
+    folder: Path, config: EngineConfig = CONFIG, memory: HostMemory | None = None, tcp: bool = False, **model: object
 ) -> Iterator[list[Engine]]:
     """The engine of prompts, the engine of the other tokens, and one that does both. memory: pages are copied from it, as between
-    GPUs; None: from memory files."""
+    GPUs; None: from memory files. tcp: they are sent."""
     with ExitStack() as stack:
         pools = stack.enter_context(shared_pools(2))
+        if tcp:
+            pools = [Pools(local=number, listen="127.0.0.1", secret="5e" * 32) for number in range(2)]
         made = []
         for pool in (*pools, Pools()):
             made.append(start(folder, config, pool if memory is None else Pools(), **model))
             stack.callback(made[-1].close)
-            if memory is not None and pool.descriptors:
+            if memory is not None and pool.hands_over:
                 leases, runner = made[-1].loop.scheduler.leases, made[-1].loop.runner
-                hand_overs = over_peers(pool, leases, runner, made[-1].setup.fingerprint, memory)  # type: ignore[arg-type]
+                over = over_tcp if tcp else over_peers
+                hand_overs = over(pool, leases, runner, made[-1].setup.fingerprint, memory)  # type: ignore[arg-type]
                 made[-1].setup = replace(made[-1].setup, hand_overs=hand_overs)
         yield made
 
@@ -75,8 +78,13 @@ class Heard:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     cached: int = -1
     ticket: Ticket | None = None
+    offers: list[Ticket] = field(default_factory=list)
+    """Tickets of parts of the prompt."""
 
     def take(self, delta: Delta) -> None:
+        if delta.ticket is not None and not delta.finish:
+            self.offers.append(delta.ticket)
+            return
         self.tokens.setdefault(delta.choice, []).extend(delta.tokens)
         self.logprobs.setdefault(delta.choice, []).extend(score.logprob for score in delta.logprobs or ())
         self.cached = max(self.cached, delta.cached)
@@ -113,6 +121,9 @@ def other_half(message: Submit, first: Heard, **changed: object) -> Submit:
 def handed_over(engines: list[Engine], *messages: Submit) -> tuple[dict[str, Heard], dict[str, Heard]]:
     """Run requests over both engines. Returns what each of them said, the second with all tokens."""
     first = run(engines[0], *map(prompt_half, messages))
+    for name, heard in first.items():
+        for ticket in heard.offers:
+            engines[1].handle(Offer(name, ticket))
     second = run(engines[1], *(other_half(message, first[message.id]) for message in messages))
     for message in messages:
         engines[0].handle(Cancel(message.id))
@@ -152,6 +163,9 @@ CASES = {
     "grouped heads": ("llama-gqa", {}, {}),
     "from the memory of the other device": ("llama-gqa", {"memory": HostMemory()}, {}),
     "through host memory": ("llama-gqa", {"memory": HostMemory("share")}, {}),
+    "over TCP": ("llama-gqa", {"tcp": True}, {}),
+    "over TCP from the memory of a device": ("llama-gqa", {"tcp": True, "memory": HostMemory()}, {}),
+    "over TCP with windows": ("gemma3", {"tcp": True}, {}),
     "windows": ("gemma3", {}, {}),
     "int8 cache": ("llama-gqa", {"kv_cache_dtype": "int8"}, {}),
     "drafts": ("llama-gqa", {}, {"speculate": "reference+lookahead"}),
@@ -304,3 +318,58 @@ def test_what_hands_nothing_over_is_refused(options: dict[str, object], words: s
     save("llama-gqa", tmp_path)
     with shared_pools(2) as pools, pytest.raises(ConfigError, match=words):
         start(tmp_path, replace(CONFIG, **options), pools[0])  # type: ignore[arg-type]
+
+
+def long_message(name: str) -> Submit:
+    """A request whose prompt takes several steps."""
+    prompt = [*(ord(letter) for letter in name), *(PROMPT * 5)]
+    return Submit(name, prompt, SamplingParams(temperature=0.8, seed=1, max_tokens=6, ignore_eos=True), arrival=0.0)
+
+
+def test_pages_travel_while_the_prompt_is_computed(tmp_path: Path) -> None:
+    """After the last step only its blocks are left to send; the tokens are those of one engine."""
+    save("llama-gqa", tmp_path)
+    with engines(tmp_path, tcp=True) as made:
+        asked = long_message("early")
+        first = run(made[0], prompt_half(asked))[asked.id]
+        assert first.ticket is not None and len(first.offers) >= 3
+        early = [key for offer in first.offers for key in offer.keys]
+        assert early == list(first.ticket.keys[: len(early)]), "each block once, in order"
+        assert len(first.ticket.keys) - len(early) <= CONFIG.max_num_batched_tokens // CONFIG.block_size
+        for offer in first.offers:
+            made[1].handle(Offer(asked.id, offer))
+        transport = made[1].loop.scheduler.leases.source._transport  # type: ignore[attr-defined]
+        assert all(arrival.result(10) is not None for arrival in transport._arrivals.values())
+        assert len(transport._arrivals) == len(early) and pool_of(made[1]).used == 0, "no block is needed yet"
+        second = run(made[1], other_half(asked, first))[asked.id]
+        assert first.tokens[0] + second.tokens[0] == run(made[2], asked)[asked.id].tokens[0]
+        assert pulled(made[1]) == (len(first.ticket.keys), 0) and not transport._arrivals
+        made[0].handle(Cancel(asked.id))
+        assert pool_of(made[0]).used == pool_of(made[1]).used == 0
+        pool_of(made[0]).check()
+
+
+@pytest.mark.parametrize("ends", ["after a part of the prompt", "after the ticket", "released after the ticket"])
+def test_an_engine_that_ends_between_offers_and_pages(ends: str, tmp_path: Path) -> None:
+    save("llama-gqa", tmp_path)
+    with engines(tmp_path, tcp=True) as made:
+        asked = long_message("lost")
+        first = run(made[0], prompt_half(asked))[asked.id]
+        transport = made[1].loop.scheduler.leases.source._transport  # type: ignore[attr-defined]
+        made[1].handle(Offer(asked.id, first.offers[0]))
+        assert all(arrival.result(10) is not None for arrival in transport._arrivals.values())
+        if ends == "released after the ticket":
+            made[0].handle(Cancel(asked.id))
+        else:
+            made[0].loop.scheduler.leases.source._transport.close()  # type: ignore[attr-defined]
+        if ends == "after a part of the prompt":  # what the service sends to the engine that takes over
+            made[1].handle(Cancel(asked.id))
+            assert not transport._arrivals
+            tokens = run(made[1], asked)[asked.id].tokens[0]
+        else:
+            second = run(made[1], other_half(asked, first))[asked.id]
+            assert second.cached == 0, "computed again"
+            tokens = first.tokens[0] + second.tokens[0]
+        assert tokens == run(made[2], asked)[asked.id].tokens[0]
+        assert pool_of(made[1]).used == 0 and not transport._arrivals
+        assert transport._room == 4 << 30, "no memory is held"

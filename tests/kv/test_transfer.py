@@ -172,12 +172,12 @@ def test_a_ticket_is_forgotten_after_its_deadline() -> None:
         index.insert(b"key", 0, block)
         ticket = source.export("a", [b"key", b"other"], index, pool)
         assert ticket.keys == (b"key",), "as far as the blocks go"
-        source.expect("a", ticket)
+        source.expect("a", ticket, index)
         (((number,),)) = source.find([b"key"], 0)
         os.pwrite(files[0], bytes(PAGE), block * PAGE)
         os.ftruncate(files[0], PAGE * 5)
         assert number < 0 and source.read(-number, memoryview(bytearray(PAGE)))
-        source.expect("b", ticket)
+        source.expect("b", ticket, index)
         source.forget("a")
         (((number,),)) = source.find([b"key"], 0)
         assert source.read(-number, memoryview(bytearray(PAGE))), (

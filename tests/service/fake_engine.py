@@ -23,6 +23,7 @@ from ridgeline.wire.messages import (
     Finish,
     Heartbeat,
     Loading,
+    Offer,
     Ready,
     Reply,
     StepStats,
@@ -40,7 +41,8 @@ class Behaviour:
 
     die_after: tokens after which the engine goes, with a word (`last_word`) or without. cached: prompt tokens that count
     as hits, at most. joules: energy of an output token. fail_after: tokens after which a request ends with an error, fails_as: or
-    is refused. pulls: it gets the pages of tickets.
+    is refused. pulls: it gets the pages of tickets. offers: parts of a prompt that it
+    offers before its first token.
     """
 
     script: Script
@@ -60,6 +62,7 @@ class Behaviour:
     fail_after: int | None = None
     fails_as: str = "error"
     pulls: bool = True
+    offers: int = 0
     skip_frame: bool = False
     joules: float = 0.0
     defaults: dict[str, float] = field(default_factory=dict)
@@ -83,6 +86,9 @@ class FakeEngine:
         self._reader, self.writer = reader, writer
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
+        self.offered: list[Offer] = []
+        self.order: list[str] = []
+        """What was asked of it, in order."""
         self.finishes: list[Finish] = []
         self.orders: list[str] = []
         self.said = 0
@@ -146,8 +152,11 @@ class FakeEngine:
             self._take(decoder.decode(body))
         await self.die()
 
-    def _take(self, message: Submit | Cancel | Finish | Control) -> None:
-        if isinstance(message, Submit):
+    def _take(self, message: Submit | Offer | Cancel | Finish | Control) -> None:
+        self.order.append(type(message).__name__)
+        if isinstance(message, Offer):
+            self.offered.append(message)
+        elif isinstance(message, Submit):
             self.submits.append(message)
             for choice in message.drawn or range(message.sampling.n):
                 drawn = message.drawn.get(choice, [])
@@ -189,6 +198,7 @@ class FakeEngine:
             await asyncio.sleep(self.behaviour.delay)
             while self._waiting and len(self._rows) < self.behaviour.rows:
                 self._rows.append(self._waiting.pop(0))
+            await self._offer()
             deltas = [self._advance(row) for row in self._rows]
             self._rows = [row for row, delta in zip(self._rows, deltas, strict=True) if not delta.finish]
             self._step += 1
@@ -198,6 +208,16 @@ class FakeEngine:
             if self.behaviour.die_after is not None and self.said >= self.behaviour.die_after:
                 await self.die()
                 return
+
+    async def _offer(self) -> None:
+        """Parts of new prompts, each with a block."""
+        for row in self._rows:
+            if row.submit.hand_over and not row.said and not row.choice:
+                for _ in range(self.behaviour.offers):
+                    self._sequence += 1
+                    part = Ticket(0, (b"key",), ((1,),), ((2,),))
+                    self.send(Deltas(self._sequence, [Delta(row.submit.id, 0, ticket=part)]))
+                    await asyncio.sleep(self.behaviour.delay)
 
     async def _rest(self) -> None:
         """Heartbeat until a message comes."""

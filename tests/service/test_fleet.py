@@ -285,6 +285,11 @@ def test_a_file_in_full(tmp_path: Path) -> None:
             {"serve": {"batch_dir": "/b"}},
             "batch_dir (serve in fleet.json) is set by the fleet: give it in the section router.",
         ),
+        ({"serve": {"join": "a:1"}}, "join (serve in fleet.json) runs no server"),
+        (
+            {"replicas": 2, "serve": {"remote_engines": "prefill"}},
+            "remote_engines (serve in fleet.json) has one address: give replicas: 1 and no section autoscale.",
+        ),
         ({"router": {"polcy": "x"}}, "Unknown key polcy (router in fleet.json): did you mean policy?"),
         (
             {"router": {"policy": "x"}},

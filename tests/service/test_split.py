@@ -24,6 +24,14 @@ from ridgeline.wire.messages import Delta, StepStats, Submit
 from .fake_engine import Behaviour, FakeEngine
 
 EOS = 9
+JOINED = {
+    "remote_engines": "prefill",
+    "prefill_engines": 1,
+    "decode_engines": 1,
+    "hand_over": "tcp",
+    "engine_address": "10.0.0.1:7000",
+    "engine_secret": "s",
+}
 PROMPT = list(range(100, 150))
 
 
@@ -381,11 +389,63 @@ def test_numbers_are_those_of_all_engines() -> None:
     run(test, 1, 2)
 
 
+def test_parts_of_a_prompt_go_to_the_engine_that_goes_on() -> None:
+    async def test(cluster: Cluster) -> None:
+        decodes = cluster.engines[1:]
+        deltas = await heard(cluster.submit(n=2))
+        assert [tokens_of(deltas, choice) for choice in range(2)] == [expected(choice=choice) for choice in range(2)]
+        assert sorted(engine.order for engine in decodes) == [[], ["Offer", "Offer", "Offer", "Submit"]]
+        await cluster.settled()
+        assert len(cluster.counted.seconds) == 1 and not cluster.counted.failures
+
+    run(test, 1, 2, p0={"offers": 3})
+
+
+def test_parts_of_a_prompt_are_withdrawn() -> None:
+    """The engine of the prompt fails, or the first token ends the answer: the other engine keeps nothing."""
+
+    async def test(cluster: Cluster) -> None:
+        prefill, decode = cluster.engines
+        assert tokens_of(await heard(cluster.submit())) == expected()
+        assert decode.order == ["Offer", "Offer", "Cancel", "Submit"] and decode.submits[0].ticket is None
+        await cluster.settled()
+        assert cluster.counted.failures == ["prefill"]
+        prefill.behaviour.fail_after = None
+        await heard(cluster.submit("b", stop_token_ids=(PROMPT[0],)))
+        await cluster.settled()
+        assert decode.order[4:] == ["Offer", "Offer", "Cancel"]
+
+    run(test, p0={"offers": 2, "fail_after": 1})
+
+
+def test_the_engine_that_was_offered_parts_is_lost() -> None:
+    async def test(cluster: Cluster) -> None:
+        decodes = cluster.engines[1:]
+        subscription = cluster.submit()
+        while not any(engine.offered for engine in decodes):
+            await asyncio.sleep(0.001)
+        (lost,) = [engine for engine in decodes if engine.offered]
+        await lost.die()
+        assert tokens_of(await heard(subscription)) == expected()
+        await cluster.settled()
+        assert not lost.submits and not cluster.counted.failures
+
+    run(test, 1, 2, p0={"offers": 2, "delay": 0.05})
+
+
 @pytest.mark.parametrize(
     ("service", "words"),
     [
         ({"prefill_engines": 1}, "--prefill-engines is 1 without --decode-engines"),
         ({"decode_engines": 2}, "--decode-engines is 2 without --prefill-engines"),
+        ({"join": "10.0.0.1:7000"}, "--join needs --engine-secret"),
+        ({**JOINED, "models": "models.yaml"}, "--models runs engines of this host only"),
+        ({"join": "10.0.0.1", "engine_secret": "s"}, "give HOST:PORT"),
+        ({"remote_engines": "prefill"}, "--remote-engines needs --engine-address"),
+        ({**JOINED, "engine_secret": None}, "--remote-engines needs --engine-secret"),
+        ({**JOINED, "prefill_engines": 0, "decode_engines": 0}, "--remote-engines needs --prefill-engines"),
+        ({**JOINED, "hand_over": "local"}, "--remote-engines needs --hand-over tcp"),
+        ({**JOINED, "engine_address": "10.0.0.1:0"}, "give HOST:PORT"),
     ],
 )
 def test_numbers_of_engines_that_do_not_hold(service: dict[str, Any], words: str) -> None:

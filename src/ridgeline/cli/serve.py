@@ -171,6 +171,9 @@ def run(args: Arguments) -> int:
     if resolved.service.models:
         return _serve_models(args, resolved)
     check(resolved)
+    if resolved.service.join:
+        run_engine_host = import_module("ridgeline.service.remote_engines").run_engine_host
+        return int(run_engine_host(resolved, lambda line: print(line, file=sys.stderr)))
     if resolved.engine.node_rank:
         return run_host(resolved.engine, resolve_model(resolved.model), lambda line: print(line, file=sys.stderr))
     with ExitStack() as cleanup:

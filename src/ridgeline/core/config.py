@@ -243,6 +243,17 @@ class ServiceConfig:
         0, "engine processes that compute prompts for --decode-engines (default: one engine does both)"
     )
     decode_engines: int = option(0, "engine processes that draw the tokens after the first; with --prefill-engines")
+    hand_over: str = option(
+        "local",
+        "how engines of --prefill-engines hand prompts over: local (shared memory on CPUs, CUDA IPC between GPUs of one host) or "
+        "tcp (also between hosts, while a prompt is computed)",
+    )
+    remote_engines: str = option(
+        "", "engines that run on other hosts, prefill or decode: they join --engine-address (default: none)"
+    )
+    engine_address: str = option("", "HOST:PORT of this host, for engines of other hosts; needs --engine-secret")
+    engine_secret: str | None = option(None, "secret that the engines of all hosts have")
+    join: str = option("", "run no service, but one engine for the service whose --engine-address is this")
     otlp_traces_endpoint: str = option(
         "",
         "address of an OpenTelemetry collector (OTLP over HTTP, as in http://localhost:4318) that receives traces of requests; "

@@ -27,7 +27,7 @@ from ridgeline.core.token_prices import TokenPrices
 CONFIGS: tuple[type, ...] = (ModelConfig, EngineConfig, ServiceConfig)
 ENVIRONMENT = "RIDGELINE_"
 STANDARD_INPUT = Path("/dev/stdin")
-SECRETS = frozenset({"admin_api_key", "api_key", "moderation_api_key", "ssl_keyfile_password"})
+SECRETS = frozenset({"admin_api_key", "api_key", "engine_secret", "moderation_api_key", "ssl_keyfile_password"})
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
@@ -37,6 +37,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "metrics_alias": ("", "vllm", "old", "sglang"),
     "moderation_mode": ("buffer", "window", "after"),
     "moderation_failure": ("closed", "open"),
+    "hand_over": ("local", "tcp"),
+    "remote_engines": ("", "prefill", "decode"),
     "log_format": FORMATS,
     "log_level": LEVELS,
     "pooling": ("auto", "last", "mean", "cls"),

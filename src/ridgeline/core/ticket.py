@@ -11,25 +11,39 @@ class Ticket:
 
     engine: number of the engine in `Pools`. keys: of the prompt's full blocks, in order (kv.prefix): they cover the salt, the
     fingerprint of model and KV format, and the tokens. pages: for each block one page of each KV group; 0: no later token needs it.
-    checks: CRC-32 of each page.
+    checks: of each page, by which its transport sees that the page has changed. address: at which the engine serves its pages; "":
+    they are in its pool.
     """
 
     engine: int
     keys: tuple[bytes, ...]
     pages: tuple[tuple[int, ...], ...]
     checks: tuple[tuple[int, ...], ...]
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Shared memory of engines that hand over to each other.
+    """How engines hand over to each other.
 
-    descriptors: file descriptors (memfd_create), one for each engine, the same files in all of them. Empty: nothing is handed over.
-    local: number of the engine that holds this record.
+    descriptors: file descriptors (memfd_create), one for each engine, the same files in all of them: shared memory of one host.
+    local: number of the engine that holds this record. listen: address of this host at which the engine serves its pages over TCP;
+    "": by shared memory. secret: hexadecimal, known to the engines that may ask for pages. sharing: engines on this host.
     """
 
     descriptors: tuple[int, ...] = ()
     local: int = 0
+    listen: str = ""
+    secret: str = ""
+    sharing: int = 1
+
+    @property
+    def hands_over(self) -> bool:
+        return bool(self.descriptors or self.listen)
+
+    @property
+    def engines_here(self) -> int:
+        return len(self.descriptors) or self.sharing
 
     @property
     def local_descriptor(self) -> int:

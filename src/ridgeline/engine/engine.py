@@ -26,7 +26,7 @@ from ridgeline.kv.prefix import chain_root
 from ridgeline.metrics.account import Account, Accounted
 from ridgeline.text.grammar import COMPILE_S, CompiledGrammar
 from ridgeline.text.grammar_cache import GrammarCache
-from ridgeline.wire.messages import Cancel, Control, Delta, Deltas, Down, Finish, Reply, StepStats, Submit, Up
+from ridgeline.wire.messages import Cancel, Control, Delta, Deltas, Down, Finish, Offer, Reply, StepStats, Submit, Up
 
 _WASTE_EVERY = 32
 """Steps between two readings of the KV waste, which costs a pass over all running requests."""
@@ -119,6 +119,8 @@ class Engine:
             self._waiting = [waiting for waiting in self._waiting if waiting.message.id != message.id]
             self._scheduler.cancel(message.id, message.reason)
             self.setup.hand_overs.cancelled(message.id)
+        elif isinstance(message, Offer):
+            self.setup.hand_overs.offered(message)
         elif isinstance(message, Finish):
             self._scheduler.end_choice(message.id, message.choice, message.reason, message.kept)
         else:

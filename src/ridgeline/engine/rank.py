@@ -128,11 +128,11 @@ def plan_rank(
     spec = served_spec(checkpoint, model)
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
     choice = choice_of(model, config, spec, wanted, device.type)
-    check_together(replace(choice, hands_over=bool(pools.descriptors)))
+    check_together(replace(choice, hands_over=pools.hands_over))
     drafter_memory = with_adapters(drafter_memory, model, spec, config.tensor_parallel_size)
     parts = stages(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
-    memory = _memory(device, len(config.host_ranks) * max(1, len(pools.descriptors)))
+    memory = _memory(device, len(config.host_ranks) * pools.engines_here)
     plan = size(Deployment(spec, config, memory, model, drafter_memory, space))
     if model.kv_selection:
         check_budget(model.kv_selection, plan.page_tokens)

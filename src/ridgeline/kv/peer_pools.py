@@ -36,7 +36,7 @@ from ridgeline.kv import host_pages
 from ridgeline.kv.copies import Event, Load, Past, TierTransfers
 from ridgeline.kv.host_pages import HOST_BYTES, HostPages, is_pending
 from ridgeline.kv.store import KvStore
-from ridgeline.kv.transfer import HAND_OVER, HandOver, Place
+from ridgeline.kv.transfer import HAND_OVER, HandOver, Place, Transport
 from ridgeline.ops.peer_memory import WORD_BYTES, Run
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,29 @@ _STAMP = 4
 WAIT_S = 5.0
 """Seconds that a reader waits for the copy of a page to host memory."""
 _POLL_S = 0.0005
+
+
+class KeptPages:
+    """Own pages that are kept for other engines. stamps: of all own pages; others compare them."""
+
+    def __init__(self, stamps: memoryview[int]) -> None:
+        self._stamps = stamps
+        self._kept: Counter[int] = Counter()
+        """Tickets of each page that are not released."""
+
+    def keep(self, pages: Sequence[int]) -> list[tuple[int, int]]:
+        """For each page its number and stamp."""
+        self._kept.update(pages)
+        return [(page, self._stamps[page]) for page in pages]
+
+    def release(self, pages: Sequence[int]) -> list[int]:
+        """Returns the pages that no ticket has any more: their stamps have changed."""
+        self._kept.subtract(pages)
+        free = [page for page in dict.fromkeys(pages) if not self._kept[page]]
+        for page in free:
+            del self._kept[page]
+            self._stamps[page] = (self._stamps[page] + 1) & 0xFFFF_FFFF
+        return free
 
 
 class Memory(host_pages.Memory, Protocol):
@@ -77,7 +100,7 @@ class _Opened(NamedTuple):
     address: int | None
 
 
-class PeerPools:
+class PeerPools(Transport):
     """Transport between GPUs of one host (kv.transfer.Transport). The engine's thread calls everything but `pull`.
 
     address: of the own pool, `pages` pages of `page_bytes`. memory: of the other GPUs.
@@ -86,8 +109,6 @@ class PeerPools:
     def __init__(self, pools: Pools, page_bytes: int, pages: int, address: int, memory: Memory) -> None:
         self._files, self._local, self._page_bytes, self._memory = pools.descriptors, pools.local, page_bytes, memory
         self._pages, self._address = pages, address
-        self._kept: Counter[int] = Counter()
-        """Tickets of each own page that are not released."""
         self._opened: dict[int, _Opened] = {}
         self._refused = 0
         file, slots = self._files[self._local], min(pages, HOST_BYTES // page_bytes)
@@ -97,8 +118,8 @@ class PeerPools:
         self._file = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
         stamps = self._file.numpy().data[HEADER : HEADER + _STAMP * (pages + slots)].cast("I")
         stamps[:] = memoryview(os.urandom(_STAMP * (pages + slots))).cast("I")
-        self._stamps, self._host = (
-            stamps[:pages],
+        self._kept, self._host = (
+            KeptPages(stamps[:pages]),
             HostPages(stamps[pages:], self._file.data_ptr() + first, page_bytes, memory),
         )
         try:
@@ -111,20 +132,14 @@ class PeerPools:
 
     def export(self, pages: Sequence[int]) -> list[tuple[int, int]]:
         if self._is_readable():
-            exported = [(page, self._stamps[page]) for page in pages]
-        else:
-            exported = [(self._pages + slot, stamp) for slot, stamp in self._host.export(pages, self._address)]
+            return self._kept.keep(pages)
+        exported = [(self._pages + slot, stamp) for slot, stamp in self._host.export(pages, self._address)]
         if exported:
-            self._kept.update(pages)
+            self._kept.keep(pages)
         return exported
 
     def release(self, pages: Sequence[int]) -> None:
-        self._kept.subtract(pages)
-        free = [page for page in dict.fromkeys(pages) if not self._kept[page]]
-        for page in free:
-            del self._kept[page]
-            self._stamps[page] = (self._stamps[page] + 1) & 0xFFFF_FFFF
-        self._host.release(free)
+        self._host.release(self._kept.release(pages))
 
     def _is_readable(self) -> bool:
         """Whether the own pool is shared, and no other engine has said that it cannot open it."""

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import RidgelineError
 from ridgeline.core.resolve import Resolved
 from ridgeline.core.ticket import Pools
 from ridgeline.metrics import Metrics
 from ridgeline.service.launch import Begun, EngineProcess, begin_engines, connect, launch, sharing_cores
+from ridgeline.service.remote_engines import RemoteEngine, RemoteEngines
 from ridgeline.service.split import Member, SplitClient
 from ridgeline.service.supervisor import RunningEngine, Supervisor
 
@@ -26,16 +26,21 @@ log = logging.getLogger(__name__)
 
 
 async def connect_engines(begun: Sequence[Begun], resolved: Resolved, metrics: Metrics) -> RunningEngine:
-    """Connect to started engines."""
-    if len(begun) == 1:
+    """Connect to started engines, and wait for those of other hosts."""
+    service = resolved.service
+    if not service.prefill_engines:
         return await connect(begun[0], metrics.on_step)
-    processes: list[EngineProcess] = []
     members: list[Member] = []
     client = SplitClient(members, metrics)
-    for number, started in enumerate(begun):
-        processes.append(await connect(started, partial(client.on_step, number)))
-        members.append(Member(number, number < resolved.service.prefill_engines, processes[-1].client))
-    return Engines(resolved, client, processes, begun[0].pools.descriptors, metrics)
+    engines = Engines(resolved, client, [started.pools for started in begun], metrics)
+    try:
+        here = {started.pools.local: started for started in begun}
+        for number in range(service.prefill_engines + service.decode_engines):
+            await engines.add(number, here.get(number))
+    except BaseException:
+        await engines.kill()
+        raise
+    return engines
 
 
 async def launch_engines(resolved: Resolved, metrics: Metrics) -> RunningEngine:
@@ -52,32 +57,49 @@ async def launch_engines(resolved: Resolved, metrics: Metrics) -> RunningEngine:
 
 
 class Engines:
-    """Several engine processes (supervisor.RunningEngine). descriptors: memory files of their pools, which it closes."""
+    """Several engine processes (supervisor.RunningEngine). pools: of the engines of this host; their memory files are closed with
+    it."""
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        client: SplitClient,
-        processes: Sequence[EngineProcess],
-        descriptors: tuple[int, ...],
-        metrics: Metrics,
-    ) -> None:
-        self.client, self._metrics, self._descriptors = client, metrics, descriptors
-        engine = sharing_cores(resolved.engine, len(processes))
-        self._supervisors = [
-            Supervisor(process, partial(self._start, resolved, engine, number), resolved.service)
-            for number, process in enumerate(processes)
-        ]
-        loop = asyncio.get_running_loop()
-        self._keeping = [loop.create_task(self._keep(member)) for member in client.members]
+    def __init__(self, resolved: Resolved, client: SplitClient, pools: Sequence[Pools], metrics: Metrics) -> None:
+        self.client, self._metrics, self._resolved = client, metrics, resolved
+        self._pools = {each.local: each for each in pools}
+        self._descriptors = pools[0].descriptors if pools else ()
+        self._engine = sharing_cores(resolved.engine, len(pools))
+        self._remote = RemoteEngines(resolved.service)
+        self._supervisors: list[Supervisor] = []
+        self._keeping: list[asyncio.Task[None]] = []
 
-    async def _start(self, resolved: Resolved, engine: EngineConfig, number: int) -> RunningEngine:
+    async def add(self, number: int, begun: Begun | None) -> None:
+        """Add the engine `number`, begun on this host or on another one."""
+        first = await self._start(number, begun)
+        self.client.members.append(Member(number, number < self._resolved.service.prefill_engines, first.client))
+        self._take(number, first)
+        self._supervisors.append(Supervisor(first, partial(self._restart, number), self._resolved.service))
+        self._keeping.append(asyncio.get_running_loop().create_task(self._keep(self.client.members[number])))
+
+    async def _start(self, number: int, begun: Begun | None = None) -> EngineProcess | RemoteEngine:
+        on_step = partial(self.client.on_step, number)
+        if begun is not None:
+            return await connect(begun, on_step)
+        if number not in self._pools:
+            return await self._remote.take(self._resolved.model, self._resolved.engine, number, on_step)
+        return await launch(self._resolved.model, self._engine, on_step, pools=self._pools[number])
+
+    async def _restart(self, number: int) -> RunningEngine:
         """Start an engine in the place of one that has ended."""
-        os.ftruncate(self._descriptors[number], 0)  # what it kept for others is free now
-        pools = Pools(self._descriptors, number)
-        process = await launch(resolved.model, engine, partial(self.client.on_step, number), pools=pools)
-        self.client.members[number].client = process.client
-        return process
+        self._empty(number)
+        engine = await self._start(number)
+        self._take(number, engine)
+        return engine
+
+    def _take(self, number: int, engine: EngineProcess | RemoteEngine) -> None:
+        self.client.members[number].client = engine.client
+        self.client.members[number].shift = engine.shift if isinstance(engine, RemoteEngine) else 0.0
+
+    def _empty(self, number: int) -> None:
+        """What an engine that has ended kept for others is free now."""
+        if self._descriptors:
+            os.ftruncate(self._descriptors[number], 0)
 
     async def _keep(self, member: Member) -> None:
         """Replace a member's process whenever it is lost."""
@@ -94,7 +116,7 @@ class Engines:
         except (RidgelineError, OSError) as error:
             member.gone = str(error)
             log.error("Engine %d is not replaced: %s", member.number, error)
-            os.ftruncate(self._descriptors[member.number], 0)
+            self._empty(member.number)
         if all(other.gone for other in self.client.members):
             self.client.lost.set()
 
@@ -110,6 +132,7 @@ class Engines:
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
+        await self._remote.close()
         await self.client.close()
         running = [supervisor.engine for supervisor in self._supervisors]
         await asyncio.gather(*(engine.kill() if kill else engine.stop() for engine in running))

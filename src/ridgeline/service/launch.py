@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,13 +16,14 @@ from typing import NamedTuple
 
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.handshake import derive
 from ridgeline.core.resolve import Resolved
 from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.wire.client import EngineClient, EngineTimeouts
 from ridgeline.wire.config import encode_config
 from ridgeline.wire.messages import StepStats
 
-_READ_LIMIT = 1 << 22
+READ_LIMIT = 1 << 22
 """Bytes that the stream reader buffers before the engine's socket blocks."""
 
 
@@ -80,6 +82,29 @@ def check_engines(config: ServiceConfig) -> None:
             option, missing = (f"--{word.replace('_', '-')}" for word in (name, other))
             reason = f"an engine for prompts needs one for the other tokens: add {missing} 1, or leave it out"
             raise ConfigError(f"{option} is {getattr(config, name)} without {missing}: {reason}.", param=name)
+    needs = {"engine_address": "its HOST:PORT for engines of other hosts", "engine_secret": "a secret of all hosts"}
+    if config.models and (config.join or config.remote_engines):
+        raise ConfigError(
+            "--models runs engines of this host only: leave --remote-engines and --join out.", param="models"
+        )
+    if config.join and not config.engine_secret:
+        raise ConfigError("--join needs --engine-secret, that of the service.", param="engine_secret")
+    for name, what in needs.items() if config.remote_engines else ():
+        if not getattr(config, name):
+            raise ConfigError(f"--remote-engines needs --{name.replace('_', '-')}, {what}.", param=name)
+    if config.remote_engines and not config.prefill_engines:
+        raise ConfigError("--remote-engines needs --prefill-engines and --decode-engines.", param="remote_engines")
+    if config.remote_engines and config.hand_over != "tcp":
+        raise ConfigError(
+            "--remote-engines needs --hand-over tcp: other hosts share no memory with this one.", param="hand_over"
+        )
+    for name in ("engine_address", "join"):
+        host, _, port = getattr(config, name).rpartition(":")
+        if getattr(config, name) and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(config, name)!r}: give HOST:PORT, as in 10.0.0.1:7000.",
+                param=name,
+            )
 
 
 def begin_engines(resolved: Resolved) -> list[Begun]:
@@ -87,10 +112,25 @@ def begin_engines(resolved: Resolved) -> list[Begun]:
     config = resolved.service
     if not config.prefill_engines:
         return [begin(resolved.model, resolved.engine)]
-    count = config.prefill_engines + config.decode_engines
-    descriptors = tuple(os.memfd_create(f"ridgeline-pool-{number}") for number in range(count))
-    engine = sharing_cores(resolved.engine, count)
-    return [begin(resolved.model, engine, Pools(descriptors, number)) for number in range(count)]
+    local = local_engines(config)
+    engine = sharing_cores(resolved.engine, len(local))
+    return [begin(resolved.model, engine, pools) for pools in make_pools(config, local)]
+
+
+def local_engines(config: ServiceConfig) -> range:
+    """Numbers of the engines of this host. Those for prompts come first."""
+    first = config.prefill_engines if config.remote_engines == "prefill" else 0
+    return range(first, config.prefill_engines + (config.decode_engines if config.remote_engines != "decode" else 0))
+
+
+def make_pools(config: ServiceConfig, local: range) -> list[Pools]:
+    """How each engine of this host hands over."""
+    if config.hand_over == "tcp":
+        host = config.engine_address.rpartition(":")[0].strip("[]") or "127.0.0.1"
+        secret = derive(config.engine_secret or secrets.token_hex(32), "pages")
+        return [Pools((), number, host, secret, len(local)) for number in local]
+    descriptors = tuple(os.memfd_create(f"ridgeline-pool-{number}") for number in local)
+    return [Pools(descriptors, number) for number in local]
 
 
 def sharing_cores(engine: EngineConfig, count: int) -> EngineConfig:
@@ -104,7 +144,7 @@ async def connect(
 ) -> EngineProcess:
     """Connect a client to a started engine."""
     process, pipe, _ = begun
-    reader, writer = await asyncio.open_connection(sock=pipe, limit=_READ_LIMIT)
+    reader, writer = await asyncio.open_connection(sock=pipe, limit=READ_LIMIT)
 
     async def last_words() -> str:
         return _describe(await asyncio.to_thread(process.wait))

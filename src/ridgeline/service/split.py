@@ -12,7 +12,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from ridgeline.core.errors import EngineFailed, Unavailable
 from ridgeline.core.ticket import Ticket
 from ridgeline.service.roles import PROMPT_STEPS, Load, Roles
 from ridgeline.wire.client import MAX_UNREAD, EngineClient, Subscription
-from ridgeline.wire.messages import Cancel, Delta, Finish, Loading, StepStats, Submit, Up
+from ridgeline.wire.messages import Cancel, Delta, Finish, Loading, Offer, StepStats, Submit, Up
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ class Member:
     client: EngineClient
     gone: str = ""
     work: int = 0
+    shift: float = 0.0
+    """Its monotonic clock minus that of the service: not 0 on another host."""
     stats: StepStats | None = None
     tiers: tuple[int, int, int] = (0, 0, 0)
     """Pages exported, pulled and lost by its process so far."""
@@ -87,6 +89,8 @@ class Route:
         self._keeper: EngineClient | None = None
         """Of the process that keeps its pages."""
         self._ticket: Ticket | None = None
+        self._offered: tuple[Member, EngineClient] | None = None
+        """Where its pages travel while its prompt is computed, which counts there as work."""
         self._began = math.nan
         self._prefills = False
         self._attempts = 0
@@ -120,7 +124,9 @@ class Route:
     def _go_on(self, without: Member | None = None) -> bool:
         """Give the request, with the tokens that it has, to an engine. False: none serves."""
         request, split = self._request, self._split
-        member = split.least(prefill=False, without=without) or split.least(prefill=True, without=without)
+        offered = self._withdraw(stays=self._ticket is not None)
+        member = offered if offered is not without else None
+        member = member or split.least(prefill=False, without=without) or split.least(prefill=True, without=without)
         if member is None:
             return False
         if (
@@ -144,7 +150,7 @@ class Route:
     def _give(self, member: Member, request: Submit, weight: int) -> None:
         self._member, self._client, self._weight = member, member.client, weight
         member.work += weight
-        self._client.start(request, self)
+        self._client.start(msgspec.structs.replace(request, arrival=request.arrival + member.shift), self)
 
     def _leave(self) -> None:
         """The present engine is done with the request."""
@@ -159,9 +165,30 @@ class Route:
             self._keeper.send(Cancel(self._request.id, "handed over"))
         self._keeper = self._ticket = None
 
+    def _offer(self, ticket: Ticket) -> None:
+        """Pages of the prompt, of which more is computed, may travel to the engine that will go on."""
+        if self._offered is None and (member := self._split.least(prefill=False)) is not None:
+            self._offered = member, member.client
+            member.work += 1
+        if self._offered is not None:
+            self._offered[1].send(Offer(self._request.id, ticket))
+
+    def _withdraw(self, *, stays: bool = False) -> Member | None:
+        """No more pages are offered. Returns the engine that has them, if it still serves. stays: it goes on with them."""
+        if self._offered is None:
+            return None
+        (member, client), self._offered = self._offered, None
+        member.work -= 1
+        if not stays:
+            client.send(Cancel(self._request.id, "not handed over"))
+        return member if member.serves and member.client is client else None
+
     # --- from the engines -------------------------------------------------------------------------------------------
 
     def put(self, delta: Delta) -> None:
+        if delta.ticket is not None and not delta.finish:
+            self._offer(delta.ticket)
+            return
         if delta.finish == "error" and self._retry("prefill" if self._prefills else "decode"):
             return
         if self._prefills:
@@ -247,6 +274,7 @@ class Route:
         """The subscription has all deltas, or wants no more."""
         self._closed = True
         self._leave()
+        self._withdraw()
         self._release()
 
 
@@ -265,7 +293,7 @@ class SplitClient:
     once they are ready.
     """
 
-    members: Sequence[Member]
+    members: list[Member]
     observer: Observer
     clock: Callable[[], float] = time.monotonic
     max_unread: int = MAX_UNREAD

@@ -1,6 +1,6 @@
 """Messages between service and engine. Each is one frame: `length (uint32, little endian) + msgpack`.
 
-Up (service to engine): Submit, Cancel, Finish, Control.
+Up (service to engine): Submit, Offer, Cancel, Finish, Control.
 Down (engine to service): Loading, Ready, Heartbeat, Deltas, Reply, Failed.
 The service assigns request ids. The choices of a request are numbered 0 .. n-1.
 """
@@ -50,6 +50,13 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """Name of the LoRA adapter, "" for the model itself."""
 
 
+class Offer(msgspec.Struct, tag="offer", array_like=True):
+    """Another engine computes the prompt of a request that may follow, and keeps these pages of it: they may travel now."""
+
+    id: str
+    ticket: Ticket
+
+
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
     """End all choices of a request, because its client has gone. Pages that are kept for it are released. Unknown and ended ids are
     ignored."""
@@ -81,7 +88,7 @@ class Control(msgspec.Struct, tag="control", array_like=True):
     "load_adapter", NAME of "unload_adapter"."""
 
 
-Up = Submit | Cancel | Finish | Control
+Up = Submit | Offer | Cancel | Finish | Control
 
 
 class Delta(msgspec.Struct, array_like=True):
@@ -110,7 +117,8 @@ class Delta(msgspec.Struct, array_like=True):
     """With the finish "length" of a request with `pooling`: sums of the hidden states of its pooled tokens, each of some of them,
     float64 [d_model]."""
     ticket: Ticket | None = None
-    """With the finish "length" of a choice of a request with `hand_over`."""
+    """With the finish "length" of a choice of a request with `hand_over`. Without a finish or tokens: the pages of its prompt that
+    were computed since the last such delta."""
 
 
 class StepStats(msgspec.Struct, array_like=True):

@@ -104,6 +104,9 @@ def read_fleet(path: Path, environ: Mapping[str, str]) -> FleetFile:
     if "api_keys" in sections["serve"] and (service.admin_api_key is None or service.api_key is not None):
         remedy = "give admin_api_key in the section router, and no api_key"
         raise ConfigError(f"api_keys (serve in {path.name}) are checked by the replicas: {remedy}.", param="api_keys")
+    if sections["serve"].get("remote_engines") and (fleet.replicas > 1 or sections["autoscale"]):
+        remedy = "give replicas: 1 and no section autoscale"
+        raise ConfigError(f"remote_engines (serve in {path.name}) has one address: {remedy}.", param="remote_engines")
     autoscale, scaling = _autoscale(sections["autoscale"], f"autoscale in {path.name}", service, router)
     if gpus and max(fleet.replicas, scaling.most if scaling else 0) > len(gpus):
         most = max(fleet.replicas, scaling.most if scaling else 0)
@@ -148,6 +151,10 @@ def _serve(options: dict[str, Any], origin: str) -> Mapping[str, Any]:
     for name in options:
         if name in SHARED and name not in _OF_BOTH:
             raise ConfigError(f"{name} ({origin}) is set by the fleet: give it in the section router.", param=name)
+    if "join" in options:
+        raise ConfigError(
+            f"join ({origin}) runs no server: give it to `ridgeline serve` on the other host.", param="join"
+        )
     _read(options, *CONFIGS, origin=origin)
     return {**options, "host": "127.0.0.1", "port": 0, "batch_dir": OFF}
 
