@@ -234,10 +234,10 @@ def test_every_head_keeps_the_share_of_its_attention_and_the_other_blocks_return
         needed.append(slots_needed(mass, blocks * PAGE, ADAPTIVE.share)[0].max().item())
         old, new = (slots_of(bench.runner.store, layer, table) for table in (pages[:blocks], request.tables[0][:kept]))
         for head, of_head in enumerate(mass):
-            found = (old[:, head, :, None] == new[:, head, None]).all((0, 3))
-            assert found.any(0).all(), "a slot of a new block is none of the old ones"
+            matches = (old[:, head, :, None] == new[:, head, None]).all((0, 3))
+            assert matches.any(0).all(), "a slot of a new block is none of the old ones"
             shares.append(
-                ((of_head[: blocks * PAGE] * found.any(1)).sum() + of_head[blocks * PAGE :].sum()) / OBSERVED / 2
+                ((of_head[: blocks * PAGE] * matches.any(1)).sum() + of_head[blocks * PAGE :].sum()) / OBSERVED / 2
             )
     assert min(shares) >= ADAPTIVE.share - 2e-3
     assert kept == max(1, -(-max(needed) // PAGE)), "the head that needs most decides"
@@ -393,3 +393,17 @@ def test_the_shipped_model_answers_with_a_bounded_cache(options: dict[str, str])
     for kept in others:
         assert kept[:70] == whole[:70]
         assert kept != whole
+
+
+@pytest.mark.long
+def test_the_shipped_model_keeps_a_share_of_its_attention() -> None:
+    """With all of the attention its tokens are those of the whole cache, with little of it they are others."""
+    answers, sampling = [], SamplingParams(max_tokens=24, temperature=0.0)
+    for retention in ("all", "adaptive:1", "adaptive:0.1"):
+        facts = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": 1 << 24}
+        llm = LLM(device="cpu", threads=1, kv_retention=retention, **facts)
+        answers.append(
+            llm.generate("The history of the city begins with a river. " * 12, sampling)[0].choices[0].token_ids
+        )
+        llm.close()
+    assert answers[0] == answers[1] != answers[2]

@@ -61,7 +61,7 @@ def slots_needed(mass: torch.Tensor, candidates: int, share: float) -> tuple[tor
     # Mass that is lost if a slot and those after it in the order go.
     lost = mass[:, :candidates].expand_as(orders).gather(2, orders).flip(2).cumsum(2).flip(2)
     needed = (lost >= (1 - share) * mass.sum(1, keepdim=True)).sum(2)
-    return needed.amin(0), torch.where((needed[0] <= needed[1]).unsqueeze(1), *orders)
+    return needed.amin(0), torch.where((needed[0] <= needed[1]).unsqueeze(1), orders[0], orders[1])
 
 
 def keys_of(view: KvView, pages: torch.Tensor, slots: int) -> torch.Tensor:
