@@ -1,6 +1,6 @@
 """What retention policies cost and gain on a CPU: slots kept, quality of what follows a compressed prompt, and tokens per second.
 
-    python benchmarks/retention.py [--policies window] [--ratios 2,4,8] [--out benchmarks/results/kv.json]
+    python benchmarks/retention.py [--policies window,adaptive] [--ratios 2,4,8] [--out benchmarks/results/kv.json]
 
 Quality: prompts of 512 tokens are computed in full and compressed to a half, a quarter and an eighth; the 128 tokens after each are
 forced, one per step, and scored (KL and perplexity against the engine that keeps everything; tests/data/heldout.jsonl). Recall:
@@ -40,6 +40,8 @@ TEXTS = Path(__file__).resolve().parent.parent / "tests" / "data" / "heldout.jso
 PROMPT, ANSWER = 512, 128
 """Tokens of a compressed prompt, and of what is scored after it."""
 POLICIES = {"window": "window:sinks=4,keep={}", "snap": "snap:window=32,keep={}", "heavy": "heavy:window=32,keep={}"}
+SHARES = {2: 0.56, 4: 0.29, 8: 0.15}
+"""Shares of attention with which `adaptive` keeps about as many slots of these texts as `snap` does at a ratio."""
 SPEED = (16, 512, 192, 4)
 """Requests, tokens of a prompt and of an answer, requests that the cache holds with all their keys."""
 
@@ -155,7 +157,7 @@ class Measurement:
             engine.close()
 
     def row(self, name: str, ratio: int) -> dict[str, Any]:
-        retention = POLICIES[name].format(PROMPT // ratio)
+        retention = f"adaptive:{SHARES[ratio]}" if name == "adaptive" else POLICIES[name].format(PROMPT // ratio)
         scores, recall_scores, slots = self.scores(retention)
         documents = [window.document for window in self.windows]
         parts = [token_drift(*pair) for pair in zip(self.plain, scores, strict=True)]
@@ -188,7 +190,8 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)}")
+    names = ",".join([*POLICIES, "adaptive"])
+    parser.add_argument("--policies", default=names, help=f"of {names}")
     parser.add_argument("--ratios", default="2,4,8")
     parser.add_argument("--pairs", type=int, default=12, help="pairs of a recall list")
     parser.add_argument("--lists", type=int, default=40)

@@ -30,6 +30,7 @@ EXAMPLES: Mapping[str, Example] = {
     "--kv-cache-dtype int8": Example({"kv_cache_dtype": "int8"}),
     "--kv-retention window": Example({"kv_retention": "window:sinks=4,keep=64"}),
     "--kv-retention snap, heavy": Example({"kv_retention": "heavy:window=8,keep=64"}),
+    "--kv-retention adaptive": Example({"kv_retention": "adaptive:0.5"}),
     "--kv-selection": Example({"kv_selection": 64}),
     "--kv-offload-gb, --kv-disk": Example({"kv_offload_gb": 0.01}),
     "--cpu-offload-gb": Example({"cpu_offload_gb": 1.0}, on_gpu=True),

@@ -16,6 +16,7 @@ from tools.imports import ROOT
 CHOSEN: dict[str, dict[str, object]] = {
     "retention": {"kv_retention": "window:keep=64"},
     "retention by attention": {"kv_retention": "snap:keep=64"},
+    "adaptive retention": {"kv_retention": "adaptive:0.9"},
     "selection": {"kv_selection": 64},
     "weights in host memory": {"cpu_offload_gb": 1.0},
     "host memory": {"kv_offload_gb": 1.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,17 @@ import torch
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.plan import StepPlan
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.leases import Leases
+from ridgeline.engine.result import without
+from ridgeline.kv.compact import POOL, choose, slots_needed
 from ridgeline.kv.retention import KEEP_ALL, Retention, read_retention
 from ridgeline.kv.store import KvStore
 from ridgeline.llm import LLM
 from ridgeline.models.build import build
 from ridgeline.ops.reference import REFERENCE
-from tests.engine.runners import MAX_LEN, PAGE, PROMPT, DeviceBench, alone, pair
+from tests.engine.runners import MAX_LEN, PAGE, PROMPT, DeviceBench, alone, layout_of, pair
 from tests.engine.test_runner import Guesser
 from tests.models.families import save
 
@@ -24,6 +29,7 @@ WINDOW = Retention("window", KEEP, KEEP + PAGE, PAGE, SINKS)
 OBSERVED = 5
 SNAP = Retention("snap", KEEP, KEEP + PAGE, PAGE, observed=OBSERVED, once=True)
 HEAVY = Retention("heavy", KEEP, KEEP + PAGE, PAGE, observed=OBSERVED)
+ADAPTIVE = Retention("adaptive", KEEP, KEEP, PAGE, observed=OBSERVED, once=True, share=0.6)
 LONG = [3 + 7 * at % 250 for at in range(50)]
 
 
@@ -176,10 +182,135 @@ def slots_of(store: KvStore, layer: int, pages: list[int]) -> torch.Tensor:
     return torch.cat([part.view(torch.uint8)[pages].permute(1, 2, 0, 3, 4).flatten(2, 3) for part in parts], -1)
 
 
-@pytest.mark.parametrize("policy", ["snap", "heavy"])
+def test_each_head_has_the_policy_that_keeps_the_share_with_fewest_slots() -> None:
+    """A head that attends to recent slots keeps recent ones, a head with three needles those, and a head that attends to all nearly
+    all; the slots after the candidates count as kept."""
+    recent, needles, even = torch.zeros(3, 70)
+    recent[[0, *range(55, 70)]] = torch.tensor([0.3, *[0.7 / 15] * 15])
+    needles[[10, 30, 50, 69]] = torch.tensor([0.2, 0.2, 0.2, 0.4])
+    even[:] = 1 / 70
+    mass = torch.stack((recent, needles, even))
+    for share in (0.3, 0.75, 0.9, 0.99):
+        needed, order = slots_needed(mass, 64, share)
+        for head, (count, taken) in enumerate(zip(needed.tolist(), order.tolist(), strict=True)):
+            assert sorted(taken) == list(range(64))
+            kept = [mass[head, [*taken[:slots], *range(64, 70)]].sum().item() for slots in (count, count - 1)]
+            assert kept[0] >= share - 1e-6 and (count == 0 or kept[1] < share + 1e-6)
+    assert order[0, :4].tolist() == [0, 1, 2, 3] and order[0, 4:10].tolist() == [63, 62, 61, 60, 59, 58]
+    assert set(needles[:64].nonzero().flatten().tolist()) <= set(order[1, : needed[1]].tolist())
+    assert needed[1] <= 3 * POOL and needed[2] == 64
+    assert slots_needed(mass, 64, 1.0)[0].tolist() == [64, 64, 64]
+    chosen = choose(mass, 64, 24, 0.75)
+    assert chosen[0].tolist() == [0, 1, 2, 3, *range(44, 64)]
+
+
+@pytest.mark.parametrize("kv_format", ["", "int8"])
+def test_every_head_keeps_the_share_of_its_attention_and_the_other_blocks_return(
+    tmp_path: Path, kv_format: str
+) -> None:
+    """The attention is that of transformers; the kept slots are those whose keys and values are found in the new blocks."""
+    theirs = save("llama-gqa", tmp_path)
+    config = ModelConfig(max_model_len=MAX_LEN, kv_cache_dtype=kv_format or "auto")
+    model = build(tmp_path, model=config, ops=REFERENCE, device=torch.device("cpu"))
+    bench = DeviceBench(retention=ADAPTIVE, model=model, prefix_cache=False)
+    bench.submit("one", LONG, max_tokens=12)
+    request = bench.scheduler.waiting[0]
+    while not request.dropped:
+        pages = [*request.tables[0]] if request.tables else []
+        bench.turn()
+    measured = request.measured
+    assert bench.leases.pool.used == len(request.tables[0]) < len(pages)
+    bench.turn()
+    blocks, kept = (measured - OBSERVED) // PAGE, request.kept
+    assert measured == len(LONG) + 1 and request.dropped == (blocks - kept) * PAGE > 0
+    assert request.tables[0][kept : kept + 2] == pages[blocks : blocks + 2]
+    theirs.set_attn_implementation("eager")
+    with torch.inference_mode():
+        tokens = torch.tensor([request.tokens[:measured].tolist()])
+        attentions = theirs(tokens, output_attentions=True).attentions
+    shares, needed = [], []
+    for layer, weights in enumerate(attentions):
+        mass = weights[0, :, -OBSERVED:].sum(1).unflatten(0, (-1, 2)).sum(1)
+        needed.append(slots_needed(mass, blocks * PAGE, ADAPTIVE.share)[0].max().item())
+        old, new = (slots_of(bench.runner.store, layer, table) for table in (pages[:blocks], request.tables[0][:kept]))
+        for head, of_head in enumerate(mass):
+            matches = (old[:, head, :, None] == new[:, head, None]).all((0, 3))
+            assert matches.any(0).all(), "a slot of a new block is none of the old ones"
+            shares.append(
+                ((of_head[: blocks * PAGE] * matches.any(1)).sum() + of_head[blocks * PAGE :].sum()) / OBSERVED / 2
+            )
+    assert min(shares) >= ADAPTIVE.share - 2e-3
+    assert kept == max(1, -(-max(needed) // PAGE)), "the head that needs most decides"
+    bench.run()
+    assert bench.leases.pool.used == 0
+
+
+def test_a_share_of_all_changes_no_token() -> None:
+    bench = DeviceBench(retention=replace(ADAPTIVE, share=1.0))
+    bench.submit("one", LONG, max_tokens=60)
+    request = bench.scheduler.waiting[0]
+    while not request.kept:
+        bench.turn()
+    bench.run()
+    assert request.finish == "length" and bench.tokens["one", 0] == alone(LONG, max_tokens=60)
+
+
+def test_blocks_are_asked_for_again_after_a_failed_step_and_no_answer_reaches_another_lease() -> None:
+    leases = Leases(layout_of(pair("llama-gqa")[1]), 30, retention=ADAPTIVE, prefix_cache=False)
+    bench = DeviceBench()
+    bench.submit("one", LONG)
+    request = bench.scheduler.waiting[0]
+
+    def ask(step: int) -> StepPlan:
+        plan = StepPlan(step)
+        request.computed = request.planned = leases.open(request)
+        assert leases.extend(request, len(LONG) + 8, plan)
+        request.computed = request.planned = len(LONG) + 1
+        leases.committed(request, plan)
+        assert len(plan.measures) == 1 and not plan.compactions
+        return plan
+
+    def answer(plan: StepPlan, blocks: list[int], error: str | None = None) -> int:
+        result = without(plan, error)
+        result.blocks = blocks
+        request.watch = MAX_LEN
+        assert not list(leases.ended(plan, result))
+        return request.watch
+
+    assert answer(ask(1), [], "the device is out of memory") == 0 and not request.measured
+    leases.release(request)
+    left = ask(2)
+    leases.release(request)
+    assert answer(left, [2]) == MAX_LEN and not request.kept
+    plan = ask(3)
+    free, cut = leases.pool.free, StepPlan(4)
+    assert answer(plan, [2]) == 0
+    leases.committed(request, cut)
+    (compaction,) = cut.compactions
+    assert [len(targets) for targets in compaction.targets] == [2] and compaction.blocks == 5
+    assert leases.pool.free == free + 3 and request.dropped == 3 * PAGE
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_adaptive_rows_are_preempted_and_verify_drafts(depth: int) -> None:
+    """What was measured of a row that has left is forgotten, and all blocks return."""
+    plain = DeviceBench(retention=ADAPTIVE)
+    plain.submit("0", [*LONG, 0], max_tokens=60)
+    plain.run()
+    guesser = Guesser(dict.fromkeys("0123", plain.tokens["0", 0]), 0.6, trees=False)
+    bench = DeviceBench(retention=ADAPTIVE, blocks=18, depth=depth, prefix_cache=False, speculation=guesser)
+    for name in range(4):
+        bench.submit(str(name), [*LONG, name], max_tokens=60)
+    bench.run()
+    assert bench.preempted and bench.scheduler.counts.drafts
+    assert all(len(tokens) == 60 for tokens in bench.tokens.values())
+    assert bench.leases.pool.used == 0
+
+
+@pytest.mark.parametrize("policy", ["snap", "heavy", "adaptive"])
 def test_compressed_requests_share_prompts_and_answer_alike(policy: str) -> None:
     """Chunks, prefix hits and forks change no token; rows stay bounded where the answer is compressed too, and blocks return."""
-    retention = SNAP if policy == "snap" else HEAVY
+    retention = {"snap": SNAP, "heavy": HEAVY, "adaptive": ADAPTIVE}[policy]
     answers = []
     for step_tokens in (24, 64):
         bench = DeviceBench(retention=retention, step_tokens=step_tokens)
@@ -192,7 +323,7 @@ def test_compressed_requests_share_prompts_and_answer_alike(policy: str) -> None
             bench.turn()
             most = max([most, *(len(request.tables[0]) for request in bench.scheduler.running if request.dropped)])
         assert bench.scheduler.counts.prefix_hits
-        assert most <= (KEEP + 60 if policy == "snap" else HEAVY.most) // PAGE + 1
+        assert most <= {"snap": KEEP + 60, "heavy": HEAVY.most, "adaptive": len(LONG) + 60 - PAGE}[policy] // PAGE + 1
         assert bench.leases.pool.used == 0
         answers += bench.tokens.values()
     assert all(answer == answers[0] for answer in answers)
@@ -222,6 +353,10 @@ def test_a_pool_without_room_for_the_compressed_blocks_goes_on() -> None:
         ("snap:sinks=4,keep=64", "give numbers"),
         ("snap:window=32,keep=39", "keep at least 40 tokens"),
         ("heavy:window=0,keep=39", "keep at least"),
+        *(
+            (f"adaptive{share}", "give the share of attention that every head keeps")
+            for share in ("", ":", ":0", ":0.0", ":1.01", ":95", ":nan", ":-0.5", ":share=0.9")
+        ),
     ],
 )
 def test_a_policy_that_is_none_is_refused(text: str, message: str) -> None:
@@ -233,6 +368,7 @@ def test_a_policy_that_is_none_is_refused(text: str, message: str) -> None:
 def test_sizes_are_whole_blocks() -> None:
     assert read_retention("all", 4) is KEEP_ALL
     assert read_retention("window:keep=64", 4) == Retention("window:keep=64", 64, 68, 4, 1)
+    assert read_retention("adaptive:.9", 4) == Retention("adaptive:.9", 40, 40, 4, observed=32, once=True, share=0.9)
 
 
 @pytest.mark.parametrize(
@@ -257,3 +393,17 @@ def test_the_shipped_model_answers_with_a_bounded_cache(options: dict[str, str])
     for kept in others:
         assert kept[:70] == whole[:70]
         assert kept != whole
+
+
+@pytest.mark.long
+def test_the_shipped_model_keeps_a_share_of_its_attention() -> None:
+    """With all of the attention its tokens are those of the whole cache, with little of it they are others."""
+    answers, sampling = [], SamplingParams(max_tokens=24, temperature=0.0)
+    for retention in ("all", "adaptive:1", "adaptive:0.1"):
+        facts = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": 1 << 24}
+        llm = LLM(device="cpu", threads=1, kv_retention=retention, **facts)
+        answers.append(
+            llm.generate("The history of the city begins with a river. " * 12, sampling)[0].choices[0].token_ids
+        )
+        llm.close()
+    assert answers[0] == answers[1] != answers[2]

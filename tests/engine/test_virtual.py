@@ -21,6 +21,7 @@ from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.request import Request
 from ridgeline.engine.scheduler import Scheduler
 from ridgeline.engine.virtual import VirtualRunner
+from ridgeline.kv.retention import KEEP_ALL, Retention, read_retention
 from ridgeline.speculation.interface import NO_SPECULATION, RequestView, Speculation
 from ridgeline.speculation.state import NO_STEP_DRAFTS, StepDrafts
 
@@ -35,9 +36,15 @@ class Simulation:
     """A scheduler and a loop around a virtual runner. Records plans, results and what each request gained."""
 
     def __init__(
-        self, runner: VirtualRunner, *, rows: int = 64, depth: int = 0, drafts: Speculation = NO_SPECULATION
+        self,
+        runner: VirtualRunner,
+        *,
+        rows: int = 64,
+        depth: int = 0,
+        drafts: Speculation = NO_SPECULATION,
+        retention: Retention = KEEP_ALL,
     ) -> None:
-        leases = Leases(LAYOUT, 4000, prefix_cache=True)
+        leases = Leases(LAYOUT, 4000, prefix_cache=True, retention=retention)
         scheduler = Scheduler(LAYOUT, leases, Limits(rows, 2048, 4096), admission("continuous"), drafts)
         self.runner = self.device = runner
         self.loop = Loop(scheduler, self, steps_in_flight=depth, clock=lambda: runner.now)
@@ -128,6 +135,19 @@ def test_a_trace_ends_and_takes_the_sum_of_its_predicted_steps(depth: int) -> No
         == pytest.approx(predicted)
         == pytest.approx(sum(result.device_s for result in simulation.results))
     )
+
+
+def test_a_simulation_knows_no_attention_so_adaptive_retention_drops_nothing() -> None:
+    arrivals = trace(6, 0.0)
+    plain, adaptive = (
+        Simulation(VirtualRunner(COST), retention=policy) for policy in (KEEP_ALL, read_retention("adaptive:0.9", 64))
+    )
+    for simulation in (plain, adaptive):
+        simulation.run(arrivals)
+    long_prompts = sum(len(prompt) >= 160 and output > 1 for _, prompt, output in arrivals)
+    assert sum(len(plan.measures) for plan in adaptive.plans) == long_prompts > 0
+    assert not any(plan.drops for plan in adaptive.plans)
+    assert (adaptive.tokens, adaptive.runner.now) == (plain.tokens, plain.runner.now)
 
 
 def test_time_passes_between_arrivals() -> None:

@@ -43,8 +43,9 @@ class Feature(NamedTuple):
 FEATURES: Mapping[str, Feature] = {
     "retention": Feature("kv_retention", lambda choice: choice.engine.kv_retention != "all"),
     "retention by attention": Feature(
-        "kv_retention", lambda choice: choice.engine.kv_retention.startswith(("snap", "heavy"))
+        "kv_retention", lambda choice: choice.engine.kv_retention.startswith(("snap", "heavy", "adaptive"))
     ),
+    "adaptive retention": Feature("kv_retention", lambda choice: choice.engine.kv_retention.startswith("adaptive")),
     "selection": Feature("kv_selection", lambda choice: choice.model.kv_selection > 0),
     "weights in host memory": Feature("cpu_offload_gb", lambda choice: choice.model.cpu_offload_gb > 0),
     "host memory": Feature("kv_offload_gb", lambda choice: choice.engine.kv_offload_gb > 0),
@@ -144,6 +145,12 @@ REFUSALS: Sequence[Refusal] = (
         _CONTEXT_PARALLEL,
         "each rank has a part of the keys that are compared",
         "use --kv-retention window:sinks=4,keep=1024",
+    ),
+    Refusal(
+        "adaptive retention",
+        _TENSOR_PARALLEL,
+        "each rank would choose another number of blocks",
+        "use --kv-retention snap:window=32,keep=1024",
     ),
     Refusal("selection", "retention", "selection needs all blocks of a request", "use --kv-retention all"),
     Refusal(

@@ -92,8 +92,8 @@ class EngineConfig:
     )
     kv_retention: str = option(
         "all",
-        "tokens whose keys and values stay once a prompt is computed: all, window:sinks=4,keep=1024, snap:window=32,keep=1024 "
-        "or heavy:window=32,keep=1024",
+        "tokens whose keys and values stay once a prompt is computed: all, window:sinks=4,keep=1024, snap:window=32,keep=1024, "
+        "heavy:window=32,keep=1024 or adaptive:0.95 (the share of attention that every head keeps)",
     )
     kv_offload_gb: float = option(
         0.0, "GiB of host memory for blocks of cached prefixes that the KV cache evicts (default: none)"

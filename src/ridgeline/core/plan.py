@@ -89,7 +89,7 @@ class Compaction:
 
     computed: tokens of the row when it was decided, and slots: how many slots they hold. observed: the last of these tokens, whose
     attention chooses. pages: of the row's slots, for each group of layers. targets: for each group the blocks that take the place
-    of the first `blocks` of them.
+    of the first `blocks` of them. share: of the attention mass that each head keeps, if a policy asks for one.
     """
 
     row: int
@@ -98,7 +98,8 @@ class Compaction:
     observed: int
     blocks: int
     pages: Sequence[Sequence[int]]
-    targets: Sequence[Sequence[int]]
+    targets: Sequence[Sequence[int]] = ()
+    share: float = 0.0
 
 
 @dataclass(slots=True)
@@ -115,7 +116,8 @@ class StepPlan:
     copies: flat pairs (source page, target page), copied after the tables change and before the forward pass.
     drops: flat pairs (row, slots), applied before joins: the row holds so many slots less. `pages` states its table without their
     blocks.
-    compactions: run before the device's rows and tables change, and after the stores.
+    measures: of compactions without targets, which ask how many blocks keep their share of the attention mass. They run after the
+    stores. compactions: run after the measures and before the device's rows and tables change.
     stores: copies of blocks that this step reuses to a source; they read the blocks before anything is written to them.
     transfers: started after the stores and before anything else of the step; they may end in any later step. cancels: tickets whose
     transfers are no longer needed; after the step nothing writes to their blocks. A step may have transfers and no rows.
@@ -143,6 +145,7 @@ class StepPlan:
     pages: array[int] = field(default_factory=_ints)
     copies: array[int] = field(default_factory=_ints)
     drops: array[int] = field(default_factory=_ints)
+    measures: list[Compaction] = field(default_factory=list)
     compactions: list[Compaction] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     stores: list[Transfer] = field(default_factory=list)
@@ -211,6 +214,7 @@ class StepResult:
     transfers: tickets of transfers and stores that ended, of this step or of earlier ones -> whether the content arrived; each
     ticket is stated once.
     Tickets that the plan cancels need no entry, nor do those of a plan whose step failed.
+    blocks: for each of the plan's measures how many blocks keep the share, at least 1.
     device_s: seconds on the device. gap_s: idle seconds of the device before the step. fresh: part of that time was spent on work
     that later steps of the same shape do not repeat.
     lost: indices of rows that the device does not hold as planned, because an upload failed; they end.
@@ -230,6 +234,7 @@ class StepResult:
     kept: dict[int, list[int]] = field(default_factory=dict)
     worth: dict[int, int] = field(default_factory=dict)
     transfers: dict[int, bool] = field(default_factory=dict)
+    blocks: Sequence[int] = ()
     device_s: float = 0.0
     gap_s: float = 0.0
     fresh: bool = False

@@ -4,7 +4,7 @@ synchronize, so the same code runs eagerly, on a CPU, and under CUDA graph captu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from ridgeline.decoding.penalties import TokenHistory, apply_penalties
 from ridgeline.engine.batch import Batch
 from ridgeline.engine.logits_inputs import NO_INPUTS, LogitsInputs, Scores
 from ridgeline.engine.row_table import RowTable
-from ridgeline.kv.compact import attention_mass, choose, keys_of, move
+from ridgeline.kv.compact import attention_mass, choose, keys_of, move, slots_needed
 from ridgeline.kv.store import KvStore
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.noise import Purpose
@@ -172,9 +172,26 @@ class DeviceStep:
             for kv, scales, selection, group, facts in layers
         ]
 
+    def measure(self, compaction: Compaction) -> Tensor:
+        """The pages with which each head keeps the share of its attention mass, int64 []: the head that needs most decides."""
+        size = self.rows.page_tokens
+        needed = [
+            slots_needed(mass, compaction.blocks * size, compaction.share)[0].amax()
+            for *_, mass in self._observed(compaction)
+        ]
+        return ((torch.stack(needed).amax() + size - 1) // size).clamp(min=1)
+
     def compact(self, compaction: Compaction) -> None:
-        """Copy the slots to which a row's last tokens attend most to fewer pages: these tokens run through the layers once more,
-        and their keys and values go to the scratch page."""
+        """Copy the slots to which a row's last tokens attend most to fewer pages."""
+        targets, size = torch.tensor(compaction.targets, device=self.rows.ints.device), self.rows.page_tokens
+        for group, pages, view, mass in self._observed(compaction):
+            chosen = choose(mass, compaction.blocks * size, targets.shape[1] * size, compaction.share)
+            for part in (view.kv,) if view.scales is None else (view.kv, view.scales):
+                move(part, pages[: compaction.blocks], targets[group], chosen)
+
+    def _observed(self, compaction: Compaction) -> Iterator[tuple[int, Tensor, KvView, Tensor]]:
+        """Of each layer: its group, the row's pages, its KvView and attention_mass. The last tokens run through the layers once
+        more, and their keys and values go to the scratch page."""
         device, end, count = self.rows.ints.device, compaction.computed, compaction.observed
         row, length = torch.tensor([compaction.row, compaction.slots], dtype=torch.int32, device=device).split(1)
         tokens = self.rows.tokens[compaction.row, end - count : end]
@@ -190,17 +207,11 @@ class DeviceStep:
             adapters=self.rows.adapters,
         )
         scratch = (position % self.rows.page_tokens).long().expand(len(self.rows.tables), -1)
-        pages, targets = (
-            torch.tensor(of_groups, device=device) for of_groups in (compaction.pages, compaction.targets)
-        )
+        pages = torch.tensor(compaction.pages, device=device)
         views = self._views(self._layers, scratch)
-        kept = targets.shape[1] * self.rows.page_tokens
         for queries, view, layer in zip(self.decoder.queries(tokens, views, step), views, self._layers, strict=True):
-            group = layer[3]
-            mass = attention_mass(queries, keys_of(view, pages[group], compaction.slots), view)
-            chosen = choose(mass, compaction.blocks * self.rows.page_tokens, kept)
-            for part in (view.kv,) if view.scales is None else (view.kv, view.scales):
-                move(part, pages[group, : compaction.blocks], targets[group], chosen)
+            of_group = pages[layer[3]]
+            yield layer[3], of_group, view, attention_mass(queries, keys_of(view, of_group, compaction.slots), view)
 
     # --- finish -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ one reference is never written: `extend` first gives the writer a copy.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 
 from ridgeline.core.plan import Compaction, StepPlan, StepResult, Transfer
@@ -19,7 +21,7 @@ from ridgeline.engine.request import Lease, Request, State
 from ridgeline.kv.blocks import BlockPool
 from ridgeline.kv.pins import Pins
 from ridgeline.kv.prefix import PrefixIndex, Source, extend_chain
-from ridgeline.kv.retention import KEEP_ALL, Retention
+from ridgeline.kv.retention import KEEP_ALL, NEVER, Retention
 
 
 class Leases:
@@ -43,6 +45,8 @@ class Leases:
         self.filling: dict[int, Request] = {}
         """Ticket -> request that waits for its transfer. Includes requests that are leaving."""
         self.source, self._prefix_cache, self._retention = source, prefix_cache, retention
+        self._measured = deque[tuple[Request, int]]()
+        """Requests of measures in flight, each with its generation, in the order of the plans."""
         self._tickets = count(1)
         self._size = layout.page_tokens
         self._windows = [group.window for group in layout.groups]
@@ -212,6 +216,8 @@ class Leases:
 
     def ended(self, plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, bool]]:
         """The requests whose transfers ended with a step, each with whether the content arrived."""
+        if plan.measures:
+            self._note_blocks(plan, result)
         if not (result.transfers or plan.transfers or plan.stores or plan.cancels):
             return
         failed = [] if result.error is None else [transfer.ticket for transfer in (*plan.stores, *plan.transfers)]
@@ -276,17 +282,27 @@ class Leases:
     def _retain(self, request: Request, plan: StepPlan) -> int:
         """Drop the slots that the retention policy no longer keeps. Later keys depend on what was dropped, so their blocks are not
         published. Returns the number of computed tokens from which this must be called again."""
-        policy, slots = self._retention, request.computed - request.dropped
+        policy = self._retention
         if request.computed < (due := policy.due(request.prompt_len, request.dropped)):
             return due
+        computed = request.measured or request.computed
+        slots = computed - request.dropped
         first, stop, kept = policy.cut(slots)
+        pages = [table[: -(-slots // self._size)] for table in request.tables]
+        order = Compaction(request.row, computed, slots, policy.observed, stop, pages, share=policy.share)
+        if policy.share:
+            kept = request.kept
+            if not request.measured:
+                request.measured = computed
+                plan.measures.append(order)
+                self._measured.append((request, request.generation))
+            if not 0 < kept < stop:
+                return NEVER
         if kept * len(request.tables) > self.pool.free:
             return request.computed + self._size
         targets = [[self.pool.take() for _ in range(kept)] for _ in request.tables]
         if kept:
-            pages = [table[: -(-slots // self._size)] for table in request.tables]
-            observed = policy.observed
-            plan.compactions.append(Compaction(request.row, request.computed, slots, observed, stop, pages, targets))
+            plan.compactions.append(replace(order, targets=targets))
         for group, table in enumerate(request.tables):
             for block in table[first:stop]:
                 self._give_back(block)
@@ -297,6 +313,14 @@ class Leases:
         plan.drops.extend((request.row, gone))
         request.dropped += gone
         return policy.due(request.prompt_len, request.dropped)
+
+    def _note_blocks(self, plan: StepPlan, result: StepResult) -> None:
+        """The device has said how many blocks the requests keep that were measured. After a failed step they are measured again."""
+        for blocks in result.blocks or [0] * len(plan.measures):
+            request, generation = self._measured.popleft()
+            if request.measured and request.generation == generation:
+                request.kept, request.watch = blocks, 0
+                request.measured = request.measured if blocks else 0
 
     def _publish(self, request: Request, full: int) -> None:
         if self._prefix_cache and request.cache:
@@ -329,7 +353,7 @@ class Leases:
                     self._give_back(block)
         request.tables = []
         request.freed = []
-        request.dropped = 0
+        request.dropped = request.measured = request.kept = 0
         request.lease = Lease.READY
 
     def _give_back(self, block: int) -> None:

@@ -87,6 +87,7 @@ class StepFrame(msgspec.Struct, frozen=True, array_like=True):
     collected: int
     arrays: list[bytes]
     joins: list[Join]
+    measures: list[Compaction]
     compactions: list[Compaction]
     transfers: list[Transfer]
     cancels: list[int]

@@ -112,6 +112,10 @@ class Request:
     """By group: number of leading blocks that are released because they are behind the window."""
     dropped: int = 0
     """Tokens whose slots a retention policy has dropped: the other tokens' slots are that much lower than their positions."""
+    measured: int = 0
+    """Computed tokens when the device was asked how many blocks an adaptive policy keeps; 0: it was not asked."""
+    kept: int = 0
+    """Its answer; 0: none so far."""
     writable: int = 0
     """Number of leading tokens that may be written without a call of Leases.extend: their blocks are leased and not shared."""
     watch: int = 0

@@ -61,7 +61,7 @@ def without(plan: StepPlan, error: str | None) -> StepResult:
 class Pending:
     """A launched step. Its host tensors are complete when the clock's end event has passed; `outcome` keeps them alive. lost:
     places in the step whose rows the device does not hold. fresh, transfers: see StepResult. drawn: of the last stage of a
-    pipeline, the drawn tokens that other stages wait for."""
+    pipeline, the drawn tokens that other stages wait for. blocks: StepResult.blocks in host memory, int64 [n]."""
 
     plan: StepPlan
     batch: Batch
@@ -71,6 +71,7 @@ class Pending:
     fresh: bool = False
     transfers: dict[int, bool] = field(default_factory=dict)
     drawn: torch.Tensor | None = None
+    blocks: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -101,6 +102,7 @@ class Pending:
         result = without(plan, None)
         result.device_s, result.lost, result.fresh = seconds, self.lost, self.fresh
         result.transfers = self.transfers
+        result.blocks = () if self.blocks is None else self.blocks.tolist()
         places: Sequence[int] = range(len(plan.rows))
         if not all(plan.samples):
             places = list(compress(places, plan.samples))

@@ -159,6 +159,7 @@ class Runner:
     def _launch(self, plan: StepPlan) -> Pending | StepResult:
         clock, executor = Clock(self._cuda), self.executor
         self.rows.assign(plan)
+        blocks = self._measured(plan) if plan.measures else None
         lost: list[int] = []
         if (loaded := executor.repeated(plan)) is None:
             plan, lost = self.rows.drop_lost(plan)
@@ -166,11 +167,18 @@ class Runner:
             with self._inference:
                 loaded = self._apply(plan, loaded)
         if loaded is None:
-            return without(plan, None)
+            result = without(plan, None)
+            result.blocks = () if blocks is None else blocks.tolist()
+            return result
         outcome = executor.run(loaded, plan)
         pending = Pending.of(plan, loaded.batch, outcome, clock, self._step.ops.sampler.to_host, lost)
-        pending.fresh = loaded.fresh
+        pending.fresh, pending.blocks = loaded.fresh, blocks
         return pending
+
+    def _measured(self, plan: StepPlan) -> torch.Tensor:
+        """StepResult.blocks, in host memory when the step ends."""
+        with self._inference:
+            return self._step.ops.sampler.to_host(torch.stack([self._step.measure(each) for each in plan.measures]))
 
     def _apply(self, plan: StepPlan, loaded: LoadedStep | None) -> LoadedStep | None:
         """Upload the changes and the step of a plan in one copy. Rows and pages change even if the step is refused.

@@ -75,6 +75,7 @@ class VirtualRunner:
         ends = [row.computed + count for row, count in zip(rows, plan.n_query, strict=True)]
         logits = sum(plan.samples) + len(plan.drafts) + sum(len(ids) - ids.count(-1) for ids in plan.score_ids.values())
         result = StepResult(plan.step, plan.rows, plan.generations, [], [], [])
+        result.blocks = [measure.blocks for measure in plan.measures]  # nothing is attended to, so all are kept
         if rows:
             result.device_s = self._cost.step_s(self._meter.work(ends, plan.n_query, logits))
         result.gap_s = max(0.0, self.now - self._free_at)

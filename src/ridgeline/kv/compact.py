@@ -14,6 +14,8 @@ from ridgeline.ops.stored import pages_of
 
 POOL = 7
 """Neighbouring slots whose largest mass each slot gets, so that a chosen slot brings the tokens around it (SnapKV, section 4.2)."""
+SINKS = 4
+"""First slots that a head with recent slots keeps too."""
 
 
 def attention_mass(queries: torch.Tensor, keys: torch.Tensor, view: KvView) -> torch.Tensor:
@@ -33,10 +35,33 @@ def attention_mass(queries: torch.Tensor, keys: torch.Tensor, view: KvView) -> t
     return scores.masked_fill(later, -torch.inf).softmax(-1).sum((1, 2))
 
 
-def choose(mass: torch.Tensor, candidates: int, count: int) -> torch.Tensor:
-    """The `count` slots of most mass among the first ones, in order: int64 [kv_heads, count]."""
-    pooled = F.max_pool1d(mass[:, :candidates], POOL, stride=1, padding=POOL // 2)
-    return pooled.topk(count, dim=1).indices.sort(dim=1).values
+def choose(mass: torch.Tensor, candidates: int, count: int, share: float = 0.0) -> torch.Tensor:
+    """The `count` slots that each head keeps among the first ones, in order: int64 [kv_heads, count]. Those of most mass; with a
+    share, those of the head's policy."""
+    if share:
+        return slots_needed(mass, candidates, share)[1][:, :count].sort(dim=1).values
+    return _pooled(mass, candidates).topk(count, dim=1).indices.sort(dim=1).values
+
+
+def _pooled(mass: torch.Tensor, candidates: int) -> torch.Tensor:
+    return F.max_pool1d(mass[:, :candidates], POOL, stride=1, padding=POOL // 2)
+
+
+def slots_needed(mass: torch.Tensor, candidates: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many of the first slots each head needs to keep a share of its mass, int64 [kv_heads], and these slots in the order in
+    which its policy takes them, int64 [kv_heads, candidates].
+
+    Each head has the policy that needs fewest, after FastGen (Ge et al. 2023, arXiv:2310.01801): the first and the most recent
+    slots, or those of most mass. The slots after the candidates are kept.
+    """
+    place = torch.arange(candidates, device=mass.device)
+    recent = torch.cat((place[:SINKS], place[SINKS:].flip(0)))
+    most = _pooled(mass, candidates).argsort(dim=1, descending=True, stable=True)
+    orders = torch.stack((recent.expand_as(most), most))
+    # Mass that is lost if a slot and those after it in the order go.
+    lost = mass[:, :candidates].expand_as(orders).gather(2, orders).flip(2).cumsum(2).flip(2)
+    needed = (lost >= (1 - share) * mass.sum(1, keepdim=True)).sum(2)
+    return needed.amin(0), torch.where((needed[0] <= needed[1]).unsqueeze(1), orders[0], orders[1])
 
 
 def keys_of(view: KvView, pages: torch.Tensor, slots: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ many blocks go: `engine.leases` releases them, and the plan tells the device.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,9 +32,13 @@ class Retention:
     snap    the prompt is compressed once: for each head the slots that its last tokens attend to most (SnapKV, Li et al. 2024).
     heavy   as snap, and the answer too, whenever a quarter more is there (heavy hitters, H2O, Zhang et al. 2023).
 
+    adaptive  the prompt is compressed once, to the fewest blocks with which every head keeps a share of its attention. Each
+            head has the cheaper of two policies (FastGen, Ge et al. 2023). The device says how many blocks those are.
+
     name: as in `--kv-retention`. keep: slots that stay at least. most: slots from which a request drops some. page_tokens: slots
     of a block. sinks: leading blocks that stay. observed: last tokens whose attention chooses, and which stay; 0: none chooses.
-    once: nothing is dropped after the prompt.
+    once: nothing is dropped after the prompt. share: of its attention that each head keeps; 0: `keep` says how many
+    slots stay.
     """
 
     name: str = "all"
@@ -43,6 +48,7 @@ class Retention:
     sinks: int = 0
     observed: int = 0
     once: bool = False
+    share: float = 0.0
 
     def due(self, prompt_len: int, dropped: int) -> int:
         """Number of computed tokens from which a request drops slots. dropped: those that it has dropped."""
@@ -61,8 +67,10 @@ class Retention:
 
 
 KEEP_ALL = Retention()
-_DEFAULTS = {"window": {"sinks": 4}, "snap": {"window": 32}, "heavy": {"window": 32}}
-_EXAMPLES = "window:sinks=4,keep=1024, snap:window=32,keep=1024 or heavy:window=32,keep=1024"
+_EXAMPLES = "window:sinks=4,keep=1024, snap:window=32,keep=1024, heavy:window=32,keep=1024 or adaptive:0.95"
+_OBSERVED = 32
+"""Last tokens that choose, unless an option says how many."""
+_DEFAULTS = {"window": {"sinks": 4}, "snap": {"window": _OBSERVED}, "heavy": {"window": _OBSERVED}}
 
 
 def read_retention(text: str, page_tokens: int) -> Retention:
@@ -71,6 +79,13 @@ def read_retention(text: str, page_tokens: int) -> Retention:
     kind, _, options = text.partition(":")
     if kind == "all" and not options:
         return KEEP_ALL
+    if kind == "adaptive":
+        if not re.fullmatch(r"0?\.\d+|1(\.0*)?", options) or not float(options):
+            raise _bad(
+                text, "give the share of attention that every head keeps, above 0 and at most 1, as in adaptive:0.95"
+            )
+        most = _OBSERVED + 2 * size
+        return Retention(text, most, most, size, observed=_OBSERVED, once=True, share=float(options))
     if kind not in _DEFAULTS:
         raise _bad(text, f"use all, {_EXAMPLES}")
     sizes = _sizes(text, options, _DEFAULTS[kind])
