@@ -18,6 +18,7 @@ from ridgeline.engine.engine import Engine
 from ridgeline.engine.runner import Runner
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.hub import shipped_model
+from ridgeline.text.words import bad_word_ids
 from ridgeline.wire.messages import Control, Reply
 from tests.engine.opened import opened_engines
 
@@ -330,3 +331,12 @@ def test_a_closed_engine_has_given_all_back(monkeypatch: pytest.MonkeyPatch) -> 
     model.close()
     with pytest.raises(EngineFailed, match="closed: start a new one"):
         model.generate(PROMPT)
+
+
+def test_bad_words_do_not_appear(llm: LLM):
+    free = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24))[0].text
+    words = free.split()[1:3]
+    bound = SamplingParams(temperature=0, max_tokens=24, n=2, bad_word_ids=bad_word_ids(llm.tokenizer, words))
+    first, second = llm.generate(PROMPT, bound)[0].choices
+    assert first.text == second.text != free
+    assert not set(words) & set(first.text.split())

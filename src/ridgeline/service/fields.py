@@ -53,6 +53,9 @@ MAX_CHOICES = 1024
 MAX_MESSAGES = 8192
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 8192
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD = 256
+"""Characters of a word."""
 LONG = UNBOUNDED
 
 TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast": -10}
@@ -210,6 +213,8 @@ TABLE: tuple[Field, ...] = (
     Field("repetition_penalty", Number(0, 100, above=True), "above 1 makes repetitions less probable", (1, 1.2), (0, "1")),
     Field("logit_bias", Biases(MAX_BIASES), "added to logits by token id", ({"5": 1}, {}), ({"x": 1}, {"5": 101}, {"5": "a"}, [5])),
     Field("allowed_token_ids", TokenIds(MAX_ALLOWED_IDS), "only these tokens are drawn", ([5, 6],), ([-1], 5, ["a"])),
+    Field("bad_words", Texts(MAX_BAD_WORDS, MAX_BAD_WORD, single=False), "words that are not drawn (by their tokens)",
+          ([], ["x", " y z"]), ("x", [""], [7])),
     Field("seed", Integer(-(1 << 63), (1 << 63) - 1), "the same seed draws the same tokens", (0, 7), (1.5, "7", 1 << 64)),
     # end of the answer
     Field("stop", Texts(MAX_STOPS), "strings that end the answer", ("x", ["x", "y"], []), (7, [""], "", [7], ["x"] * 17)),
@@ -299,7 +304,6 @@ TABLE: tuple[Field, ...] = (
     Field("moderation", Refused("the option --moderation of the server decides"), "", (), ({"model": "m"},)),
     Field("web_search_options", Refused("the server does not search the web"), "", (), ({},)),
     Field("suffix", Refused(neutral=("",)), "", ("",), ("x",), _TEXT),
-    Field("bad_words", Refused("use logit_bias with token ids", ([],)), "", ([],), (["x"],)),
     Field("thinking_token_budget", Refused(), "", (), (5,)),
     Field("truncate_prompt_tokens", Refused("prompts are never truncated, so send a shorter one"), "", (), (5,)),
     Field("use_beam_search", Refused(neutral=(False,)), "", (False,), (True,)),

@@ -14,6 +14,7 @@ from ridgeline.service.fields import TIERS, Fields
 from ridgeline.service.state import Service
 from ridgeline.text.chat import RenderOptions
 from ridgeline.text.prompts import ChatEncoder, Prompt
+from ridgeline.text.words import bad_word_ids
 
 GRAMMAR_FIELDS = (
     "response_format",
@@ -55,6 +56,8 @@ def read_sampling(service: Service, fields: Fields, max_tokens: int) -> Sampling
         if (ids := fields.get(name)) is not None:
             service.limits.check_ids([item[0] for item in ids] if name == "logit_bias" else ids, name)
             values[name] = ids
+    if words := fields.get("bad_words"):
+        values["bad_word_ids"] = bad_word_ids(service.tokenizer, words)
     if len(fields.get("stop_token_ids", ())) > service.limits.stop_ids:
         raise RequestError(
             f"stop_token_ids has {len(fields.get('stop_token_ids'))} ids: expected at most {service.limits.stop_ids} "
