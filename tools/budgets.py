@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_299
+HEART_STATEMENTS = 7_303
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -112,6 +112,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/bytecode.py": "start-up",
     "core/calibration.py": "start-up: factors of the cost model from a file",
     "core/config.py": "start-up: options",
+    "core/dry.py": "parameters of requests with DRY",
     "core/drafting.py": "measures: FLOPs and bytes of drafters",
     "core/fit.py": "start-up: options with which a model fits",
     "core/host_weights.py": "start-up: weights that stay in host memory",

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import pytest
 
 from ridgeline.core.draft import Draft
+from ridgeline.core.dry import LONGEST_MATCH, Dry
+from ridgeline.core.errors import RequestError
 from ridgeline.core.plan import StepPlan
 from ridgeline.engine.constraints import GrammarAndRules, Rules, start_constraint
 from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.rank_link import decode_step, encode_step
-from ridgeline.engine.token_rules import BAN, BadWords
+from ridgeline.engine.token_rules import BAN, BadWords, DryPenalty
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.speculator import Speculator
 from ridgeline.wire.messages import Submit
@@ -139,3 +141,62 @@ def test_choices_have_rules_of_their_own() -> None:
     assert {delta.finish for delta in deltas if delta.finish} == {"length"} and engine.idle
     constraints = [choice.constraint for choice in engine._requests(request, None)]
     assert len(set(map(id, constraints))) == 3
+
+
+def penalties(dry: Dry, tokens: list[int]) -> dict[int, float]:
+    """The algorithm as its author wrote it down: a search per step."""
+    tokens = tokens if dry.window < 0 else tokens[len(tokens) - min(dry.window, len(tokens)) :]
+    lengths: dict[int, int] = {}
+    for place in range(len(tokens) - 1):
+        length = 0
+        while (
+            length < min(LONGEST_MATCH, place + 1)
+            and tokens[place - length] == tokens[-1 - length]
+            and tokens[place - length] not in dry.breakers
+        ):
+            length += 1
+        follower = tokens[place + 1]
+        if length and follower not in dry.breakers:
+            lengths[follower] = max(length, lengths.get(follower, 0))
+    return {
+        token: max(BAN, -dry.multiplier * dry.base ** (length - dry.allowed_length))
+        for token, length in lengths.items()
+        if length >= dry.allowed_length
+    }
+
+
+@pytest.mark.parametrize("dry", [Dry(0.8), Dry(2.0, 1.1, 1, 20), Dry(1.0, 3.0, 3, breakers=(2,)), Dry(100, 100, 1)])
+@pytest.mark.parametrize("prompt", [[0, 1, 2, 0, 1], [3] * 70, [1], [2, 2, 1, 2]])
+def test_the_penalty_of_repeated_sequences(dry: Dry, prompt: list[int]) -> None:
+    draw, tokens = random.Random(len(prompt)), list(prompt)
+    rule = DryPenalty(dry, prompt)
+    for _ in range(90):
+        assert dict(rule.biases()) == pytest.approx(penalties(dry, tokens))
+        drafted = [draw.randrange(3) for _ in range(draw.randrange(3))]
+        for token in drafted:
+            rule.push(token)
+        assert dict(rule.biases()) == pytest.approx(penalties(dry, tokens + drafted))
+        for _ in drafted:
+            rule.pop()
+        tokens.append(draw.randrange(3))
+        rule.push(tokens[-1])
+
+
+def test_a_loop_ends_with_the_penalty() -> None:
+    free = alone(PROMPT * 3, max_tokens=60)
+    request = submit("a", PROMPT * 3, dry=Dry(4.0, 2.0, 1))
+    bench = DeviceBench(depth=1)
+    bench.submit("bound", PROMPT * 3, constraint=start_constraint(request, None), max_tokens=60)
+    bench.run()
+    tokens = PROMPT * 3 + bench.tokens["bound", 0]
+    pairs = [tuple(tokens[at : at + 4]) for at in range(30, len(tokens) - 4)]
+    assert len(set(pairs)) == len(pairs) and bench.tokens["bound", 0] != free
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [((-1,), "multiplier"), ((1, 0.5), "base"), ((1, 2, 0), "allowed_length"), ((1, 2, 2, -2), "penalty_last_n")],
+)
+def test_wrong_parameters_are_named(values: tuple[float, ...], field: str) -> None:
+    with pytest.raises(RequestError, match=f"dry_{field} is .*: give a number from"):
+        Dry(*values)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal
 
+from ridgeline.core.dry import Dry
 from ridgeline.core.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -51,6 +52,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    dry: Dry | None = None
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = 16
@@ -77,6 +79,8 @@ class SamplingParams:
                 raise RequestError(f"{name} is {getattr(self, name)!r}: give True or False.", param=name)
         if not isinstance(self.grammar, (Grammar, NoneType)):
             raise RequestError(f"grammar is {self.grammar!r}: give a Grammar(kind, source).", param="grammar")
+        if not isinstance(self.dry, (Dry, NoneType)):
+            raise RequestError(f"dry is {self.dry!r}: give a Dry(multiplier).", param="dry")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids is empty, so no token can be drawn: add token ids, or leave the field out.",

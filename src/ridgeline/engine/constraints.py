@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ridgeline.core.draft import Draft
 from ridgeline.core.plan import StepPlan
-from ridgeline.engine.token_rules import BadWords, TokenRule
+from ridgeline.engine.token_rules import BadWords, DryPenalty, TokenRule
 from ridgeline.text.grammar import CompiledGrammar
 from ridgeline.wire.messages import Submit
 
@@ -94,6 +94,8 @@ def start_constraint(message: Submit, compiled: CompiledGrammar | None) -> Rules
     rules: list[TokenRule] = []
     if message.sampling.bad_word_ids:
         rules.append(BadWords(message.sampling.bad_word_ids))
+    if message.sampling.dry is not None:
+        rules.append(DryPenalty(message.sampling.dry, message.tokens))
     if compiled is not None:
         return GrammarAndRules(compiled.start(), rules)
     return Rules(rules) if rules else None

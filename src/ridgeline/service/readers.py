@@ -298,6 +298,17 @@ def read_choices(name: str, value: Any) -> Grammar:
     return Grammar("choice", json_text(choices))
 
 
+def read_breakers(name: str, value: Any) -> tuple[str, ...]:
+    """`dry_sequence_breakers`: a list of strings, or, as text-generation-webui sends it, the JSON text of one, with or without its
+    brackets."""
+    if isinstance(value, str):
+        try:
+            value = decode_json(value if value.lstrip().startswith("[") else f"[{value}]")
+        except (RecursionError, msgspec.DecodeError):
+            raise wrong(name, value, "a list of strings, or such a list as JSON text") from None
+    return Texts(max_items=64, max_length=64, single=False).read(name, value)
+
+
 _CONSTRAINTS: dict[str, Callable[[str, Any], Grammar]] = {
     "json": read_schema,
     "regex": read_pattern("regex"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ridgeline.core.dry import Dry
 from ridgeline.core.errors import RequestError
 from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.service.answer import Streaming
@@ -14,7 +15,7 @@ from ridgeline.service.fields import TIERS, Fields
 from ridgeline.service.state import Service
 from ridgeline.text.chat import RenderOptions
 from ridgeline.text.prompts import ChatEncoder, Prompt
-from ridgeline.text.words import bad_word_ids
+from ridgeline.text.words import bad_word_ids, breaker_ids
 
 GRAMMAR_FIELDS = (
     "response_format",
@@ -37,6 +38,15 @@ _SAME_NAME = (
 )
 _WITH_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
+_DRY_NAMES = {
+    "dry_multiplier": "multiplier",
+    "dry_base": "base",
+    "dry_allowed_length": "allowed_length",
+    "dry_penalty_last_n": "window",
+}
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""Default of dry_sequence_breakers in llama.cpp and text-generation-webui."""
+
 _IN_LOOP = 4096
 """Characters up to which a text is tokenized in the event loop. Longer texts go to a thread, so that other streams go on."""
 
@@ -58,6 +68,8 @@ def read_sampling(service: Service, fields: Fields, max_tokens: int) -> Sampling
             values[name] = ids
     if words := fields.get("bad_words"):
         values["bad_word_ids"] = bad_word_ids(service.tokenizer, words)
+    if fields.get("dry_multiplier") and fields.get("dry_penalty_last_n") != 0:
+        values["dry"] = _dry(service, fields)
     if len(fields.get("stop_token_ids", ())) > service.limits.stop_ids:
         raise RequestError(
             f"stop_token_ids has {len(fields.get('stop_token_ids'))} ids: expected at most {service.limits.stop_ids} "
@@ -71,6 +83,12 @@ def read_sampling(service: Service, fields: Fields, max_tokens: int) -> Sampling
         grammar=_grammar(fields),
         prompt_logprobs=fields.get("prompt_logprobs"),
     )
+
+
+def _dry(service: Service, fields: Fields) -> Dry:
+    breakers = fields.get("dry_sequence_breakers", DRY_BREAKERS)
+    given = {name: fields.values[field] for field, name in _DRY_NAMES.items() if field in fields.values}
+    return Dry(**given, breakers=breaker_ids(service.tokenizer, breakers))
 
 
 def _grammar(fields: Fields) -> Grammar | None:

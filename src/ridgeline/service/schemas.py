@@ -126,6 +126,7 @@ SHAPES: Mapping[str, Schema] = {
             "grammar": nullable(_PATTERN),
         },
     },
+    "dry_sequence_breakers": {"anyOf": [_STRING, {"type": "array", "items": _PATTERN}]},
     "guided_json": _JSON_SCHEMA,
     "guided_regex": _PATTERN,
     "guided_choice": _CHOICES,

@@ -20,3 +20,11 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
         for variant in (text, " " + text):
             ids[tuple(tokenizer.encode(variant, add_special_tokens=False))] = None
     return tuple(filter(None, ids))
+
+
+def breaker_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
+    """The token with which each text ends inside of another text, for Dry.breakers.
+
+    Source: text-generation-webui (modules/sampler_hijack.py): the last token of the text after a letter.
+    """
+    return tuple(sorted({tokenizer.encode("a" + text, add_special_tokens=False)[-1] for text in texts}))
