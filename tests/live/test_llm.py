@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Iterator
 from enum import IntEnum
@@ -340,3 +341,9 @@ def test_bad_words_do_not_appear(llm: LLM):
     first, second = llm.generate(PROMPT, bound)[0].choices
     assert first.text == second.text != free
     assert not set(words) & set(first.text.split())
+
+
+def test_a_gbnf_grammar_is_followed(llm: LLM):
+    grammar = Grammar("gbnf", 'root ::= "(" root ")" | move (", " move)*\nmove ::= [NBRQK] [a-h] [1-8]')
+    answer = llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=1, max_tokens=40, grammar=grammar))[0].text
+    assert re.fullmatch(r"\(*([NBRQK][a-h][1-8](, |\)*)?)*([NBRQK][a-h]?)?\)*,?", answer) and len(answer) > 2

@@ -15,14 +15,14 @@ MAX_LOGPROBS = 20
 MAX_STOP_IDS = 16
 """Maximum stop ids of a device row, the model's end tokens included. A request with more is refused."""
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
 Pooling = Literal["last", "mean", "cls"]
 """Tokens whose hidden states make an embedding: the last one, all (their mean), or the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the output. `source` is the schema (JSON text), pattern, JSON list of choices, or Lark text."""
+    """A constraint on the output. `source` is the schema (JSON text), pattern, JSON list of choices, Lark text, or GBNF text."""
 
     kind: GrammarKind
     source: str

@@ -24,6 +24,7 @@ GRAMMAR_FIELDS = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "grammar",
 )
 
 _SAME_NAME = (

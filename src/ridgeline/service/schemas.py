@@ -131,6 +131,7 @@ SHAPES: Mapping[str, Schema] = {
     "guided_regex": _PATTERN,
     "guided_choice": _CHOICES,
     "guided_grammar": _PATTERN,
+    "grammar": _PATTERN,
     "cache_control": {
         "type": "object",
         "additionalProperties": False,
