@@ -154,6 +154,12 @@ def _read_tool_choice(name: str, value: Any) -> str | dict[str, Any]:
     raise wrong(name, value, forms)
 
 
+def _read_early_stopping(name: str, value: Any) -> bool | str:
+    if isinstance(value, bool) or value == "never":
+        return value  # type: ignore[no-any-return]
+    raise wrong(name, value, 'true, false or "never"')
+
+
 def read_cache_control(name: str, value: Any) -> dict[str, Any]:
     """The end of a cached prefix, in a chat completion: `{"type": "ephemeral", "ttl": "5m"}`."""
     return _read_control(name, value, _CONTROL)
@@ -203,7 +209,7 @@ TABLE: tuple[Field, ...] = (
     Field("max_completion_tokens", Integer(1, LONG), "the same as max_tokens", (5,), (0, -1, "7"), _CHAT),
     Field("min_tokens", Integer(0, LONG), "minimum tokens before an end token", (0, 2), (-1, "2")),
     Field("n", Integer(1, MAX_N), "number of choices per prompt", (1, 2), (0, MAX_N + 1, 1.5, "2")),
-    Field("best_of", Integer(1, MAX_N), "may only equal n: ranking more answers than are returned is not supported",
+    Field("best_of", Integer(1, MAX_N), "number of beams with use_beam_search, else it may only equal n",
           (1,), (0, 7, "2"), _TEXT),
     # sampling
     Field("temperature", Number(0, 2), "0 is greedy decoding", (0, 0.7, 2), (-0.1, 2.1, "1", True)),
@@ -225,6 +231,11 @@ TABLE: tuple[Field, ...] = (
           'texts that sequences do not cross (default "\\n", ":", "\\"" and "*")',
           ([], ["\n", "x"], '["\\n", ":"]', '"\\n", ":"'), (7, [""], [7], "[", '{"a": 1}')),
     Field("seed", Integer(-(1 << 63), (1 << 63) - 1), "the same seed draws the same tokens", (0, 7), (1.5, "7", 1 << 64)),
+    Field("use_beam_search", _BOOL, "the n most probable answers of a beam search, without sampling", (False,), _BAD_BOOL),
+    Field("length_penalty", Number(-10, 10), "the score of a beam is its log-probability by length ** length_penalty (default 1)",
+          (1, 1.0), ("1", 11)),
+    Field("early_stopping", Special("true, false or never", _read_early_stopping), "when the search ends (default false)",
+          (False,), ("always", 1)),
     # end of the answer
     Field("stop", Texts(MAX_STOPS), "strings that end the answer", ("x", ["x", "y"], []), (7, [""], "", [7], ["x"] * 17)),
     Field("stop_token_ids", TokenIds(MAX_STOP_IDS), "tokens that end the answer", ([5],), ([-1], "5", list(range(17)))),
@@ -317,8 +328,6 @@ TABLE: tuple[Field, ...] = (
     Field("suffix", Refused(neutral=("",)), "", ("",), ("x",), _TEXT),
     Field("thinking_token_budget", Refused(), "", (), (5,)),
     Field("truncate_prompt_tokens", Refused("prompts are never truncated, so send a shorter one"), "", (), (5,)),
-    Field("use_beam_search", Refused(neutral=(False,)), "", (False,), (True,)),
-    Field("length_penalty", Refused("beam search is not supported", (1, 1.0)), "", (1.0,), (0.5,)),
     Field("logits_processors", Refused("requests cannot contain code", ([],)), "", ([],), (["x"],)),
 )
 # fmt: on

@@ -11,6 +11,8 @@ from ridgeline.core.dry import Dry
 from ridgeline.core.errors import RequestError
 from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.service.answer import Streaming
+from ridgeline.service.beams import widest
+from ridgeline.service.call import Beams
 from ridgeline.service.fields import TIERS, Fields
 from ridgeline.service.state import Service
 from ridgeline.text.chat import RenderOptions
@@ -47,6 +49,11 @@ _DRY_NAMES = {
 }
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """Default of dry_sequence_breakers in llama.cpp and text-generation-webui."""
+
+_NOT_WITH_BEAMS = (
+    *("logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "dry_multiplier", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "stop", "tools", "cache_control"),
+)
 
 _IN_LOOP = 4096
 """Characters up to which a text is tokenized in the event loop. Longer texts go to a thread, so that other streams go on."""
@@ -90,6 +97,27 @@ def _dry(service: Service, fields: Fields) -> Dry:
     breakers = fields.get("dry_sequence_breakers", DRY_BREAKERS)
     given = {name: fields.values[field] for field, name in _DRY_NAMES.items() if field in fields.values}
     return Dry(**given, breakers=breaker_ids(service.tokenizer, breakers))
+
+
+def read_beams(service: Service, fields: Fields, sampling: SamplingParams) -> Beams | None:
+    """The beam search that the request asks for. Raises RequestError for a field that does not combine with it."""
+    best_of, n = fields.get("best_of", sampling.n), sampling.n
+    if not fields.get("use_beam_search"):
+        for name, neutral in (("best_of", n), ("length_penalty", 1), ("early_stopping", False)):
+            if (value := fields.get(name, neutral)) != neutral:
+                text = f"{name} is {value}, which needs use_beam_search: set it to true, or leave {name} out."
+                raise RequestError(text, param=name)
+        return None
+    for name in (*GRAMMAR_FIELDS, *_NOT_WITH_BEAMS):
+        if fields.get(name):
+            raise RequestError(f"use_beam_search does not combine with {name}: leave one of them out.", param=name)
+    ends = () if sampling.ignore_eos else service.client.facts.get("eos_ids") or ()
+    end_ids = frozenset((*ends, *sampling.stop_token_ids))
+    if not n <= best_of <= widest(len(end_ids)):
+        most = f"at least n ({n}) and at most {widest(len(end_ids))}"
+        name = "best_of" if "best_of" in fields.values else "n"
+        raise RequestError(f"{name} is {best_of}: give {most} beams.", param=name)
+    return Beams(best_of, end_ids, fields.get("length_penalty", 1.0), fields.get("early_stopping", False))
 
 
 def _grammar(fields: Fields) -> Grammar | None:

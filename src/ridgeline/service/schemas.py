@@ -127,6 +127,7 @@ SHAPES: Mapping[str, Schema] = {
         },
     },
     "dry_sequence_breakers": {"anyOf": [_STRING, {"type": "array", "items": _PATTERN}]},
+    "early_stopping": {"enum": [True, False, "never"]},
     "guided_json": _JSON_SCHEMA,
     "guided_regex": _PATTERN,
     "guided_choice": _CHOICES,
