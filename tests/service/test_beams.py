@@ -101,5 +101,7 @@ def test_a_server_answers_as_transformers() -> None:
         chat = {"messages": [{"role": "user", "content": "Hi!"}], "max_tokens": 12, "use_beam_search": True, "n": 2}
         answer = server.send("POST", "/v1/chat/completions", chat)
         assert len({choice["message"]["content"] for choice in answer.json["choices"]}) == 2
+        record = server.get("/requests").json["data"][0]
+        assert record["output_tokens"] == answer.json["usage"]["completion_tokens"] and record["joules"] >= 0
         stats = server.get("/admin/stats").json
         assert (stats["running"], stats["waiting"], stats["used"]) == (0, 0, 0)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.core.sampling import MAX_LOGPROBS, SamplingParams
+from ridgeline.metrics import Spent
 from ridgeline.service.call import Beams, Call
 from ridgeline.service.state import Service
 from ridgeline.wire.client import Subscription
@@ -107,22 +108,29 @@ class BeamAnswers:
             subscription.close(reason)
 
     async def _searches(self) -> list[list[Delta]]:
-        return await asyncio.gather(*(self._search(number, ids) for number, ids in enumerate(self._call.prompts)))
+        searches = [asyncio.create_task(self._search(*prompt)) for prompt in enumerate(self._call.prompts)]
+        try:
+            return await asyncio.gather(*searches)
+        finally:  # after a failure the others go on, unless they are cancelled
+            for search in searches:
+                search.cancel()
 
     async def _search(self, number: int, prompt: list[int]) -> list[Delta]:
         call, name = self._call, f"{self._call.id}-{number}"
         room = self._service.limits.request_tokens - len(prompt)
         search = BeamSearch(self._beams, max(1, min(room, call.sampling.max_tokens or room)))
-        cached, rounds = 0, 0
+        spent: list[Spent] = []
+        cached = rounds = 0
         while not search.over:
             deltas = await self._round(f"{name}-{rounds}", prompt, search.running)
+            spent += [Spent.of(delta.times) for delta in deltas if delta.times is not None]
             if failed := next((delta for delta in deltas if delta.finish not in ("stop", "length")), None):
                 return [Delta(name, 0, finish=failed.finish, error=failed.error)]
             cached = max(0, deltas[0].cached) if rounds == 0 else cached
             rounds += 1
             search.advance([_tops(delta) for delta in deltas])
         answers = [_answer(Delta(name, choice), beam, self._beams) for choice, beam in enumerate(search.finished)]
-        answers[0].cached = cached
+        answers[0].cached, answers[0].times = cached, _total(spent)
         return answers[: call.sampling.n]
 
     async def _round(self, name: str, prompt: list[int], running: Sequence[Beam]) -> list[Delta]:
@@ -153,6 +161,16 @@ class BeamAnswers:
         finally:
             self._rounds.discard(subscription)
             subscription.close()
+
+
+def _total(rounds: Sequence[Spent]) -> tuple[float, ...] | None:
+    """As Delta.times, of all rounds: waits up to the first token, and the time to the end of the last round as decoding."""
+    if not rounds:
+        return None
+    first, since_arrival = rounds[0], max(spent.queue_s + spent.prefill_s for spent in rounds)
+    decode_s = since_arrival - first.queue_s - first.prefill_s
+    preempted = sum(spent.preempted for spent in rounds)
+    return first.queue_s, first.prefill_s, decode_s, preempted, sum(spent.device_s for spent in rounds), 0, 0
 
 
 def _tops(delta: Delta) -> dict[int, float]:
