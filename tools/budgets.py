@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_350
+HEART_STATEMENTS = 7_400
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -62,6 +62,8 @@ BESIDE_HEART: Mapping[str, str] = {
     "engine/adapters.py": "LoRA adapters: loads and unloads them, by orders of operators",
     "models/adapters.py": "LoRA adapters: reads their files",
     "ops/adapters.py": "LoRA adapters: what they add to linears, with the option --enable-lora",
+    "engine/constraints.py": "requests with a grammar, bad words or DRY",
+    "engine/token_rules.py": "requests with bad words or DRY",
     "engine/tiers.py": "start-up: options of the tiers below the KV cache",
     "kv/pins.py": "pinned prefixes, for requests with cache_control",
     "kv/copies.py": "tiers below the KV cache: copies, with the option --kv-offload-gb",
@@ -115,6 +117,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/bytecode.py": "start-up",
     "core/calibration.py": "start-up: factors of the cost model from a file",
     "core/config.py": "start-up: options",
+    "core/dry.py": "parameters of requests with DRY",
     "core/drafting.py": "measures: FLOPs and bytes of drafters",
     "core/fit.py": "start-up: options with which a model fits",
     "core/host_weights.py": "start-up: weights that stay in host memory",

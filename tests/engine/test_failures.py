@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ridgeline.core.errors import BadGrammar
 from ridgeline.core.plan import StepPlan
+from ridgeline.engine.constraints import GrammarAndRules
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.result import without
 from ridgeline.engine.scheduler import Scheduler
@@ -89,7 +90,7 @@ def test_failed_steps_end_their_own_requests_only(data: st.DataObject) -> None:
         made = bench.submit(f"r{index}", prompt, n=1 + index % 2, max_tokens=9, priority=priority)
         if data.draw(st.booleans()):
             for request in made:
-                request.constraint = Fragile(data.draw(st.integers(0, 9)))
+                request.constraint = GrammarAndRules(Fragile(data.draw(st.integers(0, 9))), ())
         for _ in range(data.draw(st.integers(0, 4))):
             bench.turn()
     bench.run()
@@ -136,7 +137,7 @@ def test_who_leaves_before_its_join_went_out_is_never_heard_of() -> None:
     """A grammar that breaks at once, in the plan in which its request enters: its row can be used again."""
     bench = Bench(rows=1, depth=1)
     bench.submit("broken", [1, 2, 3], max_tokens=3)
-    bench.scheduler.waiting[0].constraint = Fragile(0)
+    bench.scheduler.waiting[0].constraint = GrammarAndRules(Fragile(0), ())
     bench.submit("whole", [4, 5, 6], max_tokens=3)
     bench.run()
     assert bench.finish == {("broken", 0): "refused", ("whole", 0): "length"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Iterator
 from enum import IntEnum
@@ -18,8 +19,12 @@ from ridgeline.engine.engine import Engine
 from ridgeline.engine.runner import Runner
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.hub import shipped_model
+from ridgeline.service.beams import BeamSearch
+from ridgeline.service.call import Beams
+from ridgeline.text.words import bad_word_ids
 from ridgeline.wire.messages import Control, Reply
 from tests.engine.opened import opened_engines
+from tests.models.beams import theirs
 
 from .honest import PERSON
 from .served import Served
@@ -330,3 +335,31 @@ def test_a_closed_engine_has_given_all_back(monkeypatch: pytest.MonkeyPatch) -> 
     model.close()
     with pytest.raises(EngineFailed, match="closed: start a new one"):
         model.generate(PROMPT)
+
+
+def test_bad_words_do_not_appear(llm: LLM):
+    free = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24))[0].text
+    words = free.split()[1:3]
+    bound = SamplingParams(temperature=0, max_tokens=24, n=2, bad_word_ids=bad_word_ids(llm.tokenizer, words))
+    first, second = llm.generate(PROMPT, bound)[0].choices
+    assert first.text == second.text != free
+    assert not set(words) & set(first.text.split())
+
+
+def test_a_gbnf_grammar_is_followed(llm: LLM):
+    grammar = Grammar("gbnf", 'root ::= "(" root ")" | move (", " move)*\nmove ::= [NBRQK] [a-h] [1-8]')
+    answer = llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=1, max_tokens=40, grammar=grammar))[0].text
+    assert re.fullmatch(r"\(*([NBRQK][a-h][1-8](, |\)*)?)*([NBRQK][a-h]?)?\)*,?", answer) and len(answer) > 2
+
+
+@pytest.mark.parametrize(("length_penalty", "early_stopping"), [(1.0, False), (0.0, True)])
+def test_beams_of_the_engine_are_those_of_transformers(llm: LLM, length_penalty: float, early_stopping: bool):
+    search = BeamSearch(Beams(3, frozenset({0, 2}), length_penalty, early_stopping), 16)
+    prompt = llm.tokenizer.encode(PROMPT, add_special_tokens=True)
+    step = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    while not search.over:
+        answers = llm.generate([[*prompt, *beam.tokens] for beam in search.running], step)
+        tops = [answer.choices[0].logprobs[0] for answer in answers]
+        search.advance([dict(zip(top.top_ids, top.top_logprobs, strict=True)) for top in tops])
+    texts = [llm.tokenizer.decode(beam.tokens, skip_special_tokens=True) for beam in search.finished]
+    assert texts == theirs(PROMPT, 16, num_beams=3, length_penalty=length_penalty, early_stopping=early_stopping)

@@ -22,7 +22,6 @@ HI = [{"role": "user", "content": "hi"}]
         ("chat", {"prediction": {"type": "content"}}, "`prediction` is not supported; remove it."),
         ("chat", {"audio": {}}, "`audio` is not supported (the model writes text only); remove it."),
         ("completions", {"suffix": "x"}, '`suffix` is not supported; remove it or send "".'),
-        ("completions", {"use_beam_search": True}, "`use_beam_search` is not supported; remove it or send false."),
         ("chat", {"temperature": 9}, "temperature is 9: expected a number from 0 to 2."),
         ("completions", {"prompt": None}, "prompt is missing: send a string, a list of strings, "
          "a list of token ids or a list of such lists."),

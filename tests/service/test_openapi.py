@@ -23,6 +23,9 @@ CASES = [(route, field) for field in TABLE for route in field.routes]
 NEEDS_MORE_THAN_A_SCHEMA = [
     ("best_of", 7),  # is compared with n
     ("guided_json", "{"),  # is JSON in a string
+    ("grammar", 'start: "a"'),
+    ("dry_sequence_breakers", "["),
+    ("dry_sequence_breakers", '{"a": 1}'),
     ("structured_outputs", {"regex": "a", "choice": ["a"]}),  # one of several members that may each be null
 ]
 """Bad values that only the reader can tell."""

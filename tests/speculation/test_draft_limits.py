@@ -10,6 +10,7 @@ import pytest
 
 from ridgeline.core.draft import Draft
 from ridgeline.core.plan import StepPlan
+from ridgeline.engine.constraints import GrammarAndRules
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from ridgeline.speculation.state import DraftLimits
@@ -130,7 +131,7 @@ def test_no_drafts_beside_a_grammar(limits: DraftLimits) -> None:
         bench.turn()
     first = len(bench.runner.plans)
     (request,) = bench.submit("bound", [4, 5, 6], max_tokens=20)
-    request.constraint = Chains()
+    request.constraint = GrammarAndRules(Chains(), ())
     bench.run()
     assert bench.tokens["free", 0] == oracle([1, 2, 3], 60)
     both = [plan for plan in bench.runner.plans[first:] if len(plan.rows) == 2]

@@ -123,6 +123,7 @@ class StepPlan:
     transfers are no longer needed; after the step nothing writes to their blocks. A step may have transfers and no rows.
     masks: row -> packed bitmask of allowed tokens (little-endian uint32 words, bit t of word t // 32), for sampling rows;
     with drafts, masks for the last known token and each node, one after the other.
+    biases: row -> (node, token, bias), added to the logits after node 0, the last known token, or after a draft node.
     score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none): the token *after* each query token. For a row
     with pooling, 0 for each query token that is pooled.
     bound: an upper bound of the tokens that any scheduled row holds after this step, used to choose launch shapes.
@@ -151,6 +152,7 @@ class StepPlan:
     stores: list[Transfer] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)
+    biases: dict[int, list[tuple[int, int, float]]] = field(default_factory=dict)
     score_ids: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -172,6 +174,11 @@ class StepPlan:
         self.pages = array("i", chain.from_iterable(kept))
         return True
 
+    def unrestrict(self, row: int) -> None:
+        """Remove the mask and the biases of a row."""
+        self.masks.pop(row, None)
+        self.biases.pop(row, None)
+
     def share_arrays(self, plan: StepPlan) -> None:
         """Use the arrays of a plan that has equal rows and drafts. Treat them as immutable."""
         self.rows, self.generations = plan.rows, plan.generations
@@ -179,8 +186,8 @@ class StepPlan:
         self.drafts, self.tree = plan.drafts, plan.tree
 
     def repeats(self, other: StepPlan) -> bool:
-        """Whether both plans give the same rows the same numbers of query tokens and drafts, and have no masks or scores."""
-        has_row_data = self.masks or self.score_ids or other.masks or other.score_ids
+        """Whether both plans give the same rows the same query tokens and drafts, and have no masks, biases or scores."""
+        has_row_data = any(plan.masks or plan.biases or plan.score_ids for plan in (self, other))
         same_rows = self.ahead == other.ahead and self.generations == other.generations
         return not has_row_data and same_rows and _COMPARED(self) == _COMPARED(other) and self.unread == other.unread
 

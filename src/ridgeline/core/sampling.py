@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal
 
+from ridgeline.core.dry import Dry
 from ridgeline.core.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 16
 """Maximum stop ids of a device row, the model's end tokens included. A request with more is refused."""
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
 Pooling = Literal["last", "mean", "cls"]
 """Tokens whose hidden states make an embedding: the last one, all (their mean), or the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the output. `source` is the schema (JSON text), pattern, JSON list of choices, or Lark text."""
+    """A constraint on the output. `source` is the schema (JSON text), pattern, JSON list of choices, Lark text, or GBNF text."""
 
     kind: GrammarKind
     source: str
@@ -36,7 +37,8 @@ class SamplingParams:
     positive and multiplies negative logits of tokens in prompt or output; Keskar et al. 2019, section 4.1).
     `logprobs` / `prompt_logprobs`: None, or the number of alternatives per token (0..20) in addition to the token itself.
     `seed` None draws one per request. `max_tokens` None means up to the context's end. `stop` may be given as one
-    string, `logit_bias` as a dict of token id to number, every tuple as a list. With `pooling` no token is drawn: the request ends
+    string, `logit_bias` as a dict of token id to number, every tuple as a list. `bad_word_ids`: the tokens of words that are not
+    drawn (text.words.bad_word_ids). With `pooling` no token is drawn: the request ends
     with the sum of the hidden states of these prompt tokens. Raises RequestError naming the field.
     """
 
@@ -49,6 +51,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    dry: Dry | None = None
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = 16
@@ -75,6 +79,8 @@ class SamplingParams:
                 raise RequestError(f"{name} is {getattr(self, name)!r}: give True or False.", param=name)
         if not isinstance(self.grammar, (Grammar, NoneType)):
             raise RequestError(f"grammar is {self.grammar!r}: give a Grammar(kind, source).", param="grammar")
+        if not isinstance(self.dry, (Dry, NoneType)):
+            raise RequestError(f"dry is {self.dry!r}: give a Dry(multiplier).", param="dry")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids is empty, so no token can be drawn: add token ids, or leave the field out.",
@@ -102,6 +108,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _integer(name, value, 0, MAX_LOGPROBS)
+        for word in self.bad_word_ids:
+            if not word or not all(_is(token, int) for token in word):
+                raise RequestError(f"bad_word_ids has {word!r}: give token ids, at least one.", param="bad_word_ids")
         for token, bias in self.logit_bias:
             _integer("logit_bias", token, 0, 1 << 30)
             _number("logit_bias", bias, -100.0, 100.0)
@@ -127,6 +136,7 @@ _LISTS: tuple[tuple[str, str, type], ...] = (
     ("stop_token_ids", "token ids", int),
     ("allowed_token_ids", "token ids", int),
     ("logit_bias", "pairs of a token id and a number", tuple),
+    ("bad_word_ids", "lists of token ids", tuple),
 )
 """Fields with several values: name, noun of the values for messages, type of the values."""
 
@@ -143,7 +153,7 @@ def _tuple(name: str, value: Any, noun: str, item_type: type) -> tuple[Any, ...]
     wrong_types = (
         items is not None and set(map(type, items)) - {item_type} and not all(_is(item, item_type) for item in items)
     )
-    if items is None or wrong_types or (item_type is tuple and set(map(len, items)) - {2}):
+    if items is None or wrong_types or (name == "logit_bias" and set(map(len, items)) - {2}):
         raise RequestError(f"{name} is {reprlib.repr(value)}: give a list of {noun}.", param=name)
     return items
 

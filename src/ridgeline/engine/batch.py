@@ -182,8 +182,8 @@ class BatchBuilder:
         self._nodes = 1 + self._n_draft[self._where]
         self._greedy = bool(table.greedy[drawing].all())
         self._inputs = self._scores = None
-        if plan.masks or not table.fused_sampling[drawing].all():
-            self._inputs = LogitsInputsBuilder(plan.masks, table, drawing, self._nodes)
+        if plan.masks or plan.biases or not table.fused_sampling[drawing].all():
+            self._inputs = LogitsInputsBuilder(plan, table, drawing, self._nodes)
         if plan.score_ids and Logits.ALL in plan.logits:
             self._scores = ScoreBuilder(plan, table)
 

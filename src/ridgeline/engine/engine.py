@@ -15,6 +15,7 @@ from ridgeline.core.errors import RequestError, RidgelineError
 from ridgeline.core.events import StepUpdates, Update
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.engine.adapters import ADAPTER_ORDERS, Adapters
+from ridgeline.engine.constraints import start_constraint
 from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.handover import HandOvers
 from ridgeline.engine.late_compiles import LateCompiles
@@ -193,7 +194,7 @@ class Engine:
             drawn = message.drawn.get(choice, [])
             if length + len(drawn) >= limit and sampling.pooling is None:
                 raise RequestError(f"{len(drawn)} drawn tokens leave none of {limit} to draw.", param="max_tokens")
-            constraint = None if compiled is None else compiled.start()
+            constraint = start_constraint(message, compiled)
             if constraint is not None and drawn:
                 constraint.accept(drawn)
             requests.append(

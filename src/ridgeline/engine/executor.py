@@ -114,7 +114,7 @@ class CapturedExecutor(Executor):
 
     def repeated(self, plan: StepPlan) -> LoadedStep | None:
         loaded = super().repeated(plan)
-        if loaded is None and plan.rows and not (plan.masks or plan.score_ids):
+        if loaded is None and plan.rows and not (plan.masks or plan.biases or plan.score_ids):
             shape = StepShape.of(plan)
             for greedy in (False, True):
                 key = shape, plan.ahead, greedy

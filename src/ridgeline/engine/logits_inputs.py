@@ -54,11 +54,11 @@ class Scores:
 
 
 class LogitsInputsBuilder:
-    """Packs and builds LogitsInputs. masks: as in StepPlan. drawing int32 [S]: device rows that draw. nodes int32 [S]: number of
-    logits rows of each."""
+    """Packs and builds LogitsInputs. plan: has masks and biases. drawing int32 [S]: device rows that draw. nodes int32 [S]: number
+    of logits rows of each."""
 
-    def __init__(self, masks: Mapping[int, bytes], table: RowTable, drawing: np.ndarray, nodes: np.ndarray) -> None:
-        self._masks, self._vocab, self._nodes = masks, table.vocab, nodes
+    def __init__(self, plan: StepPlan, table: RowTable, drawing: np.ndarray, nodes: np.ndarray) -> None:
+        self._masks, self._biases, self._vocab, self._nodes = plan.masks, plan.biases, table.vocab, nodes
         self._requests = [table[row] for row in drawing.tolist()]
         self._sampling = [request.join.sampling for request in self._requests]
         self._places = [place for place, wanted in enumerate(self._sampling) if wanted.logprobs is not None]
@@ -80,12 +80,13 @@ class LogitsInputsBuilder:
         tokens: list[int] = []
         values: list[float] = []
         counts = self._nodes.tolist()
-        for end, nodes, sampling in zip(accumulate(counts), counts, self._sampling, strict=True):
-            for token, bias in sampling.logit_bias:
+        for end, nodes, request in zip(accumulate(counts), counts, self._requests, strict=True):
+            biases = [(node, *bias) for bias in request.join.sampling.logit_bias for node in range(nodes)]
+            for node, token, bias in biases + self._biases.get(request.join.row, []):
                 if token < self._vocab:
-                    rows += range(end - nodes, end)
-                    tokens += [token] * nodes
-                    values += [bias] * nodes
+                    rows.append(end - nodes + node)
+                    tokens.append(token)
+                    values.append(bias)
         if rows:
             packet.add("bias_rows", rows)
             packet.add("bias_tokens", tokens)

@@ -92,6 +92,7 @@ class StepFrame(msgspec.Struct, frozen=True, array_like=True):
     transfers: list[Transfer]
     cancels: list[int]
     masks: dict[int, bytes]
+    biases: dict[int, list[tuple[int, int, float]]]
     score_ids: dict[int, list[int]]
     step: int
     bound: int

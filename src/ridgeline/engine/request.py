@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ridgeline.core.draft import Draft
 from ridgeline.core.events import PinOutcome
-from ridgeline.core.plan import Join, TokenLogprobs
+from ridgeline.core.plan import Join, StepPlan, TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.speculation.state import SpeculationState
 
@@ -19,13 +19,12 @@ READER_LEAD = 8
 
 
 class Constraint(Protocol):
-    """State of a grammar. A request with a grammar is planned only when the host knows its last token."""
+    """What depends on the tokens so far: a grammar, or rules of single tokens. A request with a constraint is planned only when the
+    host knows its last token."""
 
-    def mask(self) -> bytes:
-        """Packed bitmask of the tokens allowed next (see StepPlan.masks)."""
-
-    def masks(self, draft: Draft) -> tuple[Draft, bytes]:
-        """The part of the draft that the grammar allows, and the masks after the last token and after each of its nodes."""
+    def restrict(self, plan: StepPlan, row: int, draft: Draft) -> Draft:
+        """Write the row's masks and biases after the last token and after each draft node into the plan. Returns the part of the
+        draft that the grammar allows."""
 
     def accept(self, tokens: Sequence[int]) -> None:
         """The request gained `tokens`. Raises RidgelineError if the grammar does not allow them."""
@@ -160,8 +159,8 @@ class Request:
     def ready(self, samples: bool, drafter_waits: Callable[[Request], bool]) -> bool:
         """Whether the next query tokens can be planned.
 
-        The lease must be ready. If the step draws a token (`samples`), a grammar or a waiting host drafter needs the last token, so
-        no step may be in flight, and a grammar's mask must be available.
+        The lease must be ready. If the step draws a token (`samples`), a constraint or a waiting host drafter needs the last token,
+        so no step may be in flight, and a grammar's mask must be available.
         """
         if self.lease is not Lease.READY:
             return False

@@ -267,7 +267,7 @@ class Scheduler:
             if n_query == 1:
                 draft = speculation.propose(request, most - 1)
             if request.constraint is not None:
-                allowed_draft = self._masked(plan, request, request.constraint, draft)
+                allowed_draft = self._restricted(plan, request, request.constraint, draft)
                 if allowed_draft is None:
                     return 0
                 draft = allowed_draft
@@ -275,11 +275,11 @@ class Scheduler:
         while not self.leases.extend(request, after + len(draft.tokens), plan):
             if draft.tokens:
                 draft = EMPTY_DRAFT
-                plan.masks.pop(request.row, None)
+                plan.unrestrict(request.row)
                 if request.constraint is not None:
-                    self._masked(plan, request, request.constraint, draft)
+                    self._restricted(plan, request, request.constraint, draft)
             elif not self._make_room(request):
-                plan.masks.pop(request.row, None)
+                plan.unrestrict(request.row)
                 return 0
         total = n_query + len(draft.tokens)
         wanted = Logits.LAST if n_query == 1 and samples else step.wanted(request, total, samples)
@@ -292,15 +292,14 @@ class Scheduler:
             request.expected += 1 + len(draft.tokens)
         return total
 
-    def _masked(self, plan: StepPlan, request: Request, constraint: Constraint, draft: Draft) -> Draft | None:
-        """Write the grammar masks after the last token and after each node into the plan. Returns the part of the draft that the
-        grammar allows. A grammar that fails ends its request: None."""
+    def _restricted(self, plan: StepPlan, request: Request, constraint: Constraint, draft: Draft) -> Draft | None:
+        """Write masks and biases after the last token and after each node into the plan. Returns the part of the draft that the
+        constraint allows. A constraint that fails ends its request: None."""
         try:
-            draft, plan.masks[request.row] = constraint.masks(draft) if draft.tokens else (draft, constraint.mask())
+            return constraint.restrict(plan, request.row, draft)
         except RidgelineError as error:
             self.finish(request, "refused", error.message)
             return None
-        return draft
 
     def _make_room(self, request: Request) -> bool:
         """Preempt the last running request if it is after `request` in order. True: its blocks are free now. False: wait."""

@@ -22,10 +22,10 @@ _decoder = msgspec.msgpack.Decoder(list[Piece])
 def answer_key(call: Call) -> bytes | None:
     """Identifies the answer of a call; None if another call may get another answer.
 
-    A call with breakpoints has none: it goes to the engine, so that its prefixes stay.
+    A call with breakpoints has none: it goes to the engine, so that its prefixes stay. Nor has one with beams.
     """
     sampling = call.sampling
-    if (sampling.temperature > 0 and sampling.seed is None) or call.breakpoints:
+    if (sampling.temperature > 0 and sampling.seed is None) or call.breakpoints or call.beams:
         return None
     digest = hashlib.sha256(
         msgspec.msgpack.encode((call.adapter, call.salt, call.continues, call.max_tokens == 0, sampling))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ridgeline.core.events import PinOutcome
 from ridgeline.core.sampling import SamplingParams
@@ -29,6 +30,26 @@ class Payer:
 NO_PAYER = Payer()
 
 
+EarlyStopping = Literal["never"] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """width: number of beams. end_ids: tokens that end a beam. length_penalty: a finished beam's score is the sum of its
+    log-probabilities divided by its length to this power. early_stopping: True ends with `width` finished beams, False when the
+    best running beam is worse at its length than all of them, "never" when it would be at the limit too."""
+
+    width: int
+    end_ids: frozenset[int]
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+    @property
+    def candidates(self) -> int:
+        """Most probable tokens of each beam that are needed: `width` of them end no beam."""
+        return self.width + len(self.end_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """The work of one HTTP request: its prompts, each answered `sampling.n` times.
@@ -43,7 +64,7 @@ class Call:
     set for this request. ignored: parts of its messages that the template does not read. batch: it is a row of a batch.
     breakpoints: ends of cached prefixes of its only prompt.
     payer: the client who sent it. trace: of the HTTP request. adapter: name of its LoRA adapter, "" for the
-    model itself.
+    model itself. beams: of a beam search, whose best sampling.n answers are given.
     Choice `c` of prompt `p` has the index p * n + c in the answer.
     """
 
@@ -67,6 +88,7 @@ class Call:
     payer: Payer = NO_PAYER
     trace: Trace = NO_TRACE
     adapter: str = ""
+    beams: Beams | None = None
     began: float = field(init=False)
 
     def __post_init__(self) -> None:

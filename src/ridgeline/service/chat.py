@@ -22,6 +22,7 @@ from ridgeline.service.sampling import (
     check_grammar,
     encode_chat,
     grammar_field,
+    read_beams,
     read_priority,
     read_sampling,
     read_streaming,
@@ -84,6 +85,7 @@ async def read_chat(
         constrained_by=grammar_field(fields) if tools is None else "tools",
         has_reader=streaming is not None and (tags is None or publishes),
         ignored=ignored,
+        beams=read_beams(service, fields, sampling),
         breakpoints=wanted.breakpoints(prompt.marks),
     )
     parsing = Parsing(

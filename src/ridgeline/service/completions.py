@@ -21,6 +21,7 @@ from ridgeline.service.reasoning import ReasoningReader, reasoning_after
 from ridgeline.service.sampling import (
     check_grammar,
     grammar_field,
+    read_beams,
     read_priority,
     read_sampling,
     read_streaming,
@@ -43,12 +44,6 @@ async def read_completion(
     streaming = read_streaming(fields)
     max_tokens = fields.get("max_tokens")
     n = fields.get("n", 1)
-    if fields.get("best_of", n) != n:
-        raise RequestError(
-            f"best_of is {fields.get('best_of')} and n is {n}: the server does not rank answers. Set best_of to n, or leave it "
-            "out.",
-            param="best_of",
-        )
     add_special_tokens = fields.get("add_special_tokens", True)
     batch_characters = sum(len(item) for item in fields.get("prompt") if isinstance(item, str))
     prompts = [
@@ -91,6 +86,7 @@ async def read_completion(
         continues=True,
         constrained_by=grammar_field(fields),
         has_reader=streaming is not None,
+        beams=read_beams(service, fields, sampling),
         breakpoints=await _breakpoints(service, fields, prompts),
     )
     shape = CompletionShape(service, call, echo=echo, show_prompt=fields.get("prompt_logprobs"))

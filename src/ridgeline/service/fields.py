@@ -34,7 +34,9 @@ from ridgeline.service.readers import (
     Text,
     Texts,
     TokenIds,
+    read_breakers,
     read_choices,
+    read_grammar,
     read_pattern,
     read_response_format,
     read_schema,
@@ -53,6 +55,9 @@ MAX_CHOICES = 1024
 MAX_MESSAGES = 8192
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 8192
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD = 256
+"""Characters of a word."""
 LONG = UNBOUNDED
 
 TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast": -10}
@@ -149,6 +154,12 @@ def _read_tool_choice(name: str, value: Any) -> str | dict[str, Any]:
     raise wrong(name, value, forms)
 
 
+def _read_early_stopping(name: str, value: Any) -> bool | str:
+    if isinstance(value, bool) or value == "never":
+        return value  # type: ignore[no-any-return]
+    raise wrong(name, value, 'true, false or "never"')
+
+
 def read_cache_control(name: str, value: Any) -> dict[str, Any]:
     """The end of a cached prefix, in a chat completion: `{"type": "ephemeral", "ttl": "5m"}`."""
     return _read_control(name, value, _CONTROL)
@@ -198,7 +209,7 @@ TABLE: tuple[Field, ...] = (
     Field("max_completion_tokens", Integer(1, LONG), "the same as max_tokens", (5,), (0, -1, "7"), _CHAT),
     Field("min_tokens", Integer(0, LONG), "minimum tokens before an end token", (0, 2), (-1, "2")),
     Field("n", Integer(1, MAX_N), "number of choices per prompt", (1, 2), (0, MAX_N + 1, 1.5, "2")),
-    Field("best_of", Integer(1, MAX_N), "may only equal n: ranking more answers than are returned is not supported",
+    Field("best_of", Integer(1, MAX_N), "number of beams with use_beam_search, else it may only equal n",
           (1,), (0, 7, "2"), _TEXT),
     # sampling
     Field("temperature", Number(0, 2), "0 is greedy decoding", (0, 0.7, 2), (-0.1, 2.1, "1", True)),
@@ -210,7 +221,21 @@ TABLE: tuple[Field, ...] = (
     Field("repetition_penalty", Number(0, 100, above=True), "above 1 makes repetitions less probable", (1, 1.2), (0, "1")),
     Field("logit_bias", Biases(MAX_BIASES), "added to logits by token id", ({"5": 1}, {}), ({"x": 1}, {"5": 101}, {"5": "a"}, [5])),
     Field("allowed_token_ids", TokenIds(MAX_ALLOWED_IDS), "only these tokens are drawn", ([5, 6],), ([-1], 5, ["a"])),
+    Field("bad_words", Texts(MAX_BAD_WORDS, MAX_BAD_WORD, single=False), "words that are not drawn (by their tokens)",
+          ([], ["x", " y z"]), ("x", [""], [7])),
+    Field("dry_multiplier", Number(0, 100), "above 0 penalizes the extension of repeated sequences (DRY)", (0, 0.8), (-1, "1")),
+    Field("dry_base", Number(1, 100), "growth of this penalty per token of the sequence (default 1.75)", (1, 1.75), (0.5, "2")),
+    Field("dry_allowed_length", Integer(1, LONG), "shorter sequences are not penalized (default 2)", (1, 2), (0, 1.5, "2")),
+    Field("dry_penalty_last_n", Integer(-1, LONG), "number of last tokens searched; -1 (default): all", (-1, 0, 64), (-2, "5")),
+    Field("dry_sequence_breakers", Special("a list of strings, or such a list as JSON text", read_breakers),
+          'texts that sequences do not cross (default "\\n", ":", "\\"" and "*")',
+          ([], ["\n", "x"], '["\\n", ":"]', '"\\n", ":"'), (7, [""], [7], "[", '{"a": 1}')),
     Field("seed", Integer(-(1 << 63), (1 << 63) - 1), "the same seed draws the same tokens", (0, 7), (1.5, "7", 1 << 64)),
+    Field("use_beam_search", _BOOL, "the n most probable answers of a beam search, without sampling", (False,), _BAD_BOOL),
+    Field("length_penalty", Number(-10, 10), "the score of a beam is its log-probability by length ** length_penalty (default 1)",
+          (1, 1.0), ("1", 11)),
+    Field("early_stopping", Special("true, false or never", _read_early_stopping), "when the search ends (default false)",
+          (False,), ("always", 1)),
     # end of the answer
     Field("stop", Texts(MAX_STOPS), "strings that end the answer", ("x", ["x", "y"], []), (7, [""], "", [7], ["x"] * 17)),
     Field("stop_token_ids", TokenIds(MAX_STOP_IDS), "tokens that end the answer", ([5],), ([-1], "5", list(range(17)))),
@@ -240,8 +265,10 @@ TABLE: tuple[Field, ...] = (
     Field("guided_json", Special("a JSON schema", read_schema), "as structured_outputs.json", (_RULE,), (7, "{")),
     Field("guided_regex", Special("a string", read_pattern("regex")), "as structured_outputs.regex", ("[ab]+",), (7, "")),
     Field("guided_choice", Special("a list", read_choices), "as structured_outputs.choice", (["a", "b"],), (7, [], [1])),
-    Field("guided_grammar", Special("a string", read_pattern("lark")), "as structured_outputs.grammar",
-          ('start: "a" | "b"',), (7, "")),
+    Field("guided_grammar", Special("a string", read_grammar), "as structured_outputs.grammar: GBNF or Lark",
+          ('start: "a" | "b"', 'root ::= "a" | "b"'), (7, "")),
+    Field("grammar", Special("a string", read_pattern("gbnf")), "a grammar in GBNF, as llama.cpp takes it",
+          ('root ::= "a" | "b"',), (7, "", 'start: "a"')),
     # tools
     Field("tools", Items(_OBJECT, MAX_TOOLS), "shown to the model by its template; arguments must match their schema",
           ([], [_TOOL]), (7, [7], [{"type": "custom"}], [{"type": "function"}]), _CHAT),
@@ -299,11 +326,8 @@ TABLE: tuple[Field, ...] = (
     Field("moderation", Refused("the option --moderation of the server decides"), "", (), ({"model": "m"},)),
     Field("web_search_options", Refused("the server does not search the web"), "", (), ({},)),
     Field("suffix", Refused(neutral=("",)), "", ("",), ("x",), _TEXT),
-    Field("bad_words", Refused("use logit_bias with token ids", ([],)), "", ([],), (["x"],)),
     Field("thinking_token_budget", Refused(), "", (), (5,)),
     Field("truncate_prompt_tokens", Refused("prompts are never truncated, so send a shorter one"), "", (), (5,)),
-    Field("use_beam_search", Refused(neutral=(False,)), "", (False,), (True,)),
-    Field("length_penalty", Refused("beam search is not supported", (1, 1.0)), "", (1.0,), (0.5,)),
     Field("logits_processors", Refused("requests cannot contain code", ([],)), "", ([],), (["x"],)),
 )
 # fmt: on

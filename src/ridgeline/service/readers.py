@@ -12,6 +12,7 @@ import msgspec
 from ridgeline.core.errors import RequestError, UnsupportedField, shown
 from ridgeline.core.sampling import Grammar, GrammarKind
 from ridgeline.service.json_values import decode_json
+from ridgeline.text.gbnf import looks_like_gbnf
 from ridgeline.text.grammar import MAX_SOURCE
 
 UNBOUNDED = 1 << 30
@@ -291,6 +292,12 @@ def read_pattern(kind: GrammarKind) -> Callable[[str, Any], Grammar]:
     return read
 
 
+def read_grammar(name: str, value: Any) -> Grammar:
+    """A grammar in GBNF or Lark, given as a string."""
+    text = read_pattern("lark")(name, value)
+    return Grammar("gbnf", text.source) if looks_like_gbnf(text.source) else text
+
+
 def read_choices(name: str, value: Any) -> Grammar:
     choices = Texts(max_items=1000, single=False).read(name, value)
     if not choices:
@@ -298,16 +305,27 @@ def read_choices(name: str, value: Any) -> Grammar:
     return Grammar("choice", json_text(choices))
 
 
+def read_breakers(name: str, value: Any) -> tuple[str, ...]:
+    """`dry_sequence_breakers`: a list of strings, or, as text-generation-webui sends it, the JSON text of one, with or without its
+    brackets."""
+    if isinstance(value, str):
+        try:
+            value = decode_json(value if value.lstrip().startswith("[") else f"[{value}]")
+        except (RecursionError, msgspec.DecodeError):
+            raise wrong(name, value, "a list of strings, or such a list as JSON text") from None
+    return Texts(max_items=64, max_length=64, single=False).read(name, value)
+
+
 _CONSTRAINTS: dict[str, Callable[[str, Any], Grammar]] = {
     "json": read_schema,
     "regex": read_pattern("regex"),
-    "grammar": read_pattern("lark"),
+    "grammar": read_grammar,
     "choice": read_choices,
 }
 
 
 def read_structured_outputs(name: str, value: Any) -> Grammar | None:
-    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar (Lark)."""
+    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar (GBNF or Lark)."""
     known = (*_CONSTRAINTS, "json_object")
     if not isinstance(value, dict) or not set(value) <= set(known):
         raise wrong(name, value, "an object with one of " + ", ".join(known))

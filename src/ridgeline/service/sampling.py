@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ridgeline.core.dry import Dry
 from ridgeline.core.errors import RequestError
 from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.service.answer import Streaming
+from ridgeline.service.beams import widest
+from ridgeline.service.call import Beams
 from ridgeline.service.fields import TIERS, Fields
 from ridgeline.service.state import Service
 from ridgeline.text.chat import RenderOptions
 from ridgeline.text.prompts import ChatEncoder, Prompt
+from ridgeline.text.words import bad_word_ids, breaker_ids
 
 GRAMMAR_FIELDS = (
     "response_format",
@@ -22,6 +26,7 @@ GRAMMAR_FIELDS = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "grammar",
 )
 
 _SAME_NAME = (
@@ -35,6 +40,20 @@ _SAME_NAME = (
     "skip_special_tokens",
 )
 _WITH_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+_DRY_NAMES = {
+    "dry_multiplier": "multiplier",
+    "dry_base": "base",
+    "dry_allowed_length": "allowed_length",
+    "dry_penalty_last_n": "window",
+}
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""Default of dry_sequence_breakers in llama.cpp and text-generation-webui."""
+
+_NOT_WITH_BEAMS = (
+    *("logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "dry_multiplier", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "stop", "tools", "cache_control"),
+)
 
 _IN_LOOP = 4096
 """Characters up to which a text is tokenized in the event loop. Longer texts go to a thread, so that other streams go on."""
@@ -55,6 +74,10 @@ def read_sampling(service: Service, fields: Fields, max_tokens: int) -> Sampling
         if (ids := fields.get(name)) is not None:
             service.limits.check_ids([item[0] for item in ids] if name == "logit_bias" else ids, name)
             values[name] = ids
+    if words := fields.get("bad_words"):
+        values["bad_word_ids"] = bad_word_ids(service.tokenizer, words)
+    if fields.get("dry_multiplier") and fields.get("dry_penalty_last_n") != 0:
+        values["dry"] = _dry(service, fields)
     if len(fields.get("stop_token_ids", ())) > service.limits.stop_ids:
         raise RequestError(
             f"stop_token_ids has {len(fields.get('stop_token_ids'))} ids: expected at most {service.limits.stop_ids} "
@@ -68,6 +91,33 @@ def read_sampling(service: Service, fields: Fields, max_tokens: int) -> Sampling
         grammar=_grammar(fields),
         prompt_logprobs=fields.get("prompt_logprobs"),
     )
+
+
+def _dry(service: Service, fields: Fields) -> Dry:
+    breakers = fields.get("dry_sequence_breakers", DRY_BREAKERS)
+    given = {name: fields.values[field] for field, name in _DRY_NAMES.items() if field in fields.values}
+    return Dry(**given, breakers=breaker_ids(service.tokenizer, breakers))
+
+
+def read_beams(service: Service, fields: Fields, sampling: SamplingParams) -> Beams | None:
+    """The beam search that the request asks for. Raises RequestError for a field that does not combine with it."""
+    best_of, n = fields.get("best_of", sampling.n), sampling.n
+    if not fields.get("use_beam_search"):
+        for name, neutral in (("best_of", n), ("length_penalty", 1), ("early_stopping", False)):
+            if (value := fields.get(name, neutral)) != neutral:
+                text = f"{name} is {value}, which needs use_beam_search: set it to true, or leave {name} out."
+                raise RequestError(text, param=name)
+        return None
+    for name in (*GRAMMAR_FIELDS, *_NOT_WITH_BEAMS):
+        if fields.get(name):
+            raise RequestError(f"use_beam_search does not combine with {name}: leave one of them out.", param=name)
+    ends = () if sampling.ignore_eos else service.client.facts.get("eos_ids") or ()
+    end_ids = frozenset((*ends, *sampling.stop_token_ids))
+    if not n <= best_of <= widest(len(end_ids)):
+        most = f"at least n ({n}) and at most {widest(len(end_ids))}"
+        name = "best_of" if "best_of" in fields.values else "n"
+        raise RequestError(f"{name} is {best_of}: give {most} beams.", param=name)
+    return Beams(best_of, end_ids, fields.get("length_penalty", 1.0), fields.get("early_stopping", False))
 
 
 def _grammar(fields: Fields) -> Grammar | None:

@@ -126,10 +126,13 @@ SHAPES: Mapping[str, Schema] = {
             "grammar": nullable(_PATTERN),
         },
     },
+    "dry_sequence_breakers": {"anyOf": [_STRING, {"type": "array", "items": _PATTERN}]},
+    "early_stopping": {"enum": [True, False, "never"]},
     "guided_json": _JSON_SCHEMA,
     "guided_regex": _PATTERN,
     "guided_choice": _CHOICES,
     "guided_grammar": _PATTERN,
+    "grammar": _PATTERN,
     "cache_control": {
         "type": "object",
         "additionalProperties": False,

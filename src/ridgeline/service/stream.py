@@ -9,19 +9,35 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Protocol
 
 from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError, Unavailable
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.service.answer_cache import answer_key
 from ridgeline.service.batches.objects import PRICE_FACTOR
+from ridgeline.service.beams import BeamAnswers
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.ledger import Ledger
 from ridgeline.service.piece import CONTENT_FILTER, Piece, Scored
 from ridgeline.service.state import Service
 from ridgeline.text.detokenize import Detokenizer
 from ridgeline.text.stops import StopStrings
-from ridgeline.wire.client import Subscription
 from ridgeline.wire.messages import Delta
+
+
+class Answers(Protocol):
+    """Deltas of a call. Implemented by wire.client.Subscription and BeamAnswers."""
+
+    cut: str
+
+    @property
+    def over(self) -> bool: ...
+
+    async def take(self, timeout: float | None = None) -> list[Delta]: ...
+
+    def finish(self, request_id: str, choice: int, reason: str, kept: int) -> None: ...
+
+    def close(self, reason: str = "cancelled") -> None: ...
 
 
 class _Choice:
@@ -140,7 +156,11 @@ async def _recorded(service: Service, call: Call, usage: Usage, key: bytes) -> A
 
 async def _computed(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
     """The pieces of an answer that the engine computes."""
-    subscription = service.client.submit(*call.submits())
+    subscription: Answers
+    if call.beams is None:
+        subscription = service.client.submit(*call.submits())
+    else:
+        subscription = BeamAnswers(service, call, call.beams)
     ledger = Ledger(call, service.metrics)
     if not call.batch:
         service.gate.began(call.choices, call.payer.name)
@@ -174,14 +194,14 @@ def _merged(deltas: list[Delta]) -> list[Delta]:
 class _Run:
     """One call while it is answered."""
 
-    def __init__(self, service: Service, call: Call, subscription: Subscription, ledger: Ledger, usage: Usage) -> None:
+    def __init__(self, service: Service, call: Call, subscription: Answers, ledger: Ledger, usage: Usage) -> None:
         self._service = service
         self._call = call
         self._subscription = subscription
         self._ledger = ledger
         self._usage = usage
         self._keep_alive_s = service.config.keep_alive_s
-        shadow = None if call.batch or call.sampling.pooling or call.adapter else service.shadow
+        shadow = None if call.batch or call.sampling.pooling or call.adapter or call.beams else service.shadow
         self._shadow = shadow if shadow is not None and shadow.draws() else None
         self._choices = [_Choice(service, call, index) for index in range(call.choices)]
         self._places = {f"{call.id}-{index}": index for index in range(len(call.prompts))}

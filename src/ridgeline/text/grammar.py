@@ -21,6 +21,7 @@ from ridgeline.core.errors import BadGrammar, UnsupportedField
 from ridgeline.core.memory import allocated_bytes
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.control_tokens import hide_added_tokens
+from ridgeline.text.gbnf import gbnf_to_lark
 from ridgeline.text.grammar_errors import NOUNS, explain, reason
 from ridgeline.text.schema import check_schema, clamp_bounds, read_schema
 from ridgeline.text.tokenizer import Tokenizer
@@ -253,6 +254,8 @@ def _translate(grammar: Grammar) -> str:
         return matcher.grammar_from_regex(grammar.source)
     if grammar.kind == "choice":
         return matcher.grammar_from_lark("start: " + " | ".join(map(lark_literal, _choices(grammar.source))))
+    if grammar.kind == "gbnf":
+        return matcher.grammar_from_lark(gbnf_to_lark(grammar.source))
     if "%llguidance" in grammar.source:
         raise BadGrammar("%llguidance sets options of the server's grammar library: remove it.")
     return matcher.grammar_from_lark(grammar.source)

@@ -12,12 +12,14 @@ NOUNS = {
     "regex": "regex",
     "choice": "list of choices",
     "lark": "grammar",
+    "gbnf": "grammar",
 }
 """Noun for each kind of grammar, for messages."""
 
 _SMALLER = {
     "regex": "reduce its nested repetitions",
     "lark": "reduce its nested repetitions and ambiguous rules",
+    "gbnf": "reduce its nested repetitions and ambiguous rules",
     "choice": "shorten it",
 }
 _LIMIT = re.compile(r"too (many|big|complex)|grammar too large|max is \d+|\(limit|limit for|fuel", re.IGNORECASE)
@@ -56,7 +58,7 @@ def explain(grammar: Grammar, message: str) -> str:
     if "satisfy the grammar" in message:  # masks allow only such tokens, so other filters removed all of them
         return f"No token that the {noun} allows was left to draw: check allowed_token_ids and logit_bias."
     if message.startswith("NoExtension"):
-        if grammar.kind == "lark":
+        if grammar.kind in ("lark", "gbnf"):
             return "The grammar matches nothing: a rule refers only to itself."
         return f"The {noun} matches nothing: change it so that at least one output fits."
     if _LIMIT.search(_within(message)[0]):
