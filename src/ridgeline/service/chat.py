@@ -30,10 +30,17 @@ from ridgeline.service.sampling import (
 from ridgeline.service.state import Service
 from ridgeline.text.chat import ChatTemplate, RenderOptions
 from ridgeline.text.grammar import MAX_SOURCE
+from ridgeline.text.harmony import open_channel
 from ridgeline.text.prompts import ChatEncoder, Prompt
-from ridgeline.text.reasoning import Tags, detect_tags, starts_inside
+from ridgeline.text.reasoning import Tags, starts_inside
+from ridgeline.text.tool_formats import ToolFormat
+from ridgeline.text.tool_grammar import added_ids, bound_reasoning, can_bound, tool_grammar
 from ridgeline.text.toolcalls import ToolCallParser, ToolDelta
-from ridgeline.text.tools import ToolChoice, ToolFormat, detect_format, read_tool_choice, read_tools, tool_grammar
+from ridgeline.text.tools import ToolChoice, read_tool_choice, read_tools
+
+BUDGET_FIELDS = ("max_thinking_tokens", "thinking_token_budget")
+EFFORT_BUDGETS = {"none": 0, "minimal": 512, "low": 2048}
+"""Tokens of reasoning by `reasoning_effort`, for templates that do not read it. Higher efforts are not bounded."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -50,7 +57,6 @@ async def read_chat(
         raise RequestError("top_logprobs needs logprobs: set logprobs to true.", param="top_logprobs")
     tools = await asyncio.to_thread(_read_tools, fields)  # the time grows with their schemas
     encoder = service.templates.choose(tools=tools is not None)
-    template = encoder.template
     wanted = read_wanted(fields)
     if wanted.fields:
         check_cached(service.client.facts, wanted.fields[0])
@@ -61,13 +67,14 @@ async def read_chat(
         service, fields, service.limits.request_tokens - size if max_tokens is None else max_tokens
     )
     sampling = dataclasses.replace(sampling, logprobs=logprobs)
-    tool_format = None
+    tags, tool_format = encoder.tags, None
+    inside = tags is not None and starts_inside(tags, prompt.text)
     if tools is not None:
-        tool_format = detect_format(template)
-        sampling = await _bind_tools(service, fields, sampling, tool_format, tools)
+        tool_format = encoder.tool_format
+        sampling = await _bind_tools(service, fields, sampling, encoder, tools)
     else:
         await check_grammar(service, sampling, grammar_field(fields))
-    tags = detect_tags(template.source)
+    sampling, unread = await _bind_reasoning(service, fields, sampling, encoder, inside)
     sampling = _show_tags(service, sampling, tags, tool_format)
     publishes = fields.get("include_reasoning", False)
     call = Call(
@@ -83,12 +90,13 @@ async def read_chat(
         continues=fields.get("continue_final_message", False),
         constrained_by=grammar_field(fields) if tools is None else "tools",
         has_reader=streaming is not None and (tags is None or publishes),
-        ignored=ignored,
+        ignored=(*ignored, *unread),
         breakpoints=wanted.breakpoints(prompt.marks),
     )
     parsing = Parsing(
         tags=tags,
-        inside=tags is not None and starts_inside(tags, prompt.text),
+        inside=inside,
+        channel=open_channel(prompt.text) if tags is not None and tags.channels else "",
         show=fields.get("include_reasoning", True),
         publishes_reasoning=publishes,
         form=tool_format,
@@ -125,12 +133,13 @@ def _read_tools(fields: Fields) -> ToolChoice | None:
 
 
 async def _bind_tools(
-    service: Service, fields: Fields, sampling: SamplingParams, tool_format: ToolFormat | None, tools: ToolChoice
+    service: Service, fields: Fields, sampling: SamplingParams, encoder: ChatEncoder, tools: ToolChoice
 ) -> SamplingParams:
     """Sampling with the grammar that makes calls valid.
 
     Raises BadGrammar naming the function whose schema cannot be enforced.
     """
+    tool_format = encoder.tool_format
     if tool_format is None:
         raise UnsupportedField(
             "tools is not supported: the server does not know the format of this model's tool calls. Leave tools out.",
@@ -142,9 +151,9 @@ async def _bind_tools(
             f'{name} cannot be combined with tools: send one of them, or set tool_choice to "none".', param=name
         )
     parallel = fields.get("parallel_tool_calls", True)
-    constrained = dataclasses.replace(
-        sampling, grammar=tool_grammar(tool_format, tools, service.tokenizer, parallel=parallel)
-    )
+    text_tags = "" if encoder.tags is None else encoder.tags.all
+    grammar = tool_grammar(tool_format, tools, service.tokenizer, parallel=parallel, text_tags=text_tags)
+    constrained = dataclasses.replace(sampling, grammar=grammar)
     try:
         await check_grammar(service, constrained, "tools")
     except BadGrammar:
@@ -162,13 +171,37 @@ async def _bind_tools(
     return constrained
 
 
+async def _bind_reasoning(
+    service: Service, fields: Fields, sampling: SamplingParams, encoder: ChatEncoder, inside: bool
+) -> tuple[SamplingParams, tuple[str, ...]]:
+    """Sampling with a grammar that bounds reasoning, and the names of budgets without effect.
+
+    Without a budget, reasoning that the prompt has opened comes before what the request's grammar allows.
+    """
+    budgets = {name: fields.get(name) for name in BUDGET_FIELDS if fields.get(name) is not None}
+    if len(set(budgets.values())) > 1:
+        raise RequestError(f"{' and '.join(budgets)} differ: send one of them.", param=next(iter(budgets)))
+    budget = next(iter(budgets.values()), None)
+    if budget is None and "reasoning_effort" not in encoder.template.names:
+        budget = EFFORT_BUDGETS.get(fields.get("reasoning_effort"))
+    tags = encoder.tags
+    if tags is None or not can_bound(tags, service.tokenizer):
+        return sampling, tuple(budgets)
+    if budget is None and (sampling.grammar is None or not inside):
+        return sampling, ()
+    bound = -1 if budget is None else budget
+    grammar = bound_reasoning(sampling.grammar, tags, service.tokenizer, inside=inside, budget=bound)
+    bounded = dataclasses.replace(sampling, grammar=grammar)
+    await check_grammar(service, bounded, next(iter(budgets), "reasoning_effort"))
+    return bounded, ()
+
+
 def _show_tags(
     service: Service, sampling: SamplingParams, tags: Tags | None, tool_format: ToolFormat | None
 ) -> SamplingParams:
     """Make special tokens visible if tags are special tokens of this model: parsing needs the tags in the text."""
-    markers = [tags.open, tags.close] if tags is not None else []
-    markers += [tool_format.open, tool_format.close] if tool_format is not None else []
-    if not any(service.tokenizer.token_id(tag) in service.tokenizer.special_ids for tag in markers):
+    markers = (tags.all if tags is not None else "") + (tool_format.tags if tool_format is not None else "")
+    if service.tokenizer.special_ids.isdisjoint(added_ids(markers, service.tokenizer).values()):
         return sampling
     return dataclasses.replace(sampling, skip_special_tokens=False)
 
@@ -214,11 +247,12 @@ class Parsing:
     """How to parse the model's text.
 
     inside: the prompt ends inside of reasoning. show: reasoning is returned. publishes_reasoning: the user sees it, so it counts as
-    published. form, names: format and functions of tool calls.
+    published. channel: of the message that the prompt leaves open. form, names: format and functions of tool calls.
     """
 
     tags: Tags | None
     inside: bool
+    channel: str
     show: bool
     publishes_reasoning: bool
     form: ToolFormat | None
@@ -239,7 +273,7 @@ class _Message:
     """One choice while it grows."""
 
     def __init__(self, parsing: Parsing) -> None:
-        self.reasoning_reader = ReasoningReader(parsing.tags, inside=parsing.inside)
+        self.reasoning_reader = ReasoningReader(parsing.tags, inside=parsing.inside, channel=parsing.channel)
         self._parser = ToolCallParser(parsing.form, parsing.names) if parsing.form is not None else None
         self._show = parsing.show
         self.begun = False
