@@ -8,18 +8,18 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.core.errors import BadGrammar, RequestError, UnsupportedField
+from ridgeline.core.errors import RequestError
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.answer import Streaming
 from ridgeline.service.breakpoints import Wanted, check_cached, read_wanted, without_controls
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.choices import ChoicesShape
+from ridgeline.service.constraints import constrain, read_reasoning
 from ridgeline.service.fields import Fields
 from ridgeline.service.logprobs import chat_logprobs, prompt_logprobs
 from ridgeline.service.piece import CONTENT_FILTER, Piece, Withdrawal
 from ridgeline.service.reasoning import ReasoningReader
 from ridgeline.service.sampling import (
-    check_grammar,
     encode_chat,
     grammar_field,
     read_priority,
@@ -29,18 +29,13 @@ from ridgeline.service.sampling import (
 )
 from ridgeline.service.state import Service
 from ridgeline.text.chat import ChatTemplate, RenderOptions
-from ridgeline.text.grammar import MAX_SOURCE
 from ridgeline.text.harmony import open_channel
 from ridgeline.text.prompts import ChatEncoder, Prompt
-from ridgeline.text.reasoning import Tags, starts_inside
+from ridgeline.text.reasoning import Tags
 from ridgeline.text.tool_formats import ToolFormat
-from ridgeline.text.tool_grammar import added_ids, bound_reasoning, can_bound, tool_grammar
+from ridgeline.text.tool_grammar import added_ids
 from ridgeline.text.toolcalls import ToolCallParser, ToolDelta
 from ridgeline.text.tools import ToolChoice, read_tool_choice, read_tools
-
-BUDGET_FIELDS = ("max_thinking_tokens", "thinking_token_budget")
-EFFORT_BUDGETS = {"none": 0, "minimal": 512, "low": 2048}
-"""Tokens of reasoning by `reasoning_effort`, for templates that do not read it. Higher efforts are not bounded."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -67,14 +62,10 @@ async def read_chat(
         service, fields, service.limits.request_tokens - size if max_tokens is None else max_tokens
     )
     sampling = dataclasses.replace(sampling, logprobs=logprobs)
-    tags, tool_format = encoder.tags, None
-    inside = tags is not None and starts_inside(tags, prompt.text)
-    if tools is not None:
-        tool_format = encoder.tool_format
-        sampling = await _bind_tools(service, fields, sampling, encoder, tools)
-    else:
-        await check_grammar(service, sampling, grammar_field(fields))
-    sampling, unread = await _bind_reasoning(service, fields, sampling, encoder, inside)
+    reasoning, unread = read_reasoning(service, fields, encoder, prompt.text)
+    tags = encoder.tags
+    tool_format = encoder.tool_format if tools is not None else None
+    sampling = await constrain(service, fields, sampling, encoder, tools, reasoning)
     sampling = _show_tags(service, sampling, tags, tool_format)
     publishes = fields.get("include_reasoning", False)
     call = Call(
@@ -95,7 +86,7 @@ async def read_chat(
     )
     parsing = Parsing(
         tags=tags,
-        inside=inside,
+        inside=reasoning.inside,
         channel=open_channel(prompt.text) if tags is not None and tags.channels else "",
         show=fields.get("include_reasoning", True),
         publishes_reasoning=publishes,
@@ -130,70 +121,6 @@ def _read_tools(fields: Fields) -> ToolChoice | None:
         return None
     tool_choice = read_tool_choice(choice, read_tools(offered))
     return tool_choice if tool_choice.tools else None
-
-
-async def _bind_tools(
-    service: Service, fields: Fields, sampling: SamplingParams, encoder: ChatEncoder, tools: ToolChoice
-) -> SamplingParams:
-    """Sampling with the grammar that makes calls valid.
-
-    Raises BadGrammar naming the function whose schema cannot be enforced.
-    """
-    tool_format = encoder.tool_format
-    if tool_format is None:
-        raise UnsupportedField(
-            "tools is not supported: the server does not know the format of this model's tool calls. Leave tools out.",
-            param="tools",
-        )
-    if sampling.grammar is not None:
-        name = grammar_field(fields)
-        raise UnsupportedField(
-            f'{name} cannot be combined with tools: send one of them, or set tool_choice to "none".', param=name
-        )
-    parallel = fields.get("parallel_tool_calls", True)
-    text_tags = "" if encoder.tags is None else encoder.tags.all
-    grammar = tool_grammar(tool_format, tools, service.tokenizer, parallel=parallel, text_tags=text_tags)
-    constrained = dataclasses.replace(sampling, grammar=grammar)
-    try:
-        await check_grammar(service, constrained, "tools")
-    except BadGrammar:
-        assert constrained.grammar is not None
-        if len(constrained.grammar.source) > MAX_SOURCE:
-            raise
-        for tool in tools.tools:
-            single_tool = tool_grammar(tool_format, ToolChoice((tool,), True), service.tokenizer)
-            try:
-                await check_grammar(service, dataclasses.replace(sampling, grammar=single_tool), "tools")
-            except BadGrammar as error:
-                reason = f"tools: the parameters of {tool.name!r} cannot be enforced. {error.message}"
-                raise BadGrammar(reason, param="tools") from None
-        raise
-    return constrained
-
-
-async def _bind_reasoning(
-    service: Service, fields: Fields, sampling: SamplingParams, encoder: ChatEncoder, inside: bool
-) -> tuple[SamplingParams, tuple[str, ...]]:
-    """Sampling with a grammar that bounds reasoning, and the names of budgets without effect.
-
-    Without a budget, reasoning that the prompt has opened comes before what the request's grammar allows.
-    """
-    budgets = {name: fields.get(name) for name in BUDGET_FIELDS if fields.get(name) is not None}
-    if len(set(budgets.values())) > 1:
-        raise RequestError(f"{' and '.join(budgets)} differ: send one of them.", param=next(iter(budgets)))
-    budget = next(iter(budgets.values()), None)
-    if budget is None and "reasoning_effort" not in encoder.template.names:
-        budget = EFFORT_BUDGETS.get(fields.get("reasoning_effort"))
-    tags = encoder.tags
-    if tags is None or not can_bound(tags, service.tokenizer):
-        return sampling, tuple(budgets)
-    if budget is None and (sampling.grammar is None or not inside):
-        return sampling, ()
-    bound = -1 if budget is None else budget
-    grammar = bound_reasoning(sampling.grammar, tags, service.tokenizer, inside=inside, budget=bound)
-    bounded = dataclasses.replace(sampling, grammar=grammar)
-    await check_grammar(service, bounded, next(iter(budgets), "reasoning_effort"))
-    return bounded, ()
 
 
 def _show_tags(

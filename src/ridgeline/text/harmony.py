@@ -17,7 +17,7 @@ _MAX_HEADER = 256
 _BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=", "assistant")
 _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_EMPTY_HEADER = re.compile(r"(<\|start\|>)?\s*(assistant)?\s*")
+_EMPTY_HEADER = re.compile(r"(<\|start\|>\s*(assistant)?\s*)?")
 
 
 class HarmonySplitter:

@@ -4,32 +4,52 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.core.sampling import Grammar
 from ridgeline.text.grammar import WHITESPACE, lark_literal
-from ridgeline.text.reasoning import Tags
+from ridgeline.text.reasoning import REASONING_FORMATS, Tags
+from ridgeline.text.schema import clamp_bounds, read_schema
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.text.tool_formats import HARMONY, ToolFormat
 from ridgeline.text.tools import Tool, ToolChoice
+from ridgeline.text.unions import rewrite_unions
 
 _PLACES = re.compile(r"(\$name|\$arguments|\$id)")
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
 _PYTHON_TYPES = {"boolean": '("True" | "False")', "null": '"None"'}
+_HARMONY_TAGS = REASONING_FORMATS["openai_gptoss"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextTags:
+    """Tags that text may contain though they are special tokens, and tags that it may not contain."""
+
+    allowed: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tags: Tags | None, *, bounded: bool) -> TextTags:
+        """bounded: `bound_reasoning` adds the reasoning, so that text has none."""
+        if tags is None:
+            return cls()
+        around = (tags.open, tags.close)
+        answer = tags.answer or ()
+        return cls(answer, around) if bounded else cls((*answer, *around))
 
 
 def tool_grammar(
-    form: ToolFormat, choice: ToolChoice, tokenizer: Tokenizer, *, parallel: bool = True, text_tags: str = ""
+    form: ToolFormat, choice: ToolChoice, tokenizer: Tokenizer, *, parallel: bool = True, tags: TextTags = TextTags()
 ) -> Grammar:
     """A grammar for outputs that call these tools with valid arguments; one call only unless `parallel`.
 
     If a call is not required, text is unconstrained until a call begins: at the first tag or, in a format without tags, at the
     first characters. Calls have the white space that models are trained on. Arguments have single spaces at most.
-    text_tags: special tokens that text may contain.
     """
     if form is HARMONY:
-        return _harmony(choice, tokenizer)
+        return harmony_grammar(choice, tokenizer)
     first = tokenizer.token_id(form.first)
     lazy = form.first != "" and first not in tokenizer.markup_ids | tokenizer.special_ids and not choice.required
     rules = [f"call_{i}: {_body(form, tool, tokenizer)}" for i, tool in enumerate(choice.tools)]
@@ -53,7 +73,7 @@ def tool_grammar(
     rules.append(f"calls: {calls}")
     if choice.required:
         return _lark("calls", rules)
-    rules += _text_rules(form, choice, tokenizer, text_tags)
+    rules += _text_rules(form, choice, tokenizer, tags)
     if not form.first:
         return _lark("text | calls", rules)
     several = parallel and not form.begin
@@ -62,25 +82,58 @@ def tool_grammar(
     return _lark("text (call text)*" if several else "text calls?", rules)
 
 
-def bound_reasoning(grammar: Grammar | None, tags: Tags, tokenizer: Tokenizer, *, inside: bool, budget: int) -> Grammar:
-    """A grammar for an output with at most `budget` tokens of reasoning (-1: any number), then what `grammar` allows.
+def bound_reasoning(
+    grammar: Grammar | None, tags: Tags, tokenizer: Tokenizer, *, inside: bool, budget: int | None
+) -> Grammar:
+    """A grammar for an output with at most `budget` tokens of reasoning (None: any number), then what `grammar` allows.
 
     inside: the prompt has opened the reasoning; otherwise the output may do without it. `can_bound` must hold.
     """
-    limit = "" if budget < 0 else f"[max_tokens={budget}]"
     close = markup(tags.close, tokenizer)
-    thought = f"rl_think {close}" if inside else f"({markup(tags.open, tokenizer)} rl_think {close})?"
-    rules = [rf"rl_think{limit}: /(.|\n)*/"]
-    if grammar is None and tags.channels:
-        rules.append(f"rl_answer: %lark {{\n{_harmony(ToolChoice((), False), tokenizer, thinks=False).source}\n}}")
-    elif grammar is None:
-        more = "".join(f" | {markup(tag, tokenizer)}" for tag in tags.answer or ())
-        others = sorted(tokenizer.markup_ids - {tokenizer.token_id(tags.open), tokenizer.token_id(tags.close)})
-        ids = f" | <[{','.join(map(str, others))}]>" if others else ""
-        rules += [rf"rl_answer: (RL_TEXT{ids}{more})*", r"RL_TEXT: /(.|\n)+/"]
-    else:
-        rules.append(f"rl_answer: {_nested(grammar)}")
-    return _lark(f"{thought} rl_answer", rules)
+    thought = f"{_thought(tags, tokenizer, budget)} {close}"
+    if not inside:
+        thought = f"({markup(tags.open, tokenizer)} {thought})?"
+    if grammar is not None:
+        return _lark(f"{thought} rl_answer", [f"rl_answer: {_nested(grammar)}"])
+    text = TextTags(tags.answer or (), (tags.open, tags.close))
+    return _lark(f"{thought} (RL_TEXT{_markup_rule(tokenizer, text)})*", [r"RL_TEXT: /(.|\n)+/"])
+
+
+def harmony_grammar(
+    choice: ToolChoice, tokenizer: Tokenizer, *, answer: Grammar | None = None, budget: int | None = None
+) -> Grammar:
+    """Messages of gpt-oss: reasoning of at most `budget` tokens, notes to the user, then the answer or a call.
+
+    answer: constrains the text of the answer.
+    """
+    channel, message = markup("<|channel|>", tokenizer), markup("<|message|>", tokenizer)
+    again = markup("<|end|><|start|>assistant", tokenizer)
+    constraint = f'(" "? {markup("<|constrain|>", tokenizer)} "json" | " json")?'
+    thought = _thought(_HARMONY_TAGS, tokenizer, budget)
+    rules = [
+        f'reasoning: {channel} "analysis" {message} {thought} {again}',
+        f'note: {channel} "commentary" {message} TEXT? {again}',
+        r"TEXT: /(.|\n)+/",
+        f'final: {channel} "final" {constraint} {message} {"TEXT?" if answer is None else _nested(answer)}',
+    ]
+    for i, tool in enumerate(choice.tools):
+        to = lark_literal(f" to=functions.{tool.name}")
+        head = f'({channel} "commentary" {to} | {to} {channel} "commentary")'
+        rules.append(f"call_{i}: {head} {constraint} {message} {_json(tool, tool.schema)}")
+    last = [f"call_{i}" for i in range(len(choice.tools))] + ([] if choice.required else ["final"])
+    notes = "reasoning? note*" if budget is not None else "(reasoning | note)*"
+    return _lark(f"{notes} ({' | '.join(last)})", rules)
+
+
+def _thought(tags: Tags, tokenizer: Tokenizer, budget: int | None) -> str:
+    """Tokens of reasoning: all but special ones and the closing tag's first. Counted as tokens, not as a lexeme with max_tokens,
+    which the library cannot take back after a draft.
+    """
+    if budget == 0:
+        return ""
+    closing = [tokenizer.token_id(tag) for tag in added_ids(tags.close, tokenizer)]
+    others = ",".join(map(str, sorted(tokenizer.special_ids.union(index for index in closing if index is not None))))
+    return f"<[^{others}]>*" if budget is None else f"<[^{others}]>{{0,{budget}}}"
 
 
 def can_bound(tags: Tags, tokenizer: Tokenizer) -> bool:
@@ -120,7 +173,10 @@ def _nested(grammar: Grammar) -> str:
             + _SLASH.sub(lambda match: match[0] if len(match[0]) > 1 else "\\/", grammar.source).replace("\n", "\\n")
             + "/"
         )
-    schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.source)
+    if grammar.kind == "json_object":
+        schema: Any = {"type": "object"}
+    else:
+        schema = rewrite_unions(clamp_bounds(read_schema(grammar.source)))
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema})
 
 
@@ -161,12 +217,16 @@ def _python_value(tool: Tool, schema: Any, shared: dict[str, Any]) -> str:
     return _json(tool, {**shared, **schema} if isinstance(schema, dict) else {})
 
 
-def _text_rules(form: ToolFormat, choice: ToolChoice, tokenizer: Tokenizer, text_tags: str) -> list[str]:
+def _markup_rule(tokenizer: Tokenizer, tags: TextTags, calls: str = "") -> str:
+    """An alternative for the added tokens that text may contain. calls: tags of tool calls, which it may not."""
+    ids = {index for tag in tags.allowed for index in added_ids(tag, tokenizer).values()} | tokenizer.markup_ids
+    ids -= {index for tag in (calls, *tags.excluded) for index in added_ids(tag, tokenizer).values()}
+    return f" | <[{','.join(map(str, sorted(ids)))}]>" if ids else ""
+
+
+def _text_rules(form: ToolFormat, choice: ToolChoice, tokenizer: Tokenizer, tags: TextTags) -> list[str]:
     """Rules for text: ordinary tokens and other markup (reasoning tags, for example), but nothing that begins a call."""
-    tags = markup(form.tags, tokenizer)
-    allowed = tokenizer.markup_ids | set(added_ids(text_tags, tokenizer).values())
-    others = sorted(index for index in allowed if f"<[{index}]>" not in tags)
-    markup_rule = f" | <[{','.join(map(str, others))}]>" if others else ""
+    markup_rule = _markup_rule(tokenizer, tags, form.tags)
     if form.first:
         return [r"TEXT: /(.|\n)+/", f"text: (TEXT{markup_rule})*"]
     if form.body == "named":
@@ -176,24 +236,3 @@ def _text_rules(form: ToolFormat, choice: ToolChoice, tokenizer: Tokenizer, text
         letter = r"\[" if form.is_list else "{"
         head = rf"HEAD: /[ \t\r\n]*[^{letter} \t\r\n](.|\n)*/"
     return [head, r"TEXT: /(.|\n)+/", f"text: ((HEAD{markup_rule}) (TEXT{markup_rule})*)?"]
-
-
-def _harmony(choice: ToolChoice, tokenizer: Tokenizer, *, thinks: bool = True) -> Grammar:
-    """Messages of gpt-oss: any number of notes, then the answer or a call. thinks: notes may be reasoning."""
-    channel, message = markup("<|channel|>", tokenizer), markup("<|message|>", tokenizer)
-    again = markup("<|end|><|start|>assistant", tokenizer)
-    constraint = f'(" "? {markup("<|constrain|>", tokenizer)} "json" | " json")?'
-    kinds = '("analysis" | "commentary")' if thinks else '"commentary"'
-    rules = [f"note: {channel} {kinds} {message} TEXT? {again}", r"TEXT: /(.|\n)+/"]
-    for i, tool in enumerate(choice.tools):
-        to = lark_literal(f" to=functions.{tool.name}")
-        head = f'({channel} "commentary" {to} | {to} {channel} "commentary")'
-        rules.append(f"call_{i}: {head} {constraint} {message} {_json(tool, tool.schema)}")
-    last = list(_last(choice, f'{channel} "final" {message} TEXT?'))
-    return _lark(f"note* ({' | '.join(last)})", rules)
-
-
-def _last(choice: ToolChoice, final: str) -> Iterator[str]:
-    if not choice.required:
-        yield final
-    yield from (f"call_{i}" for i in range(len(choice.tools)))
