@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_291
+HEART_STATEMENTS = 7_309
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -94,11 +94,12 @@ BESIDE_HEART: Mapping[str, str] = {
     "speculation/lookahead.py": "host drafter: called where its drafts pay",
     "speculation/first_of.py": "host drafters joined by +",
     "models/expert_keys.py": "start-up: experts in config.json",
+    "models/mxfp4.py": "start-up: experts in published checkpoints of gpt-oss",
     "models/more_families.py": "start-up: data of families",
     "models/tensor_names.py": "start-up: names and layouts of tensors in published checkpoints",
     "ops/__init__.py": "empty",
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
-    "ops/merge.py": "several ranks: attention from its parts",
+    "ops/merge.py": "attention from its parts, and with sinks",
     "ops/striped.py": "several ranks: attention to keys that they hold together",
     "ops/gathered.py": "several ranks: keys that travel to the queries of a prompt",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",

@@ -32,6 +32,7 @@ CASES = {
     "parallel blocks, layer norms": ("cohere2", "", False),
     "learned positions, int8": ("gpt2", "int8", True),
     "pairs moved apart": ("glm4", "", True),
+    "sinks, experts with biases": ("gpt-oss", "", True),
     "divided stream": ("llama-mha-bias", "", True),
     "divided stream, windows and post norms": ("gemma2", "", True),
     "divided stream, experts": ("mixtral", "", False),
