@@ -202,7 +202,7 @@ def test_a_prefix_merges_with_rows_of_several_query_tokens(name: str, target: An
 @pytest.mark.parametrize("name", ["decode", "decode-window", "chunks-window", "trees"])
 def test_sinks_join_the_sum(name: str, target: Any, batch: Callable[..., Any]) -> None:
     """A sink is a part of the keys whose values are 0. A small one changes nothing; a large one takes nearly all."""
-    skip_in_interpreter(target, name not in ("decode-window",))
+    skip_in_interpreter(target, name != "decode-window" or "invariant" in target[0].name)
     for case in cases(CASES[name], target, batch):
         out, lse = reference(case)
         sinks = torch.linspace(-9.0, 9.0, out.shape[1], device=out.device)

@@ -150,7 +150,10 @@ def test_a_token_that_is_not_a_number_harms_no_other() -> None:
     torch.testing.assert_close(got[others], expected[others])
 
 
-@pytest.mark.parametrize("family", [pytest.param("mixtral", marks=pytest.mark.long), "qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("mixtral", marks=pytest.mark.long), "qwen2-moe", pytest.param("gpt-oss", marks=pytest.mark.long)],
+)
 def test_a_decoder_with_grouped_experts(family: str, tmp_path: Path) -> None:
     save(family, tmp_path)
     ops = replace(REFERENCE, experts=TritonExperts())
