@@ -3,8 +3,8 @@
     python benchmarks/sinks.py --out benchmarks/results/sinks.json
 
 Shapes of gpt-oss: 64 query heads, 8 KV heads of 64 elements, bfloat16, windows of 128 tokens and none. `with` needs the log-sum-exp
-of attention and multiplies its output. Calls alternate; the shortest of each is reported, in seconds. A CPU has one thread and reports
-processor time, which other work hardly changes. `added` is the difference for one layer.
+of attention and multiplies its output. Calls alternate; the shortest of each is reported, in seconds. A CPU has one thread and
+reports processor time, which other work hardly changes. `added` is the difference for one layer.
 """
 
 from __future__ import annotations
