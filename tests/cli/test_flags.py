@@ -123,9 +123,9 @@ def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     words += ["--enable-chunked-prefill", "--tool-call-parser", "hermes", "some/model", "--max-model-len", "5"]
     given = read_flags(parser_for("serve", "", CONFIGS), words)
-    assert given.flags == {"model": "some/model", "max_model_len": "5"}
+    assert given.flags == {"model": "some/model", "max_model_len": "5", "tool_call_parser": "hermes"}
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 6 and all(line.startswith("ridgeline: -") for line in said)
+    assert len(said) == 5 and all(line.startswith("ridgeline: -") for line in said)
     assert "ridgeline: --trust-remote-code is not needed: code in a model folder is never executed" in said[1]
     for name, option in FOREIGN.items():
         asks = [name] if option.values == () else [name, "8" if option.values is None else option.values[0]]

@@ -81,6 +81,8 @@ SAID = {
     "served_model_name": "name",
     "chat_template": "t.jinja",
     "allow_special_in_content": "true",
+    "reasoning_parser": "qwen3",
+    "tool_call_parser": "hermes",
     "max_queue": "9",
     "max_body_mb": "1.5",
     "batch_dir": "/var/batches",

@@ -30,6 +30,7 @@ CASES = {
     "eight over four": ("qwen3-moe", 4, {}, {}, ()),
     "one for each token": ("mixtral-one", 2, {}, {}, ()),
     "dense layers between": ("qwen3-moe-mixed", 2, {}, {}, ()),
+    "biases and sinks": ("gpt-oss", 2, {}, {}, ()),
     "int8": ("qwen3-moe", 2, {"quantization": "int8"}, {}, ()),
     "preempted": ("qwen3-moe", 2, {"max_model_len": 128}, FEW_BLOCKS, ()),
     "stages": ("qwen3-moe", 2, {}, PIPELINE, ()),

@@ -51,7 +51,9 @@ def test_an_option_that_no_cache_has_is_refused(tmp_path: Path, name: str, messa
         build(tmp_path, model=ModelConfig(kv_cache_dtype=name), ops=REFERENCE, device=CPU)
 
 
-@pytest.mark.parametrize(("family", "name"), [*(("qwen3", name) for name in QUANTIZED_KV), ("mistral-window", "int8")])
+@pytest.mark.parametrize(
+    ("family", "name"), [*(("qwen3", name) for name in QUANTIZED_KV), ("mistral-window", "int8"), ("gpt-oss", "int8")]
+)
 def test_a_quantized_cache_gives_the_same_tokens_whatever_the_steps_are(tmp_path: Path, family: str, name: str) -> None:
     """Each token reads what is stored, its own step's keys too: chunks, prefix hits, copies and preemption change nothing."""
     save(family, tmp_path)

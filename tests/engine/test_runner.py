@@ -37,7 +37,7 @@ def prompts(count: int, longest: int = 50) -> list[list[int]]:
     return [[draw.randrange(3, 320) for _ in range(draw.randrange(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "cohere2", "gpt2"])
+@pytest.mark.parametrize("family", [*FAMILIES, "cohere2", "gpt2", "gpt-oss"])
 def test_greedy_equals_transformers(family: str) -> None:
     model, _ = pair(family)
     given = torch.tensor([PROMPT])
@@ -99,7 +99,7 @@ def test_choices_share_a_prompt_and_part_ways(family: str, depth: int) -> None:
     assert bench.tokens == again.tokens
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "cohere2", "gpt2"])
+@pytest.mark.parametrize("family", [*FAMILIES, "cohere2", "gpt2", "gpt-oss"])
 def test_cached_is_uncached(family: str) -> None:
     bench = DeviceBench(family)
     first, second = PROMPT * 4, PROMPT * 4 + [7, 8]
@@ -200,7 +200,7 @@ class Guesser(Speculation):
         return draft.chain() if request.sampling.penalized else draft
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, pytest.param("gpt-oss", marks=pytest.mark.long)])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("skill", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])

@@ -122,6 +122,18 @@ MORE: dict[str, tuple[str, dict[str, object]]] = {
         "Exaone4",
         {**TWO, "head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **TWO,
+            **MOE,
+            "intermediate_size": 64,
+            "num_local_experts": 4,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "opt": ("OPT", {**dict.fromkeys(SMALL, ABSENT), **TOKENS, **_OPT_SIZES, "num_attention_heads": 4}),
     "gpt2": ("GPT2", {**dict.fromkeys(SMALL, ABSENT), **TOKENS, **_GPT2_SIZES}),
 }
@@ -143,7 +155,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
     model = transformers.AutoModelForCausalLM.from_config(config).eval().to(dtype)
     with torch.no_grad():
         for key, value in model.named_parameters():
-            if value.dim() == 1:
+            if value.dim() == 1 or key.endswith("_bias"):
                 value.add_(torch.randn_like(value) * 0.2)
             elif "embed" in key:
                 value.normal_(0.0, 0.5 / config.hidden_size**0.5)

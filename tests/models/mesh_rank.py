@@ -34,6 +34,7 @@ CASES = {
     "pairs moved apart": ("glm4", "", True),
     "a norm of all heads": ("olmo2", "", True),
     "a norm of all heads, experts": ("olmoe", "", False),
+    "sinks, experts with biases": ("gpt-oss", "", True),
     "divided stream": ("llama-mha-bias", "", True),
     "divided stream, windows and post norms": ("gemma2", "", True),
     "divided stream, a norm of all heads": ("olmo2", "", False),

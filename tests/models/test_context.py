@@ -25,7 +25,7 @@ def load(folder: Path, mesh: Mesh) -> LoadedModel:
     return build(folder, model=ModelConfig(dtype="float32"), ops=REFERENCE, device=CPU, mesh=mesh)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "windows-shared", "mixtral"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "windows-shared", "mixtral", "gpt-oss"])
 def test_two_ranks_are_one_device(family: str, tmp_path: Path) -> None:
     """And they send as many bytes as `ridgeline plan` counts."""
     save(family, tmp_path)

@@ -19,7 +19,7 @@ def test_the_table_lists_the_registry() -> None:
     expected = {}
     for kind, family in FAMILIES.items():
         layout, traits = LAYOUTS.get(family.architectures[0]), family.traits
-        whole = not (traits.get("interleaved") or (layout and layout.fused))
+        whole = not (traits.get("interleaved") or (layout and (layout.fused or layout.stacked_experts)))
         plain = {"norm", "pre_norms", "gated", "parallel"}.isdisjoint(traits) and not family.numbers.keys() & {
             "logit_scale"
         }

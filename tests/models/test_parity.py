@@ -71,7 +71,8 @@ def test_chunks_and_decode_of_two_rows(pair):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "mistral-window", "qwen3-window", "gemma2", "gemma3", "qwen2-moe", "olmoe", *SHARING]
+    "name",
+    ["llama-gqa", "mistral-window", "qwen3-window", "gemma2", "gemma3", "qwen2-moe", "olmoe", "gpt-oss", *SHARING],
 )
 def test_with_the_operations_of_a_cpu(name, tmp_path):
     theirs = save(name, tmp_path)

@@ -14,7 +14,7 @@ import torch
 from ridgeline.ops import native_cpu
 from ridgeline.ops.cpu import CPU
 from ridgeline.ops.cpu_invariant import CPU_INVARIANT
-from ridgeline.ops.merge import merge_attention
+from ridgeline.ops.merge import merge_attention, with_sinks
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Ops
@@ -197,6 +197,25 @@ def test_a_prefix_merges_with_rows_of_several_query_tokens(name: str, target: An
         prefix = [with_lse(target[0], case, *keys_of_pages(case, first, stop)) for first, stop in ((0, 1), (1, 3))]
         parts = [*prefix, with_lse(target[0], case, *keys_behind(case, 3))]
         near(merge_attention(parts), reference(case), case.q.dtype)
+
+
+@pytest.mark.parametrize("name", ["decode", "decode-window", "chunks-window", "trees"])
+def test_sinks_join_the_sum(name: str, target: Any, batch: Callable[..., Any]) -> None:
+    """A sink is a part of the keys whose values are 0. A small one changes nothing; a large one takes nearly all."""
+    skip_in_interpreter(target, name != "decode-window" or "invariant" in target[0].name)
+    for case in cases(CASES[name], target, batch):
+        out, lse = reference(case)
+        sinks = torch.linspace(-9.0, 9.0, out.shape[1], device=out.device)
+        sink = torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse)
+        attend = with_sinks(target[0].attention.attend, sinks)
+        got, sum_with_sinks = attend(case.q, case.k, case.v, case.view, case.step, True)
+        assert sum_with_sinks is not None
+        want, want_lse = merge_attention([(out, lse), sink])
+        assert got.dtype == case.q.dtype
+        assert (got.double() - want).norm() < {torch.float32: 1e-5, torch.bfloat16: 1e-2}[case.q.dtype] * want.norm()
+        torch.testing.assert_close(sum_with_sinks.double(), want_lse, atol=1e-3, rtol=1e-5)
+        again, no_sum = attend(case.q, case.k, case.v, case.view, case.step)
+        assert no_sum is None and torch.equal(again, got)
 
 
 def random_part(tokens: int = 3, dtype: torch.dtype = torch.float32) -> Part:

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from ridgeline.core.config import ModelConfig
 from ridgeline.models.build import build
 from ridgeline.ops.experts import Tensors, by_expert, route
-from ridgeline.ops.reference import REFERENCE, activate, quantize
+from ridgeline.ops.reference import REFERENCE, activate, clamped_swiglu, quantize
 from ridgeline.ops.triton import experts as kernels
 from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
 from tests.models.families import save
@@ -73,6 +73,31 @@ def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> N
     assert load.tolist() == (counts + 1).tolist()
 
 
+@pytest.mark.parametrize(("tokens", "fp8"), [(1, True), (20, False)])
+def test_biases_and_the_clamped_gate(tokens: int, fp8: bool) -> None:
+    """Half of the biases exceed the limits of the clamp."""
+    gate_up, down, dense = weights(fp8)
+    biases = [(torch.randn(2 * WIDTH) * 10, torch.randn(D_MODEL)) for _ in range(EXPERTS)]
+    gate_up, down = (
+        [(*tensors, pair[side].to(DEVICE)) for tensors, pair in zip(pairs, biases, strict=True)]
+        for side, pairs in enumerate((gate_up, down))
+    )
+    x, logits = torch.randn(tokens, D_MODEL), torch.randn(tokens, EXPERTS)
+    chosen = route(logits, PER_TOKEN, True)
+    counts = torch.bincount(chosen.experts.flatten(), minlength=EXPERTS)
+
+    def run(expert: int, rows: torch.Tensor | None) -> torch.Tensor:
+        (inner, outer), (inner_bias, outer_bias) = dense[expert], biases[expert]
+        return clamped_swiglu((x if rows is None else x[rows]) @ inner.T + inner_bias) @ outer.T + outer_bias
+
+    expected = by_expert(D_MODEL, chosen, counts.tolist(), run, ALL)
+    grouped = TritonExperts().group(gate_up, down, "swiglu_clamped", ALL)
+    load = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    got = grouped(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+    assert len(grouped.tensors()) == (6 if fp8 else 4)
+
+
 @pytest.mark.parametrize("tokens", [1, 11, 50])
 def test_ranks_with_whole_experts_add_up_to_all(tokens: int) -> None:
     """Each rank has every token and the load of all experts, and the terms of its own experts."""
@@ -125,7 +150,10 @@ def test_a_token_that_is_not_a_number_harms_no_other() -> None:
     torch.testing.assert_close(got[others], expected[others])
 
 
-@pytest.mark.parametrize("family", [pytest.param("mixtral", marks=pytest.mark.long), "qwen2-moe"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("mixtral", marks=pytest.mark.long), "qwen2-moe", pytest.param("gpt-oss", marks=pytest.mark.long)],
+)
 def test_a_decoder_with_grouped_experts(family: str, tmp_path: Path) -> None:
     save(family, tmp_path)
     ops = replace(REFERENCE, experts=TritonExperts())
@@ -143,7 +171,14 @@ def test_a_decoder_with_grouped_experts(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
 
 
-TYPES = {"logits_ptr": "*bf16", "x_ptr": "*bf16", "load_ptr": "*i64", "shares_ptr": "*fp32", "scale_ptr": "*fp32"}
+TYPES = {
+    "logits_ptr": "*bf16",
+    "x_ptr": "*bf16",
+    "load_ptr": "*i64",
+    "shares_ptr": "*fp32",
+    "scale_ptr": "*fp32",
+    "bias_ptr": "*bf16",
+}
 
 
 def check_compiles(name: str, weight: str, constants: dict[str, object], tile: kernels.Tile) -> str:
@@ -170,7 +205,15 @@ def check_compiles(name: str, weight: str, constants: dict[str, object], tile: k
 
 @pytest.mark.parametrize("weight", ["*bf16", pytest.param("*fp8e4nv", marks=pytest.mark.long)])
 @pytest.mark.parametrize("tile", [pytest.param(kernels.FEW, marks=pytest.mark.long), kernels.MANY], ids=["few", "many"])
-@pytest.mark.parametrize(("name", "more"), [("_inner", {"KIND": 1}), ("_outer", {})])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("_inner", {"KIND": 1, "BIASED": False}),
+        ("_outer", {"BIASED": False}),
+        pytest.param("_inner", {"KIND": 3, "BIASED": True}, marks=pytest.mark.long),
+        pytest.param("_outer", {"BIASED": True}, marks=pytest.mark.long),
+    ],
+)
 def test_the_products_compile_for_hopper(
     name: str, more: dict[str, object], weight: str, tile: kernels.Tile, apart
 ) -> None:

@@ -22,7 +22,7 @@ from ridgeline.service.launch import launch
 from ridgeline.service.supervisor import Supervisor
 from ridgeline.wire.client import EngineTimeouts
 
-from .live import EOS, MODEL, Live, Reply
+from .live import EOS, MODEL, Live, Reply, tokenizer
 from .real import model_of, real_server, write_checkpoint
 
 OPERATOR = {"x-api-key": "operator"}
@@ -49,6 +49,15 @@ def test_answers(real: Live):
         "yes",
         "no",
     )
+
+
+def test_a_budget_ends_reasoning(real: Live):
+    """A model that would open its reasoning again for ever: after five tokens it has to answer."""
+    asks = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 30, "max_thinking_tokens": 5}
+    body = real.chat(**asks, temperature=0, logit_bias={str(tokenizer().token_id("<think>")): 100}).json
+    message = body["choices"][0]["message"]
+    assert message["content"] in ("yes", "no") and message["reasoning_content"] == "<think>" * 5
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] in (6, 7)  # with the tags
 
 
 def test_the_prefix_cache_shows_in_usage_and_can_be_reset(real: Live):

@@ -176,6 +176,15 @@ def test_what_a_prompt_does_not_show_is_named() -> None:
     assert ignored(templates.CHATML) == {*plain, "messages.name", "messages.reasoning"}
     reads = "{% for m in messages %}{{ m.name }}: {{ m.content }}{{ m['reasoning_content'] }}{% endfor %}"
     assert ignored(reads) == plain
+    assert ignored(reads.replace("reasoning_content", "thinking")) == plain
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", "I look."), ("Wait.", "")])
+def test_reasoning_before_a_call_as_gpt_oss_reads_it(text: str, expected: str) -> None:
+    """Its template refuses a call with text and reasoning, which an answer of the model may have."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    said = {"role": "assistant", "content": text, "reasoning_content": "I look.", "tool_calls": calls}
+    assert ChatTemplate("{{ messages[-1].thinking }}", SPECIALS).render([*ASK, said]) == expected
 
 
 def test_a_refusal_is_what_was_said() -> None:

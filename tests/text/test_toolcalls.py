@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ridgeline.text.tool_formats import HERMES, LLAMA3, ToolFormat
 from ridgeline.text.toolcalls import ToolCallParser, ToolDelta, parse_tool_calls
-from ridgeline.text.tools import HERMES, LLAMA3, ToolFormat
 
 NAMES = {"weather", "add"}
 CALL = '{"name": "weather", "arguments": {"city": "Os}lo \\"{", "days": [1, {"x": 2}]}}'

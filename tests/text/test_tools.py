@@ -12,17 +12,10 @@ from ridgeline.core.errors import BadGrammar, RequestError, RidgelineError, Unsu
 from ridgeline.text.chat import ChatTemplate
 from ridgeline.text.grammar import GrammarCompiler, GrammarState
 from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detect_format
+from ridgeline.text.tool_grammar import tool_grammar
 from ridgeline.text.toolcalls import parse_tool_calls
-from ridgeline.text.tools import (
-    HERMES,
-    LLAMA3,
-    ToolChoice,
-    ToolFormat,
-    detect_format,
-    read_tool_choice,
-    read_tools,
-    tool_grammar,
-)
+from ridgeline.text.tools import ToolChoice, read_tool_choice, read_tools
 from tests.text import templates
 from tests.text.conftest import byte_level_backend, write_model
 from tests.text.walk import allowed, outputs
@@ -153,7 +146,7 @@ def test_formats_come_from_the_template() -> None:
 
     assert format_of(templates.QWEN) is HERMES and format_of(templates.LLAMA3) is LLAMA3
     assert format_of(templates.CHATML) is None and format_of(templates.MISTRAL) is None
-    assert format_of("{{ tools }}[TOOL_CALLS]") is None and format_of("{{ tools }}<tool_call><function=") is None
+    assert format_of("{{ tools }}[TOOL_CALLS]") is MISTRAL and format_of("{{ tools }}<tool_call><function=") is None
     assert format_of("no place for them <tool_call>") is None
 
 

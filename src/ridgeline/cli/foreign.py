@@ -28,7 +28,7 @@ _ONE_ENGINE = ForeignOption(
     ("1",),
 )
 _NO_REQUEST_LOG = ForeignOption("prompts and answers are never logged, and requests only with --log-level info")
-_TEMPLATE = "the chat template defines the format of tool calls and reasoning"
+_TEMPLATE = "tools of a request may always be called"
 FOREIGN: Mapping[str, ForeignOption] = {
     **dict.fromkeys(("--data-parallel-size", "-dp", "--dp", "--dp-size"), _ONE_ENGINE),
     **dict.fromkeys(("--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"), _NO_REQUEST_LOG),
@@ -40,8 +40,6 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "--scheduling-policy": ForeignOption("requests run in the order of priority and arrival", ("priority", "fcfs")),
     "--swap-space": ForeignOption("preempted requests are recomputed, never swapped", None),
     "--enable-auto-tool-choice": ForeignOption(_TEMPLATE),
-    "--tool-call-parser": ForeignOption(_TEMPLATE, None),
-    "--reasoning-parser": ForeignOption(_TEMPLATE, None),
 }
 
 

@@ -198,6 +198,15 @@ class ServiceConfig:
         False,
         "convert text in messages and tools that spells a special token to that token, instead of keeping it as text",
     )
+    reasoning_parser: str = option(
+        "auto",
+        "format of reasoning: auto (by the chat template), none, qwen3, deepseek_r1, granite, mistral, cohere2, openai_gptoss, ...",
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "format of tool calls: auto (by the chat template), none, hermes, llama3_json, pythonic, mistral, granite, deepseek_v3, "
+        "cohere2, glm4, openai, ...",
+    )
     max_queue: int = option(1024, "maximum requests that may wait; further requests get status 429")
     max_body_mb: float = option(32.0, "largest request body in MiB")
     batch_dir: str = option(

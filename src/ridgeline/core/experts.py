@@ -43,7 +43,8 @@ class ExpertSpec:
     which `normalized` divides by their sum. That equals a softmax over the chosen logits, as Mixtral describes its router.
     width: inner width of an expert. shared_width: of the expert that every token uses (Qwen2-MoE), scaled by the sigmoid of a gate;
     0: there is none. whole: ranks divide the experts among them (expert parallelism), not the width of each. ranks: that divide
-    them, with `whole`. hot: experts of which every rank has a copy; the ranks divide their tokens.
+    them, with `whole`. hot: experts of which every rank has a copy; the ranks divide their tokens. bias: router and experts have
+    biases.
     """
 
     count: int
@@ -54,6 +55,7 @@ class ExpertSpec:
     whole: bool = False
     ranks: int = 1
     hot: tuple[int, ...] = ()
+    bias: bool = False
 
     def held(self, rank: int = 0) -> range:
         """A rank's part of the experts. If ranks do not divide them, the first ones have one more than the last ones."""
@@ -95,10 +97,10 @@ class ExpertSpec:
 
     def matrices(self, d_model: int) -> Iterator[Matrix]:
         """The matrices of the block in the order of their use."""
-        yield Matrix("router", self.count, d_model, plain=True)
+        yield Matrix("router", self.count, d_model, self.bias, plain=True)
         held, used = max(map(len, map(self.copies, range(self.ranks)))), self.per_token * len(self.held()) / self.count
-        yield Matrix("gate_up", 2 * self.width, d_model, copies=held, used=used, chosen=True)
-        yield Matrix("down", d_model, self.width, copies=held, used=used, chosen=True)
+        yield Matrix("gate_up", 2 * self.width, d_model, self.bias, held, used, chosen=True)
+        yield Matrix("down", d_model, self.width, self.bias, held, used, chosen=True)
         if self.shared_width:
             yield Matrix("shared_gate", 1, d_model, plain=True)
             yield Matrix("shared_gate_up", 2 * self.shared_width, d_model)

@@ -44,9 +44,10 @@ class Rope:
 
     none: as trained. linear: positions divided by `factor` (Chen et al. 2023). llama3: long wavelengths divided by
     `factor`, short ones kept, interpolated between (Llama 3.1 model card). yarn: NTK-by-parts (Peng et al. 2023) with
-    `attention_factor` multiplying the rotated values. longrope: each pair's frequency is divided by a factor of its own (Ding et
-    al. 2024): one of `long_factors` if a longer context than the original one is served, else one of `short_factors`. identity:
-    nothing rotates. dim: elements of a head that rotate, the first ones.
+    `attention_factor` multiplying the rotated values; truncate: the ramp between parts begins and ends at whole pairs. longrope:
+    each pair's frequency is divided by a factor of its own (Ding et al. 2024): one of `long_factors` if a longer context than the
+    original one is served, else one of `short_factors`. identity: nothing rotates. dim: elements of a head that rotate, the first
+    ones.
     """
 
     theta: float = 10_000.0
@@ -59,6 +60,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -156,6 +158,8 @@ class ModelSpec:
     (Cohere). `gated`: feed-forward has a gate; GPT-2's has none. `interleaved`: pairs of neighbours rotate in the checkpoint. They
     are moved apart when it is loaded. `positions`: rows of a learned table that is added to the embeddings; 0: there is none.
     `residual_scale`: multiplies what a block adds to the stream (Granite). `logit_scale`: multiplies logits (Granite, Cohere).
+    `sinks`: attention has a logit for each head that joins the softmax's sum and has no value (gpt-oss). `swiglu_clamped`: see
+    ops.reference.clamped_swiglu.
     """
 
     architecture: str
@@ -178,7 +182,8 @@ class ModelSpec:
     positions: int = 0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
+    sinks: bool = False
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "swiglu_clamped"] = "silu"
     tied: bool = False
     embed_scale: float = 1.0
     query_scale: float | None = None
@@ -198,7 +203,7 @@ class ModelSpec:
     def plain(self) -> bool:
         """Whether kernels know every operation: those that run whole layers, and those that a CPU records."""
         blocks = self.norm == "rms" and self.pre_norms and self.gated and not self.parallel
-        return blocks and not self.positions and self.residual_scale == 1.0 == self.logit_scale
+        return blocks and not self.positions and not self.sinks and self.residual_scale == 1.0 == self.logit_scale
 
     @property
     def matrix_dtype(self) -> str:
@@ -268,13 +273,13 @@ class ModelSpec:
         return (self.norm_vectors + self.positions) * self.d_model
 
     def head_norm_params(self, layer: LayerSpec) -> int:
-        """Elements of the query and key norms of one layer."""
+        """Elements of the query and key norms of one layer, and of its sinks."""
         heads = layer.n_heads + layer.written_heads if self.qk_norm == "all" else 1 + (layer.written_heads > 0)
-        return heads * layer.head_dim if self.qk_norm else 0
+        return (heads * layer.head_dim if self.qk_norm else 0) + self.sinks * layer.n_heads
 
     def layer_vector_params(self, layer: LayerSpec) -> int:
         """Elements of norms and biases of one layer."""
-        biases = sum(matrix.outputs for matrix in self.matrices(layer) if matrix.bias)
+        biases = sum(matrix.copies * matrix.outputs for matrix in self.matrices(layer) if matrix.bias)
         return self.stream_norms() * self.d_model + self.head_norm_params(layer) + biases
 
     @property

@@ -153,6 +153,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
     ]
     bias = bool(values.get("attention_bias"))
     traits: dict[str, Any] = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(values.get("mlp_bias"))}
+    traits["activation"] = _activation(values, UNGATED if family.traits.get("gated") is False else ACTIVATIONS)
     traits |= {name: bool(values[key]) for name, key in family.switches.items()}
     if family.scaled_embedding:
         traits["embed_scale"] = values["hidden_size"] ** 0.5
@@ -167,7 +168,6 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         max_len=max_len,
         norm_eps=float(values["rms_norm_eps"]),
         positions=max_len if family.rotated == "none" else 0,
-        activation=_activation(values, UNGATED if family.traits.get("gated") is False else ACTIVATIONS),
         tied=bool(outer.get("tie_word_embeddings", values["tie_word_embeddings"])),
         final_softcap=values.get("final_logit_softcapping"),
         dtype=_dtype(text, outer),

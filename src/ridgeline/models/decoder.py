@@ -228,9 +228,9 @@ class Decoder:
 
 def _tensors_of(layer: DecoderLayer) -> Iterator[torch.Tensor]:
     before = layer.attention_norm, layer.feed_forward_norm
-    within = layer.attention.q_norm, layer.attention.k_norm
+    within = layer.attention.q_norm, layer.attention.k_norm, layer.attention.sinks
     behind = layer.attention_post_norm, layer.feed_forward_post_norm
-    yield from (norm for norm in (*before, *within, *behind) if norm is not None)
+    yield from (vector for vector in (*before, *within, *behind) if vector is not None)
     for _, weight in layer.attention.linears():
         yield from weight.tensors()
     yield from layer.feed_forward.tensors()

@@ -28,7 +28,7 @@ def read_experts(family: Family, values: Mapping[str, Any]) -> list[ExpertSpec |
     normalized = keys.normalized if isinstance(keys.normalized, bool) else values[keys.normalized]
     if not isinstance(normalized, bool):
         raise ConfigError(f"config.json: {keys.normalized} is {normalized!r}: it must be true or false.")
-    experts = ExpertSpec(count, per_token, _size(values, keys.width), normalized, shared)
+    experts = ExpertSpec(count, per_token, _size(values, keys.width), normalized, shared, bias=keys.bias)
     every = _size(values, "decoder_sparse_step") if "decoder_sparse_step" in values else 1
     dense = values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(index, int) and 0 <= index < layers for index in dense):

@@ -9,6 +9,7 @@ import torch
 from ridgeline.core.experts import ExpertSpec
 from ridgeline.models.building import Build, gather
 from ridgeline.ops.experts import Grouped, by_expert, divide_copies, route
+from ridgeline.ops.reference import clamped_swiglu
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import FloatInput, Matrix, apply_norm
 from ridgeline.quant.format import LinearShape, Part, Share, Weight
@@ -16,18 +17,21 @@ from ridgeline.quant.unquantized import UnquantizedFormat
 
 
 class GatedPair:
-    """down(act(gate(x)) * up(x)): one expert. share: a rank's part of its width, which computes a term of the sum."""
+    """down(act(gate(x)) * up(x)): one expert. share: a rank's part of its width, which computes a term of the sum. bias: of gate,
+    up and down."""
 
     __slots__ = ("gate_up", "down", "_kind")
 
-    def __init__(self, build: Build, width: int, share: Share) -> None:
+    def __init__(self, build: Build, width: int, share: Share, bias: bool = False) -> None:
         d_model = build.spec.d_model
         half = Part(width, width)
-        self.gate_up = build.form.create(LinearShape(d_model, (half, half), split="out"), share)
-        self.down = build.form.create(LinearShape(width, (Part(d_model, 1),), split="in", in_units=width), share)
+        self.gate_up = build.form.create(LinearShape(d_model, (half, half), bias, "out"), share)
+        self.down = build.form.create(LinearShape(width, (Part(d_model, 1),), bias, "in", width), share)
         self._kind = build.spec.activation
 
     def __call__(self, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        if self._kind == "swiglu_clamped":
+            return self.down.apply(clamped_swiglu(self.gate_up.apply(x, step)), step)
         return self.down.apply(self.gate_up.activate(x, self._kind, step), step)
 
 
@@ -59,11 +63,12 @@ class Experts:
     def __init__(self, build: Build, spec: ExpertSpec) -> None:
         d_model = build.spec.d_model
         plain = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
-        self.router = plain.create(LinearShape(d_model, (Part(spec.count, spec.count),)), Share())
+        self.router = plain.create(LinearShape(d_model, (Part(spec.count, spec.count),), spec.bias), Share())
         part = Share(build.mesh.rank, build.mesh.size)
         on_rank = spec.on_rank(part.size)
         self._held, self._numbers = on_rank.held(part.rank), on_rank.copies(part.rank)
-        self.experts = tuple(GatedPair(build, spec.width, Share() if spec.whole else part) for _ in self._numbers)
+        alone = Share() if spec.whole else part
+        self.experts = tuple(GatedPair(build, spec.width, alone, spec.bias) for _ in self._numbers)
         self._is_hot = torch.isin(torch.arange(spec.count), torch.tensor(spec.hot)) if spec.hot else None
         self.shared = GatedPair(build, spec.shared_width, part) if spec.shared_width else None
         self.shared_gate = plain.create(LinearShape(d_model, (Part(1, 1),)), Share()) if spec.shared_width else None

@@ -227,7 +227,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "deepseek_v2": _LATENT,
         "deepseek_v3": _LATENT,
-        "gpt_oss": "its attention sinks, experts with biases, and weights in MXFP4 are not built",
         "cohere": "its norms of each head, which other heads do not share, are not built (Cohere 2 is supported)",
     }
 )

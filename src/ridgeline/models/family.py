@@ -16,12 +16,13 @@ REQUIRED = "required"
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
     """The keys that state the fields of ExpertSpec. count: the first key that is present counts. normalized: may be a fixed value.
-    shared_width: "" without an expert that all tokens use."""
+    shared_width: "" without an expert that all tokens use. bias: see ExpertSpec."""
 
     count: tuple[str, ...]
     width: str
     normalized: str | bool
     shared_width: str = ""
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

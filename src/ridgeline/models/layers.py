@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ridgeline.core.spec import LayerSpec
 from ridgeline.models.building import Build, gather
 from ridgeline.models.experts import Experts
+from ridgeline.ops.merge import with_sinks
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import Activation, Heads, LayerParts, Matrix, QkvShape, apply_norm
 from ridgeline.parallel.mesh import Mesh
@@ -93,10 +94,11 @@ class Attention:
     """Merged q, k, v projection, attention over the paged KV cache, output projection added to the residual stream. A layer that
     shares another layer's keys and values projects queries only.
 
-    norm_cuts: (elements in the checkpoint, those of this rank) of a norm of all heads together, by name.
+    norm_cuts: (elements in the checkpoint, those of this rank) of a norm of all heads together, by name. sinks: [heads of this
+    rank], see ModelSpec.
     """
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "norm_cuts", "shape", "_qkv_write", "_attend", "_join")
+    __slots__ = ("qkv", "out", "q_norm", "k_norm", "norm_cuts", "sinks", "share", "shape", "_qkv_write", "_attend", "_join")
 
     def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor, post_norm: torch.Tensor | None) -> None:
         spec, width = build.spec, layer.head_dim
@@ -126,6 +128,10 @@ class Attention:
         )
         self._qkv_write, self._attend = build.ops.attention.qkv_write, build.ops.attention.attend
         self._join = join(build, self.out, post_norm)
+        self.sinks, self.share = None, Share(build.mesh.rank, build.mesh.size)
+        if spec.sinks:
+            self.sinks = build.vector(rank_layer.n_heads)
+            self._attend = with_sinks(self._attend, self.sinks)
         if whole:
             self._qkv_write = self._norm_whole(build)
 

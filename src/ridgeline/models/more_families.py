@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ridgeline.models.family import REQUIRED, SHAPE, Family
+from ridgeline.models.family import REQUIRED, SHAPE, ExpertKeys, Family
 
 _CODE = {"auto_map": None}
 """Published checkpoints name Python files. They are not run: this repository has the code of the family."""
@@ -187,6 +187,31 @@ MORE_FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows="listed",
             pattern=4,
             rotated="windowed",
+        ),
+        "gpt_oss": Family(
+            "gpt-oss (20b, 120b)",
+            ("GptOssForCausalLM",),
+            {
+                **SHAPE,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150_000.0,
+                "attention_bias": True,
+                "sliding_window": 128,
+                "layer_types": None,
+                "num_local_experts": REQUIRED,
+                "num_experts_per_tok": REQUIRED,
+            },
+            {"sinks": True, "activation": "swiglu_clamped"},
+            # The published files state some keys twice, by OpenAI's name and by that of transformers.
+            fixed={
+                "experts_per_token": (4,),
+                "initial_context_length": (4096,),
+                "swiglu_alpha": (1.702, None),
+                "swiglu_limit": (7.0, None),
+            },
+            experts=ExpertKeys(("num_local_experts",), "intermediate_size", True, bias=True),
+            windows="listed",
+            pattern=2,
         ),
         "opt": Family(
             "OPT (125M, and 1.3B to 66B)",

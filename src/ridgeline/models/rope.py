@@ -82,7 +82,7 @@ def _parse_rope(keys: Mapping[str, Any], dim: int, original: int, longest: int) 
     if kind not in _KEYS:
         raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported. Supported: {', '.join(_KEYS)}.")
     unknown = sorted(set(keys) - _KEYS[kind] - {"original_max_position_embeddings"})
-    if unknown or keys.get("truncate", True) is not True:
+    if unknown or not isinstance(truncate := keys.get("truncate", True), bool):
         raise UnsupportedModel(f"config.json: rope type {kind!r} with {', '.join(unknown) or 'truncate'} is unknown.")
     theta = float(keys["rope_theta"])
     if kind == "default":
@@ -108,6 +108,7 @@ def _parse_rope(keys: Mapping[str, Any], dim: int, original: int, longest: int) 
         beta_fast=float(keys.get("beta_fast", 32.0)),
         beta_slow=float(keys.get("beta_slow", 1.0)),
         attention_factor=_yarn_attention(keys, factor),
+        truncate=truncate,
     )
 
 
@@ -154,8 +155,8 @@ def inverse_frequencies(rope: Rope, context: int = 0) -> torch.Tensor:
         kept = kept.clamp(0.0, 1.0)
         return (1 - kept) * frequencies / rope.factor + kept * frequencies
     if rope.scaling == "yarn":
-        low = math.floor(_yarn_dim(rope, rope.beta_fast))
-        high = math.ceil(_yarn_dim(rope, rope.beta_slow))
+        low, high = _yarn_dim(rope, rope.beta_fast), _yarn_dim(rope, rope.beta_slow)
+        low, high = (math.floor(low), math.ceil(high)) if rope.truncate else (low, high)
         first, last = max(low, 0), min(high, rope.dim - 1)
         ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
         stretched = ramp.clamp(0.0, 1.0)

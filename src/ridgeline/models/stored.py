@@ -2,7 +2,7 @@
 
 Supported are, for e4m3, float-quantized of compressed-tensors and "fp8", with a `weight_scale` per output channel or per tensor and
 dynamic quantization of activations; for integers, pack-quantized and int-quantized of compressed-tensors, GPTQ and AWQ (see
-quant.layouts).
+quant.layouts). MXFP4 (gpt-oss) is dequantized while it loads (models.mxfp4).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _KNOWN = {
     "module_name_preceding_first_block use_cuda_fp16 model_seqlen hyb_act act_group_aware pad_token_id pack_impl",
     "awq": "bits group_size zero_point version modules_to_not_convert backend do_fuse fuse_max_seq_len exllama_config "
     "modules_to_fuse lm_head",
+    "mxfp4": "modules_to_not_convert",
 }
 _ALWAYS = ("quant_method", "dequantize")
 _EMPTY: tuple[Any, ...] = (None, {}, [])
@@ -51,7 +52,14 @@ def read_stored(config: Mapping[str, Any]) -> StoredAs:
     if not isinstance(section, dict):
         raise UnsupportedModel(f"config.json: {KEY} is {section!r}: it must be an object.")
     method = section.get("quant_method")
-    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+    # The names of the tensors say which of them are in MXFP4.
+    readers = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "gptq": _gptq,
+        "awq": _awq,
+        "mxfp4": lambda section: StoredAs(),
+    }
     if method not in readers:
         raise _refused("quant_method", method, f". Supported: {', '.join(readers)}")
     for key, value in section.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +11,7 @@ import torch
 
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import ModelSpec
-
-Get = Callable[[], torch.Tensor]
-Tensors = Iterator[tuple[str, Get]]
-"""(name in the checkpoint, function that reads the tensor)."""
+from ridgeline.models.mxfp4 import Get, Tensors, separate_stacked
 
 _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -28,7 +25,7 @@ class Layout:
 
     names: (pattern, replacement), applied in this order. fused: a projection (after `names`) that holds the rows of several, one
     after the other. transposed: linears are stored as [inputs, outputs]. skipped: first rows of the table of positions, not used.
-    unused: pattern of tensors that are not weights.
+    unused: pattern of tensors that are not weights. stacked_experts: see models.mxfp4.
     """
 
     names: Sequence[tuple[str, str]] = ()
@@ -36,6 +33,7 @@ class Layout:
     transposed: bool = False
     skipped: int = 0
     unused: str = ""
+    stacked_experts: bool = False
 
 
 _FUSED_GATE = {"mlp.gate_up_proj": _GATE_UP}
@@ -82,6 +80,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "GlmForCausalLM": Layout(fused=_FUSED_GATE),
     "Glm4ForCausalLM": Layout(_GLM4_NORMS, _FUSED_GATE),
     "ExaoneForCausalLM": Layout(_EXAONE, unused=r"rotary\.inv_freq$"),
+    "GptOssForCausalLM": Layout(((r"\.mlp\.router\.", ".mlp.gate."),), stacked_experts=True),
     "OPTForCausalLM": Layout(_OPT, skipped=2),
     "GPT2LMHeadModel": Layout(_GPT2, {"self_attn.c_attn": _QKV}, transposed=True, unused=r"\.attn\.(masked_)?bias$"),
 }
@@ -92,7 +91,7 @@ def as_llama(spec: ModelSpec, tensors: Tensors) -> Tensors:
     """Yield the tensors of a checkpoint of `spec` with the names and the layout of Llama's. Raises UnsupportedModel for a number
     format whose tensors cannot be divided into projections."""
     layout = LAYOUTS.get(spec.architecture, Layout())
-    for name, get in tensors:
+    for name, get in separate_stacked(tensors) if layout.stacked_experts else tensors:
         if layout.unused and re.search(layout.unused, name):
             continue
         for pattern, replacement in layout.names:

@@ -107,6 +107,10 @@ def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple
         for (part, suffix), expected in weight.expects.items():
             kind: Literal["weight", "bias"] = "bias" if suffix == "bias" else "weight"
             yield f"{names[part]}.{suffix}", Target(expected, kind, partial(weight.load, part, suffix))
+    if (sinks := attention.sinks) is not None:
+        heads = len(sinks) * attention.share.size
+        held = attention.share.span(heads, heads)
+        yield "self_attn.sinks", Target(Expected((heads,)), "bias", lambda tensor: sinks.copy_(tensor[held]))
     for field, name in norms.items():
         vector = getattr(attention if field in ("q_norm", "k_norm") else layer, field)
         if vector is not None:

@@ -77,7 +77,7 @@ class Grouped(Protocol):
 class ExpertOps(Protocol):
     """formats: number formats of the layers (--quantization) whose experts the device groups. group: takes the
     tensors of the merged gate and up, and of down, of the experts in `held`, as Weight.tensors returns them:
-    (weight [outputs, inputs],) or (e4m3 values, scales [outputs])."""
+    (weight [outputs, inputs],) or (e4m3 values, scales [outputs]), and a bias [outputs] if the experts have them."""
 
     @property
     def formats(self) -> frozenset[str]: ...

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ridgeline.ops.step import KvView, StepInputs
+from ridgeline.ops.table import Attend
+
 
 def merge_attention(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine attention over disjoint sets of keys.
@@ -33,3 +36,27 @@ def merge_attention(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple
     for weight, (part, _) in zip(weights[1:], parts[1:], strict=True):
         out.addcmul_(weight, part.float())
     return out.to(parts[0][0].dtype), lse
+
+
+def with_sinks(attend: Attend, sinks: torch.Tensor) -> Attend:
+    """`attend` with a logit for each query head that joins the softmax's sum and has no value (gpt-oss).
+
+    The output is that of attention without the sink, times the keys' share of the sum: exp(lse) / (exp(lse) + exp(sink)). So every
+    device's attention serves, with every KV format, window and draft tree. sinks: [Hq].
+    """
+
+    def attend_with_sinks(
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        view: KvView,
+        step: StepInputs,
+        lse_needed: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, lse = attend(q, k, v, view, step, True)
+        assert lse is not None
+        logits = sinks.to(lse.dtype)
+        share = torch.sigmoid(lse - logits).unsqueeze(-1)
+        return (out * share).to(out.dtype), torch.logaddexp(lse, logits) if lse_needed else None
+
+    return attend_with_sinks

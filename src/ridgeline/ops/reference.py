@@ -157,6 +157,13 @@ def activate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     return (act * up).to(gate_up.dtype)
 
 
+def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 F] -> gate * sigmoid(1.702 gate) * (up + 1) [T, F], gate at most 7 and up within 7 (gpt-oss)."""
+    gate, up = _upcast(gate_up).chunk(2, -1)
+    gate = gate.clamp(max=7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)).to(gate_up.dtype)
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     return weight
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.core.errors import BadGrammar, RequestError, UnsupportedField
+from ridgeline.core.errors import RequestError
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.answer import Streaming
 from ridgeline.service.breakpoints import Wanted, check_cached, read_wanted, without_controls
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.choices import ChoicesShape
+from ridgeline.service.constraints import constrain, read_reasoning
 from ridgeline.service.fields import Fields
 from ridgeline.service.logprobs import chat_logprobs, prompt_logprobs
 from ridgeline.service.piece import CONTENT_FILTER, Piece, Withdrawal
 from ridgeline.service.reasoning import ReasoningReader
 from ridgeline.service.sampling import (
-    check_grammar,
     encode_chat,
     grammar_field,
     read_beams,
@@ -30,11 +30,13 @@ from ridgeline.service.sampling import (
 )
 from ridgeline.service.state import Service
 from ridgeline.text.chat import ChatTemplate, RenderOptions
-from ridgeline.text.grammar import MAX_SOURCE
+from ridgeline.text.harmony import open_channel
 from ridgeline.text.prompts import ChatEncoder, Prompt
-from ridgeline.text.reasoning import Tags, detect_tags, starts_inside
+from ridgeline.text.reasoning import Tags
+from ridgeline.text.tool_formats import ToolFormat
+from ridgeline.text.tool_grammar import added_ids
 from ridgeline.text.toolcalls import ToolCallParser, ToolDelta
-from ridgeline.text.tools import ToolChoice, ToolFormat, detect_format, read_tool_choice, read_tools, tool_grammar
+from ridgeline.text.tools import ToolChoice, read_tool_choice, read_tools
 
 _encode = msgspec.json.Encoder().encode
 
@@ -51,7 +53,6 @@ async def read_chat(
         raise RequestError("top_logprobs needs logprobs: set logprobs to true.", param="top_logprobs")
     tools = await asyncio.to_thread(_read_tools, fields)  # the time grows with their schemas
     encoder = service.templates.choose(tools=tools is not None)
-    template = encoder.template
     wanted = read_wanted(fields)
     if wanted.fields:
         check_cached(service.client.facts, wanted.fields[0])
@@ -62,13 +63,10 @@ async def read_chat(
         service, fields, service.limits.request_tokens - size if max_tokens is None else max_tokens
     )
     sampling = dataclasses.replace(sampling, logprobs=logprobs)
-    tool_format = None
-    if tools is not None:
-        tool_format = detect_format(template)
-        sampling = await _bind_tools(service, fields, sampling, tool_format, tools)
-    else:
-        await check_grammar(service, sampling, grammar_field(fields))
-    tags = detect_tags(template.source)
+    reasoning, unread = read_reasoning(service, fields, encoder, prompt.text)
+    tags = encoder.tags
+    tool_format = encoder.tool_format if tools is not None else None
+    sampling = await constrain(service, fields, sampling, encoder, tools, reasoning)
     sampling = _show_tags(service, sampling, tags, tool_format)
     publishes = fields.get("include_reasoning", False)
     call = Call(
@@ -84,13 +82,14 @@ async def read_chat(
         continues=fields.get("continue_final_message", False),
         constrained_by=grammar_field(fields) if tools is None else "tools",
         has_reader=streaming is not None and (tags is None or publishes),
-        ignored=ignored,
+        ignored=(*ignored, *unread),
         beams=read_beams(service, fields, sampling),
         breakpoints=wanted.breakpoints(prompt.marks),
     )
     parsing = Parsing(
         tags=tags,
-        inside=tags is not None and starts_inside(tags, prompt.text),
+        inside=reasoning.inside,
+        channel=open_channel(prompt.text) if tags is not None and tags.channels else "",
         show=fields.get("include_reasoning", True),
         publishes_reasoning=publishes,
         form=tool_format,
@@ -126,51 +125,12 @@ def _read_tools(fields: Fields) -> ToolChoice | None:
     return tool_choice if tool_choice.tools else None
 
 
-async def _bind_tools(
-    service: Service, fields: Fields, sampling: SamplingParams, tool_format: ToolFormat | None, tools: ToolChoice
-) -> SamplingParams:
-    """Sampling with the grammar that makes calls valid.
-
-    Raises BadGrammar naming the function whose schema cannot be enforced.
-    """
-    if tool_format is None:
-        raise UnsupportedField(
-            "tools is not supported: the server does not know the format of this model's tool calls. Leave tools out.",
-            param="tools",
-        )
-    if sampling.grammar is not None:
-        name = grammar_field(fields)
-        raise UnsupportedField(
-            f'{name} cannot be combined with tools: send one of them, or set tool_choice to "none".', param=name
-        )
-    parallel = fields.get("parallel_tool_calls", True)
-    constrained = dataclasses.replace(
-        sampling, grammar=tool_grammar(tool_format, tools, service.tokenizer, parallel=parallel)
-    )
-    try:
-        await check_grammar(service, constrained, "tools")
-    except BadGrammar:
-        assert constrained.grammar is not None
-        if len(constrained.grammar.source) > MAX_SOURCE:
-            raise
-        for tool in tools.tools:
-            single_tool = tool_grammar(tool_format, ToolChoice((tool,), True), service.tokenizer)
-            try:
-                await check_grammar(service, dataclasses.replace(sampling, grammar=single_tool), "tools")
-            except BadGrammar as error:
-                reason = f"tools: the parameters of {tool.name!r} cannot be enforced. {error.message}"
-                raise BadGrammar(reason, param="tools") from None
-        raise
-    return constrained
-
-
 def _show_tags(
     service: Service, sampling: SamplingParams, tags: Tags | None, tool_format: ToolFormat | None
 ) -> SamplingParams:
     """Make special tokens visible if tags are special tokens of this model: parsing needs the tags in the text."""
-    markers = [tags.open, tags.close] if tags is not None else []
-    markers += [tool_format.open, tool_format.close] if tool_format is not None else []
-    if not any(service.tokenizer.token_id(tag) in service.tokenizer.special_ids for tag in markers):
+    markers = (tags.all if tags is not None else "") + (tool_format.tags if tool_format is not None else "")
+    if service.tokenizer.special_ids.isdisjoint(added_ids(markers, service.tokenizer).values()):
         return sampling
     return dataclasses.replace(sampling, skip_special_tokens=False)
 
@@ -216,11 +176,12 @@ class Parsing:
     """How to parse the model's text.
 
     inside: the prompt ends inside of reasoning. show: reasoning is returned. publishes_reasoning: the user sees it, so it counts as
-    published. form, names: format and functions of tool calls.
+    published. channel: of the message that the prompt leaves open. form, names: format and functions of tool calls.
     """
 
     tags: Tags | None
     inside: bool
+    channel: str
     show: bool
     publishes_reasoning: bool
     form: ToolFormat | None
@@ -241,7 +202,7 @@ class _Message:
     """One choice while it grows."""
 
     def __init__(self, parsing: Parsing) -> None:
-        self.reasoning_reader = ReasoningReader(parsing.tags, inside=parsing.inside)
+        self.reasoning_reader = ReasoningReader(parsing.tags, inside=parsing.inside, channel=parsing.channel)
         self._parser = ToolCallParser(parsing.form, parsing.names) if parsing.form is not None else None
         self._show = parsing.show
         self.begun = False

@@ -288,6 +288,9 @@ TABLE: tuple[Field, ...] = (
           (True, False), _BAD_BOOL),
     Field("reasoning_effort", OneOf(EFFORTS), "variables reasoning_effort and enable_thinking of the template, if it reads them",
           ("none", "low"), ("huge", 7), _CHAT),
+    Field("max_thinking_tokens", Integer(0, LONG), "maximum tokens of reasoning, where its end is a token of the model",
+          (0, 64), (-1, "5", True), _CHAT),
+    Field("thinking_token_budget", Integer(0, LONG), "as max_thinking_tokens", (0, 64), (-1, "5", True), _CHAT),
     Field("verbosity", OneOf(VERBOSITIES), "variable verbosity of the template, if it reads it",
           ("low", "medium", "high"), ("huge", 7), _CHAT),
     Field("verbosity", OneOf(VERBOSITIES), "a variable of chat templates: completions do not use a template, so it has no effect",
@@ -326,7 +329,6 @@ TABLE: tuple[Field, ...] = (
     Field("moderation", Refused("the option --moderation of the server decides"), "", (), ({"model": "m"},)),
     Field("web_search_options", Refused("the server does not search the web"), "", (), ({},)),
     Field("suffix", Refused(neutral=("",)), "", ("",), ("x",), _TEXT),
-    Field("thinking_token_budget", Refused(), "", (), (5,)),
     Field("truncate_prompt_tokens", Refused("prompts are never truncated, so send a shorter one"), "", (), (5,)),
     Field("logits_processors", Refused("requests cannot contain code", ([],)), "", ([],), (["x"],)),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ridgeline.core.errors import RequestError
 from ridgeline.service.piece import Piece
 from ridgeline.service.state import Service
-from ridgeline.text.reasoning import ReasoningSplitter, Tags, detect_tags, starts_inside
+from ridgeline.text.harmony import make_splitter
+from ridgeline.text.reasoning import Tags, starts_inside
 
 _TAIL = 32
 """Tokens at the end of a prompt in which an opening tag is looked for."""
@@ -17,9 +18,9 @@ class ReasoningReader:
     A piece's tokens count as hidden if the piece has hidden text, or no text at all while the model is reasoning.
     """
 
-    def __init__(self, tags: Tags | None, *, inside: bool) -> None:
-        """tags: None if everything is visible. inside: the prompt ends inside of reasoning."""
-        self._splitter = ReasoningSplitter(tags, inside=inside)
+    def __init__(self, tags: Tags | None, *, inside: bool, channel: str = "") -> None:
+        """tags: None if everything is visible. inside: the prompt ends inside of reasoning. channel: see make_splitter."""
+        self._splitter = make_splitter(tags, inside=inside, channel=channel)
         self._reasoning = inside
         self.tokens = 0
         """Hidden tokens."""
@@ -39,10 +40,10 @@ class ReasoningReader:
 def reasoning_after(service: Service, prompt: list[int]) -> ReasoningReader:
     """A reader for an answer that continues `prompt`, with the tags of the model's chat template."""
     try:
-        tags = detect_tags(service.templates.choose(tools=False).template.source)
+        tags = service.templates.choose(tools=False).tags
     except RequestError:  # a model without a template
         tags = None
-    if tags is None:
+    if tags is None or tags.channels:  # a completion's text does not contain the headers of channels
         return ReasoningReader(None, inside=False)
     text = service.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
     return ReasoningReader(tags, inside=starts_inside(tags, text))

@@ -41,7 +41,7 @@ from ridgeline.service.state import Limits, ModelCard, Service
 from ridgeline.service.supervisor import Supervisor
 from ridgeline.service.warm_prefixes import WarmPrefix, read_prefixes, warm
 from ridgeline.text.grammar_worker import GrammarWorker
-from ridgeline.text.prompts import ChatTemplates
+from ridgeline.text.prompts import ChatTemplates, Parsers
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import Client
 from ridgeline.wire.messages import StepStats
@@ -278,7 +278,12 @@ def _read_templates(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplate
                 f"The chat template {template} is not UTF-8 text ({error}): give a Jinja file."
             ) from error
     sources = None if template is None else {"default": template}
-    return ChatTemplates(tokenizer, sources, allow_special_in_content=config.allow_special_in_content)
+    return ChatTemplates(
+        tokenizer,
+        sources,
+        allow_special_in_content=config.allow_special_in_content,
+        parsers=Parsers(config.reasoning_parser, config.tool_call_parser),
+    )
 
 
 class Announce(Protocol):

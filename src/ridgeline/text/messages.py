@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ridgeline.core.errors import RequestError, UnsupportedField, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_TEMPLATE_REASONING = frozenset(("reasoning_content", "thinking"))
+"""Members in which templates read the reasoning of earlier turns: gpt-oss's `thinking`, others `reasoning_content`."""
 _ALWAYS_READ = frozenset({"role", "content", "tool_call_id", "cache_control"})
 """Members that every template uses, labels, and the ends of cached prefixes, which no template reads."""
 MAX_ARGUMENTS = 1 << 20
@@ -35,7 +37,7 @@ def normalize(
     return [_message(message, f"messages[{i}]", parts, text, developer) for i, message in enumerate(messages)]
 
 
-def unread_members(messages: Sequence[Mapping[str, Any]], readable: Collection[str]) -> Iterator[str]:
+def unread_members(messages: Sequence[Mapping[str, Any]], readable: frozenset[str]) -> Iterator[str]:
     """Members of messages that `normalize` accepted and the template does not read, as `messages.name`, with repetitions.
 
     readable: the members that the template reads. Empty members are not reported.
@@ -46,7 +48,7 @@ def unread_members(messages: Sequence[Mapping[str, Any]], readable: Collection[s
             known = (
                 name in _ALWAYS_READ
                 or name in readable
-                or (name in _REASONING_FIELDS and "reasoning_content" in readable)
+                or (name in _REASONING_FIELDS and not readable.isdisjoint(_TEMPLATE_REASONING))
             )
             if value and not known and (name != "refusal" or content):
                 yield f"messages.{name}"
@@ -80,6 +82,9 @@ def _message(message: Mapping[str, Any], where: str, parts: bool, text: bool, de
     reasoning = next((members[name] for name in _REASONING_FIELDS if name in members), None)
     if reasoning is not None:
         members.setdefault("reasoning_content", reasoning)
+        # gpt-oss's template takes either reasoning or text before a call, and refuses both.
+        if not (members.get("tool_calls") and members.get("content")):
+            members.setdefault("thinking", reasoning)
     return members
 
 

@@ -21,9 +21,9 @@ from ridgeline.text.breakpoints import Place, common_length, shortened, tokens_b
 from ridgeline.text.chat import ChatTemplate, RenderOptions
 from ridgeline.text.control_tokens import MARK, ControlTokens, without_private_names
 from ridgeline.text.messages import ROLES
-from ridgeline.text.reasoning import detect_tags
+from ridgeline.text.reasoning import choose_tags
 from ridgeline.text.tokenizer import Tokenizer, check_unicode
-from ridgeline.text.tools import detect_format
+from ridgeline.text.tool_formats import AUTO, choose_format
 
 _ROLE_MARK = f"~role{secrets.randbelow(10**16):016}~"
 """Prefix of a role that a template prints. It is random, so no request contains it."""
@@ -58,15 +58,27 @@ class Prompt:
     marks: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """Names of the parsers of reasoning and tool calls. "auto": by the chat template; "none": no parser."""
+
+    reasoning: str = AUTO
+    tool_calls: str = AUTO
+
+
 class ChatEncoder:
     """Makes prompts with one chat template.
 
-    template: the template without private names.
+    template: the template without private names. parsers: of the answers.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, control: ControlTokens) -> None:
+    def __init__(
+        self, template: ChatTemplate, tokenizer: Tokenizer, control: ControlTokens, parsers: Parsers = Parsers()
+    ) -> None:
         """Raises ConfigError when the template writes a control token that cannot be distinguished from text."""
         self.template = template
+        self.tags = choose_tags(parsers.reasoning, template.source)
+        self.tool_format = choose_format(parsers.tool_calls, template)
         self._control = control
         self._from_roles = {
             text.replace(role, _ROLE_MARK + role, 1): MARK + text
@@ -161,15 +173,18 @@ class ChatTemplates:
         sources: Mapping[str, str] | None = None,
         *,
         allow_special_in_content: bool = False,
+        parsers: Parsers = Parsers(),
     ) -> None:
         """sources: text by name; None: the tokenizer's templates. allow_special_in_content: request text that spells a control
         token becomes that token. Raises ConfigError when a template is not valid.
         """
         chosen = tokenizer.templates if sources is None else sources
         templates = {name: ChatTemplate(source, tokenizer.specials) for name, source in chosen.items()}
-        texts = frozenset() if allow_special_in_content else _control_texts(tokenizer, templates.values())
+        texts = frozenset() if allow_special_in_content else _control_texts(tokenizer, templates.values(), parsers)
         control = ControlTokens(tokenizer, texts)
-        self._encoders = {name: ChatEncoder(template, tokenizer, control) for name, template in templates.items()}
+        self._encoders = {
+            name: ChatEncoder(template, tokenizer, control, parsers) for name, template in templates.items()
+        }
 
     def choose(self, *, tools: bool) -> ChatEncoder:
         """The template for a request with or without tools. Raises RequestError if the model has none."""
@@ -198,11 +213,11 @@ class _Role(str):
         return other + str(self)
 
 
-def _control_texts(tokenizer: Tokenizer, templates: Iterable[ChatTemplate]) -> frozenset[str]:
+def _control_texts(tokenizer: Tokenizer, templates: Iterable[ChatTemplate], parsers: Parsers) -> frozenset[str]:
     """Texts of a model's control tokens: all special tokens, and tags in templates that the tokenizer does not mark as special.
 
-    White space is excluded, because it marks nothing. Tags of reasoning and of tool calls are excluded, because templates split
-    the text of earlier answers at them.
+    White space is excluded, because it marks nothing. Tags of reasoning and of tool calls are excluded where templates split the
+    text of earlier answers at them.
     """
     added = tokenizer.backend.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special}
@@ -210,9 +225,9 @@ def _control_texts(tokenizer: Tokenizer, templates: Iterable[ChatTemplate]) -> f
     for template in templates:
         written = "".join((template.source, *_sample_texts(template)))
         special |= {token.content for token in added if _is_tag(token.content) and token.content in written}
-        thoughts, calls = detect_tags(template.source), detect_format(template)
-        tags |= {thoughts.open, thoughts.close} if thoughts is not None else set()
-        tags |= {calls.open, calls.close} if calls is not None else set()
+        thoughts, calls = choose_tags(parsers.reasoning, template.source), choose_format(parsers.tool_calls, template)
+        tags |= {thoughts.open, thoughts.close} if thoughts is not None and thoughts.in_content else set()
+        tags |= {calls.open, calls.close} if calls is not None and calls.in_content else set()
     return frozenset(text for text in special - tags if text.strip())
 
 

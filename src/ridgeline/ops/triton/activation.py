@@ -12,7 +12,7 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 BLOCK = 1024
 CAPPED = 2048
 """Logits per program of the soft cap."""
-KINDS = {None: 0, "silu": 1, "gelu_tanh": 2}
+KINDS = {None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_clamped": 3}
 """Activation -> the kernels' constexpr KIND. 0: no activation."""
 
 
@@ -44,6 +44,11 @@ def gated(gate, up, KIND: tl.constexpr, FAST: tl.constexpr = False):
     if KIND == 2:
         # gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)), since (1 + tanh(y)) / 2 = sigmoid(2 y).
         act = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), FAST)
+    elif KIND == 3:
+        # See reference.clamped_swiglu.
+        gate = tl.minimum(gate, 7.0)
+        act = gate * _sigmoid(1.702 * gate, FAST)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
     else:
         act = gate * _sigmoid(gate, FAST)
     return act * up

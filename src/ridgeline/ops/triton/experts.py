@@ -148,12 +148,12 @@ def _pairs_of(
 
 @triton.jit
 def _inner(
-    x_ptr, w_ptr, scale_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
     width, inputs, per_token, held,
-    KIND: tl.constexpr, SCALED: tl.constexpr, SORTED: tl.constexpr,
+    KIND: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, SORTED: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [pairs, width] = act(gate) * up of each pair's token; w [experts, 2 width, inputs], gate's rows first."""
+    """out [pairs, width] = act(gate) * up of each pair's token; w [experts, 2 width, inputs], gate's rows first; bias: likewise."""
     expert, pair, inside = _pairs_of(
         tl.program_id(0), chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, held, ROWS, SORTED
     )
@@ -167,6 +167,10 @@ def _inner(
             scale_ptr += expert * 2 * width
             gate *= tl.load(scale_ptr + at, mask=at < width, other=0.0)[None, :]
             up *= tl.load(scale_ptr + width + at, mask=at < width, other=0.0)[None, :]
+        if BIASED:
+            bias_ptr += expert * 2 * width
+            gate += tl.load(bias_ptr + at, mask=at < width, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_ptr + width + at, mask=at < width, other=0.0).to(tl.float32)[None, :]
         here = pair[:, None] * width + at[None, :]
         value = gated(gate, up, KIND).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + here, value, mask=inside[:, None] & (at < width)[None, :])
@@ -174,9 +178,10 @@ def _inner(
 
 @triton.jit
 def _outer(
-    x_ptr, w_ptr, scale_ptr, shares_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, shares_ptr, out_ptr,
+    chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
     outputs, width, held,
-    SCALED: tl.constexpr, SORTED: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, SORTED: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out float32 [pairs, outputs] = share * down(x); w [experts, outputs, width]."""
@@ -190,15 +195,25 @@ def _outer(
         )
         if SCALED:
             total *= tl.load(scale_ptr + expert * outputs + at, mask=at < outputs, other=0.0)[None, :]
+        if BIASED:
+            total += tl.load(bias_ptr + expert * outputs + at, mask=at < outputs, other=0.0).to(tl.float32)[None, :]
         total *= tl.load(shares_ptr + pair, mask=inside, other=0.0)[:, None]
         here = pair[:, None] * outputs + at[None, :]
         tl.store(out_ptr + here, total, mask=inside[:, None] & (at < outputs)[None, :])
 
 
-def stacked(weights: Sequence[Tensors]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(weights [experts, outputs, inputs], scales float32 [experts, outputs] or None)."""
-    values, *scales = (torch.stack(tensors) for tensors in zip(*weights, strict=True))
-    return values, scales[0] if scales else None
+class Stacked(NamedTuple):
+    """Weights [experts, outputs, inputs]; scales float32 and biases [experts, outputs] or None."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+    biases: torch.Tensor | None
+
+
+def stacked(weights: Sequence[Tensors]) -> Stacked:
+    values, *vectors = (torch.stack(tensors) for tensors in zip(*weights, strict=True))
+    scales = vectors.pop(0) if values.itemsize == 1 else None
+    return Stacked(values, scales, vectors[0] if vectors else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,19 +230,18 @@ class TritonExperts:
 class GroupedExperts:
     """The weights of a layer's experts on this rank. Implements Grouped."""
 
-    __slots__ = ("_gate_up", "_gate_up_scales", "_down", "_down_scales", "_kind", "_first", "_fixed")
+    __slots__ = ("_gate_up", "_down", "_kind", "_first", "_fixed")
 
     def __init__(
         self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, held: range, fixed: bool
     ) -> None:
-        self._gate_up, self._gate_up_scales = stacked(gate_up)
-        self._down, self._down_scales = stacked(down)
+        self._gate_up, self._down = stacked(gate_up), stacked(down)
         self._kind, self._first, self._fixed = KINDS[kind], held.start, fixed
 
     def __call__(
         self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool, load: torch.Tensor
     ) -> torch.Tensor:
-        (tokens, d_model), (experts, _, width) = x.shape, self._down.shape
+        (tokens, d_model), (experts, _, width) = x.shape, self._down.values.shape
         pairs, count = tokens * per_token, logits.shape[1]
         new = torch.empty if experts == count else torch.zeros  # nobody writes the pairs of other ranks' experts
         out = new((pairs, d_model), dtype=torch.float32, device=x.device)
@@ -249,17 +263,16 @@ class GroupedExperts:
             _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=SORTED_AT_ONCE, num_warps=4)
         shape = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
         launch = {"num_warps": tile.warps, "num_stages": tile.stages}
-        scaled = self._down_scales is not None
+        shape |= {"SCALED": self._down.scales is not None, "BIASED": self._down.biases is not None}
         _inner[(tiles, triton.cdiv(width, tile.outputs))](
-            x, self._gate_up, self._gate_up_scales, inner, chosen, order, *places, width, d_model, per_token, experts,
-            KIND=self._kind, SCALED=scaled, **shape, **launch,
+            x, *self._gate_up, inner, chosen, order, *places, width, d_model, per_token, experts,
+            KIND=self._kind, **shape, **launch,
         )  # fmt: skip
         _outer[(tiles, triton.cdiv(d_model, tile.outputs))](
-            inner, self._down, self._down_scales, shares, out, chosen, order, *places, d_model, width, experts,
-            SCALED=scaled, **shape, **launch,
+            inner, *self._down, shares, out, chosen, order, *places, d_model, width, experts,
+            **shape, **launch,
         )  # fmt: skip
         return out.view(tokens, per_token, d_model).sum(1)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        weights = self._gate_up, self._gate_up_scales, self._down, self._down_scales
-        return tuple(weight for weight in weights if weight is not None)
+        return tuple(tensor for tensor in (*self._gate_up, *self._down) if tensor is not None)

@@ -1,6 +1,6 @@
 """Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens.
 
-Messages become those of a chat completion. What has no effect here (the budget of `thinking`, `metadata`) is named in the header
+Messages become those of a chat completion. What has no effect here (`metadata`) is named in the header
 x-ridgeline-ignored-fields; images and documents, server tools and containers are refused.
 """
 
@@ -84,7 +84,12 @@ MESSAGES: Mapping[str, Reader] = {
 }
 COUNTED = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control")
 """Fields of /v1/messages/count_tokens."""
-_NAMES = {"stop": "stop_sequences", "chat_template_kwargs": "thinking", "response_format": "output_config"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "chat_template_kwargs": "thinking",
+    "max_thinking_tokens": "thinking.budget_tokens",
+    "response_format": "output_config",
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", CONTENT_FILTER: "refusal"}
 _encode = msgspec.json.Encoder().encode
@@ -144,14 +149,16 @@ def _translate(values: Mapping[str, Any], ignored: Sequence[str]) -> Translated:
         body["stop"] = list(values["stop_sequences"])
     if conversation[-1]["role"] == "assistant":  # the answer goes on from its beginning
         body |= {"continue_final_message": True, "add_generation_prompt": False}
-    thinks, unread = _thinking(values.get("thinking", {}))
+    thinks, budget = _thinking(values.get("thinking", {}))
     body |= {"include_reasoning": thinks}
     if "thinking" in values:
         body["chat_template_kwargs"] = {"enable_thinking": thinks}
+    if budget is not None:
+        body["max_thinking_tokens"] = budget
     body |= _tools(values.get("tools", []), values.get("tool_choice"))
     body |= _output(values.get("output_config", {}))
     without_effect = [name for name in ("metadata",) if name in values]
-    return translated(body, Origin(origins, _NAMES), (*ignored, *without_effect, *unread))
+    return translated(body, Origin(origins, _NAMES), (*ignored, *without_effect))
 
 
 def _message(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -221,12 +228,12 @@ def _control(block: Mapping[str, Any]) -> dict[str, Any]:
     return {"cache_control": block["cache_control"]} if block.get("cache_control") is not None else {}
 
 
-def _thinking(thinking: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    """Whether the client wants to see thoughts; and members without effect."""
+def _thinking(thinking: Mapping[str, Any]) -> tuple[bool, int | None]:
+    """Whether the client wants to see thoughts; and the maximum of their tokens."""
     kind = thinking.get("type", "disabled")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise wrong("thinking.type", kind, "enabled, adaptive or disabled")
-    return kind != "disabled", ["thinking.budget_tokens"] if "budget_tokens" in thinking else []
+    return kind != "disabled", thinking.get("budget_tokens") if kind == "enabled" else None
 
 
 def _tools(tools: Sequence[Mapping[str, Any]], choice: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from ridgeline.service.piece import CONTENT_FILTER, Piece
 from ridgeline.service.readers import Boolean, Items, Reader, Record, Refused, Special, Text, wrong
 from ridgeline.service.routes import json_response
 from ridgeline.service.state import Service
-from ridgeline.text.reasoning import detect_tags
-from ridgeline.text.tools import MAX_TOOLS, detect_format
+from ridgeline.text.tools import MAX_TOOLS
 
 ROUTES = web.RouteTableDef()
 
@@ -125,17 +124,17 @@ async def show(request: web.Request) -> web.Response:
     body, _ = await read_json(request, partial(read_members, known=SHOW))
     service.card.check(model_name(service, body.get("model", body.get("name"))))
     facts = service.client.facts
-    template = service.templates.choose(tools=False).template
+    encoder = service.templates.choose(tools=False)
     capabilities = ["completion"]
-    if detect_format(service.templates.choose(tools=True).template) is not None:
+    if service.templates.choose(tools=True).tool_format is not None:
         capabilities.append("tools")
-    if detect_tags(template.source) is not None:
+    if encoder.tags is not None:
         capabilities.append("thinking")
     return json_response(
         {
             "modelfile": "",
             "parameters": "",
-            "template": template.source,
+            "template": encoder.template.source,
             "details": _entry(service)["details"],
             "model_info": {
                 "general.architecture": facts.get("architecture", ""),

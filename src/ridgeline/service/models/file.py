@@ -17,6 +17,8 @@ from ridgeline.service.batches.settings import OFF
 SERVICE_OPTIONS = (
     "chat_template",
     "allow_special_in_content",
+    "reasoning_parser",
+    "tool_call_parser",
     "warm_prefix",
     "pooling",
     "idle_sleep_minutes",
