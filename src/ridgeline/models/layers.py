@@ -98,7 +98,19 @@ class Attention:
     rank], see ModelSpec.
     """
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "norm_cuts", "sinks", "share", "shape", "_qkv_write", "_attend", "_join")
+    __slots__ = (
+        "qkv",
+        "out",
+        "q_norm",
+        "k_norm",
+        "norm_cuts",
+        "sinks",
+        "share",
+        "shape",
+        "_qkv_write",
+        "_attend",
+        "_join",
+    )
 
     def __init__(self, build: Build, layer: LayerSpec, cos_sin: torch.Tensor, post_norm: torch.Tensor | None) -> None:
         spec, width = build.spec, layer.head_dim
