@@ -68,7 +68,7 @@ def names(server: Caller, batch: dict[str, Any]) -> list[str]:
 
 def test_rows_go_to_all_replicas_with_the_lowest_priority(tmp_path: Path) -> None:
     with two(tmp_path, counts, delay=0.002) as (server, replicas):
-        data = b"".join(line(f"{row:02}", max_tokens=20) for row in range(24)) + line("first", priority=-5)
+        data = b"".join(line(f"{row:02}", max_tokens=20) for row in range(24)) + line("first", max_tokens=20, priority=-5)
         batch = until(server, start(server, data))
         assert names(server, batch) == [*(f"{row:02}" for row in range(24)), "first"]
         assert batch["usage"]["output_tokens"] == sum(
