@@ -68,7 +68,8 @@ def names(server: Caller, batch: dict[str, Any]) -> list[str]:
 
 def test_rows_go_to_all_replicas_with_the_lowest_priority(tmp_path: Path) -> None:
     with two(tmp_path, counts, delay=0.002) as (server, replicas):
-        data = b"".join(line(f"{row:02}", max_tokens=20) for row in range(24)) + line("first", priority=-5)
+        data = b"".join(line(f"{row:02}", max_tokens=20) for row in range(24))
+        data += line("first", max_tokens=20, priority=-5)
         batch = until(server, start(server, data))
         assert names(server, batch) == [*(f"{row:02}" for row in range(24)), "first"]
         assert batch["usage"]["output_tokens"] == sum(
@@ -141,7 +142,7 @@ def test_a_router_that_starts_again_goes_on_where_it_was(tmp_path: Path) -> None
     with ExitStack() as stack:
         servers = [stack.enter_context(live(behaviour(counts, rows=2, delay=0.005))) for _ in range(2)]
         with router(*servers, batch_dir=str(tmp_path)) as first:
-            batch_id = start(first, b"".join(line(f"{row:02}", max_tokens=20) for row in range(20)))
+            batch_id = start(first, b"".join(line(f"{row:02}", max_tokens=60) for row in range(20)))
             while (done := first.get(f"/v1/batches/{batch_id}").json["request_counts"]["completed"]) < 4:
                 time.sleep(0.02)
         ran = sum(len(server.engine.submits) for server in servers)

@@ -175,8 +175,9 @@ class Replica:
 
     def runs_rows(self, now: float) -> bool:
         """Whether its rows may run, and more be sent within row_limit."""
-        open = self.state is State.UP and not self.draining and now >= self.closed_until
-        return open and self.row_limit > 0 and self.breaker.allows(now)
+        if self.state is not State.UP or self.draining or now < self.closed_until:
+            return False
+        return self.row_limit > 0 and self.breaker.allows(now)
 
     def predicted_wait(self, tokens: int) -> float:
         """Seconds until the first token of a request with so many prompt tokens to compute."""
