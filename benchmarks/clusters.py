@@ -207,11 +207,11 @@ def fleet_row(name: str, layout: Layout, gpus: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sizes() -> Iterator[dict[str, Any]]:
+def sizes(only: str) -> Iterator[dict[str, Any]]:
     for name, ways in WAYS.items():
         for layout in ways:
             for gpus in SIZES:
-                if gpus >= layout.replica:
+                if gpus >= layout.replica and only in f"sim-gpus-{gpus} {name} {layout}":
                     yield fleet_row(name, layout, gpus)
 
 
@@ -248,13 +248,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="result file that gets the rows")
     parser.add_argument("--parts", default="experts,tables,sizes,summary")
-    parser.add_argument("--only", default="", help="published figures of which a part of the row's name is this")
+    parser.add_argument("--only", default="", help="figures and fleets of which a part of the row's name is this")
     args = parser.parse_args()
     parts = args.parts.split(",")
     made: Iterator[dict[str, Any]] = chain(
         experts() if "experts" in parts else (),
         map(compared, (figure for figure in published() if args.only in figure.row)) if "tables" in parts else (),
-        sizes() if "sizes" in parts else (),
+        sizes(args.only) if "sizes" in parts else (),
         (row for part in parts if part == "summary" for row in summary(read_rows(args.out))),
     )
     for row in made:
