@@ -33,6 +33,9 @@ HAND_OVER = "hand-over"
 DEADLINE_S = 30.0
 """Seconds after which pages are no longer kept for another engine, and a ticket is no longer used."""
 
+FREE_SHARE = 0.25
+"""Share of the blocks that must be free to keep blocks before the end of their prompt: other requests need them more."""
+
 
 class Place(NamedTuple):
     """A page in the pool of another engine, and its check, by which its transport sees that the page has changed."""
@@ -153,11 +156,12 @@ class HandOver(Source):
     # --- the engine that computed a prompt --------------------------------------------------------------------------
 
     def offer(self, name: str, chain: Sequence[bytes], index: PrefixIndex, pool: BlockPool) -> Ticket | None:
-        """Keep the blocks of a prompt that are computed since the last offer, while others are not. None: there are none, or the
-        transport does not send them early. Blocks behind a window wait for `export`: most of them will not be needed."""
+        """Keep the blocks of a prompt that are computed since the last offer, while others are not. Blocks behind a window wait for
+        `export`: most of them will not be needed. None: there are no new ones, few blocks are free, or the transport does not send
+        them early."""
         export = self._exports.get(name) or _Export(0.0)
         first = export.rows
-        if not (self._transport.early and self._whole and first < len(chain)):
+        if not (self._transport.early and self._whole and first < len(chain)) or pool.spare < pool.total * FREE_SHARE:
             return None
         rows = [(entry := index.get(key)) and [entry[group] for group in self._whole] for key in chain[first:]]
         rows = list(takewhile(lambda row: row and all(row), rows))

@@ -76,12 +76,14 @@ def begin(model: ModelConfig, engine: EngineConfig, pools: Pools = NO_POOLS) -> 
 
 
 def check_engines(config: ServiceConfig) -> None:
-    """Refuse numbers of engines that do not hold. Raises ConfigError that names the option and the remedy."""
+    """Refuse options of engines that do not hold. Raises ConfigError that names the option and the remedy."""
     for name, other in (("prefill_engines", "decode_engines"), ("decode_engines", "prefill_engines")):
         if getattr(config, name) and not getattr(config, other):
             option, missing = (f"--{word.replace('_', '-')}" for word in (name, other))
             reason = f"an engine for prompts needs one for the other tokens: add {missing} 1, or leave it out"
             raise ConfigError(f"{option} is {getattr(config, name)} without {missing}: {reason}.", param=name)
+    if config.hand_over == "tcp" and not config.prefill_engines:
+        raise ConfigError("--hand-over tcp needs --prefill-engines and --decode-engines.", param="hand_over")
     needs = {"engine_address": "its HOST:PORT for engines of other hosts", "engine_secret": "a secret of all hosts"}
     if config.models and (config.join or config.remote_engines):
         raise ConfigError(
@@ -92,8 +94,11 @@ def check_engines(config: ServiceConfig) -> None:
     for name, what in needs.items() if config.remote_engines else ():
         if not getattr(config, name):
             raise ConfigError(f"--remote-engines needs --{name.replace('_', '-')}, {what}.", param=name)
-    if config.remote_engines and not config.prefill_engines:
-        raise ConfigError("--remote-engines needs --prefill-engines and --decode-engines.", param="remote_engines")
+    if config.engine_address and not config.remote_engines:
+        raise ConfigError(
+            "--engine-address needs --remote-engines: say which engines join, prefill or decode.",
+            param="remote_engines",
+        )
     if config.remote_engines and config.hand_over != "tcp":
         raise ConfigError(
             "--remote-engines needs --hand-over tcp: other hosts share no memory with this one.", param="hand_over"
