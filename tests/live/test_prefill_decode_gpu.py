@@ -63,6 +63,16 @@ def test_two_engines_answer_as_one(gpus: str, variables: dict[str, str], expecte
         assert server.rest()["used"] == 0
 
 
+@pytest.mark.parametrize("gpus", ["0", "0,1"])
+def test_two_engines_answer_as_one_over_tcp(gpus: str, expected: list[str], tmp_path: Path) -> None:
+    """Chunk by chunk, through pinned host memory on both sides."""
+    with two_engines(tmp_path, gpus, "--hand-over", "tcp", "--max-num-batched-tokens", "64") as server:
+        assert answers(server) == expected
+        assert server.metric("hand_overs_total") == len(expected) and server.metric("hand_over_bytes_total") > 0
+        assert server.metric("hand_over_failures_total") == 0, server.log.read_text()
+        assert server.rest()["used"] == 0
+
+
 def test_engines_that_are_killed(expected: list[str], tmp_path: Path) -> None:
     gpus = "0,1" if torch.cuda.device_count() > 1 else "0"
     with two_engines(tmp_path, gpus, "--enforce-eager") as server:
