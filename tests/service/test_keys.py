@@ -15,6 +15,7 @@ import pytest
 
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.service.batches.rows import ROW
 from ridgeline.service.keys.keyring import Keyring
 from ridgeline.service.keys.settings import check_keys
 
@@ -104,6 +105,13 @@ def test_requests_per_minute(tmp_path: Path) -> None:
         assert 25_000 < int(third.headers["retry-after-ms"]) <= 30_000 and int(third.headers["retry-after"]) <= 30
         other = running.chat(bearer("BOB"))
         assert other.status == 200 and "x-ratelimit-limit-requests" not in other.headers
+
+
+def test_a_client_cannot_pass_limits_by_as_a_row_of_a_batch(tmp_path: Path) -> None:
+    with server(tmp_path, keys={"ann": {"requests_per_minute": 1}}) as running:
+        first, second = (running.chat({**bearer("ANN"), ROW: "1"}) for _ in range(2))
+        assert (first.status, second.status) == (200, 429)
+        assert first.headers["x-ratelimit-limit-requests"] == "1"
 
 
 def test_tokens_per_minute_count_prompt_and_answer(tmp_path: Path) -> None:

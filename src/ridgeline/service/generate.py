@@ -23,7 +23,7 @@ async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
     arrival, front = time.time(), request.app[FRONT]
     front.check()
     rows = request.app.get(ROWS)
-    if rows is not None and ROW in request.headers and request.path in ENDPOINTS:
+    if rows is not None and ROW in request.headers and request.path in ENDPOINTS and not request[HOLDER].limited:
         return await answer_row(request, rows)
     declared = read_declared(request.headers.items())
     run_id = read_run_id(request.headers.getall(RUN_ID, []))

@@ -34,6 +34,9 @@ class Holder(Payer):
     name: of the key; "" without keys. admin: may use the routes of operators.
     """
 
+    limited = False
+    """Whether it has limits, which the rows of a router's batch would pass by."""
+
     def __init__(self, name: str, *, admin: bool) -> None:
         self.name, self.admin = name, admin
 
@@ -85,6 +88,8 @@ class UsageHolder(Holder):
 
 class KeyHolder(UsageHolder):
     """A key of the file. `key` is replaced when the file changes; what was used stays used."""
+
+    limited = True
 
     def __init__(
         self, key: ApiKey, usage: UsageLedger, *, isolated: bool, clock: Callable[[], float] = time.time
