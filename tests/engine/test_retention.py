@@ -291,7 +291,7 @@ def test_blocks_are_asked_for_again_after_a_failed_step_and_no_answer_reaches_an
     assert leases.pool.free == free + 3 and request.dropped == 3 * PAGE
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_adaptive_rows_are_preempted_and_verify_drafts(depth: int) -> None:
     """What was measured of a row that has left is forgotten, and all blocks return."""
     plain = DeviceBench(retention=ADAPTIVE)
@@ -307,7 +307,7 @@ def test_adaptive_rows_are_preempted_and_verify_drafts(depth: int) -> None:
     assert bench.leases.pool.used == 0
 
 
-@pytest.mark.parametrize("policy", ["snap", "heavy", "adaptive"])
+@pytest.mark.parametrize("policy", ["snap", "heavy", pytest.param("adaptive", marks=pytest.mark.long)])
 def test_compressed_requests_share_prompts_and_answer_alike(policy: str) -> None:
     """Chunks, prefix hits and forks change no token; rows stay bounded where the answer is compressed too, and blocks return."""
     retention = {"snap": SNAP, "heavy": HEAVY, "adaptive": ADAPTIVE}[policy]
