@@ -352,7 +352,9 @@ def test_a_gbnf_grammar_is_followed(llm: LLM):
     assert re.fullmatch(r"\(*([NBRQK][a-h][1-8](, |\)*)?)*([NBRQK][a-h]?)?\)*,?", answer) and len(answer) > 2
 
 
-@pytest.mark.parametrize(("length_penalty", "early_stopping"), [(1.0, False), (0.0, True)])
+@pytest.mark.parametrize(
+    ("length_penalty", "early_stopping"), [(1.0, False), pytest.param(0.0, True, marks=pytest.mark.long)]
+)
 def test_beams_of_the_engine_are_those_of_transformers(llm: LLM, length_penalty: float, early_stopping: bool):
     search = BeamSearch(Beams(3, frozenset({0, 2}), length_penalty, early_stopping), 16)
     prompt = llm.tokenizer.encode(PROMPT, add_special_tokens=True)

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ridgeline.models.hub import shipped_model
 from ridgeline.text.tokenizer import Tokenizer
@@ -14,6 +13,8 @@ from ridgeline.text.tokenizer import Tokenizer
 
 @cache
 def _model() -> tuple[Any, Tokenizer]:
+    from transformers import AutoModelForCausalLM  # takes seconds, and tests of the algorithm do not need it
+
     folder = shipped_model()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Tokenizer.load(folder)
 
