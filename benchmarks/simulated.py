@@ -10,6 +10,9 @@ scheduler on a virtual clock. Rows sim-conv-LEVEL-FIGURE-error: the mean of the 
 minus 1; `spread` is the range of the measured ones over their mean, to which no simulation can be nearer. sim-conv-FIGURE-error
 has the largest of the three levels.
 
+--keep FOLDER writes what the server recorded of each run, as `ridgeline simulate --recorded` and --again FOLDER read it: the latter
+simulates those runs again, with today's code and without a server.
+
 --change: the newest run of the middle rate is replayed with another option (`ridgeline simulate --recorded`). Then a server with
 that option is measured. Rows replay-OPTION-FIGURE: the estimate with its interval, the measured figure, and whether it lies within.
 """
@@ -36,7 +39,7 @@ from ridgeline.bench.options import LoadConfig, ResultConfig, TargetConfig, Work
 from ridgeline.bench.record import Run
 from ridgeline.bench.server_process import serving
 from ridgeline.bench.session import BenchConfig, Session
-from ridgeline.cli.diagnose import record_of, situation_of
+from ridgeline.cli.diagnose import Record, record_of, situation_of
 from ridgeline.core.errors import RidgelineError
 from ridgeline.planner.replay import Case, changed, figures, replay
 from ridgeline.planner.simulate import Server, serve
@@ -65,14 +68,36 @@ class Taken:
         return figures(serve(server, self.situation.workload).outcomes)
 
 
-async def take(session: Session, args: argparse.Namespace, folder: str, rate: float) -> Taken:
+async def take(session: Session, args: argparse.Namespace, rate: float, change: str) -> Taken:
     run: Run = await session.measure(LoadConfig(rate=rate, duration=args.run_s, warmup=16))
     record = record_of(run)
     if record is None or invalid_reason(run):
         raise RidgelineError(f"the run at {rate:g} requests/s does not count: {invalid_reason(run) or 'no record'}")
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
+        number = len(list(args.keep.glob("*.json")))
+        kept = {"rate": rate, "change": change, "snapshot": record.snapshot, "rows": record.rows}
+        (args.keep / f"{number:02}.json").write_text(json.dumps(kept))
+    return taken_of(args, rate, record)
+
+
+def taken_of(args: argparse.Namespace, rate: float, record: Record) -> Taken:
+    folder = str(args.model) if args.device == "cuda" else ""
     taken = Taken(rate, situation_of(record, folder, MOST), newest(record.rows, MOST))
     print(f"{rate:g} requests/s, {len(taken.rows)} requests:", as_ms(taken.measured), flush=True)
     return taken
+
+
+def kept(args: argparse.Namespace) -> tuple[list[Taken], list[Taken]]:
+    """As `runs_of`, from the files of --again."""
+    runs: list[Taken] = []
+    others: list[Taken] = []
+    for file in sorted(args.again.glob("*.json")):
+        of_run = json.loads(file.read_text())
+        to = others if of_run["change"] else runs
+        to.append(taken_of(args, of_run["rate"], Record(of_run["snapshot"], of_run["rows"])))
+        args.change = of_run["change"] or args.change
+    return runs, others
 
 
 def as_ms(values: Mapping[str, float]) -> dict[str, float]:
@@ -100,7 +125,7 @@ async def measured(args: argparse.Namespace, folder: str, rates: Sequence[float]
         TargetConfig(prompts="ids"), WorkloadConfig(trace=str(args.trace)), LoadConfig(), ResultConfig(slo=args.slo)
     )
     async with serving(flags(args, folder, change)) as url, Session(config, url) as session:
-        return [await take(session, args, folder, rate) for rate in rates]
+        return [await take(session, args, rate, change) for rate in rates]
 
 
 def error_rows(server: Server, runs: Sequence[Taken], rates: Sequence[float]) -> list[Row]:
@@ -158,6 +183,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--run-s", type=float, default=20.0, help="seconds in which the requests of a run are sent")
     parser.add_argument("--runs", type=int, default=2, help="runs at each rate")
     parser.add_argument("--change", default="", help="OPTION=VALUE of another server, for the replay")
+    parser.add_argument("--keep", type=Path, help="folder for what the server recorded of each run")
+    parser.add_argument("--again", type=Path, help="folder of --keep: simulate its runs again")
     parser.add_argument(
         "--resamples", type=int, default=8, help="other runs that are simulated for the replay's intervals"
     )
@@ -182,7 +209,7 @@ async def runs_of(args: argparse.Namespace, rates: Sequence[float]) -> tuple[lis
 def main() -> None:
     args = arguments()
     rates = [float(rate) for rate in args.rates.split(",")]
-    (fit, *runs), others = uvloop.run(runs_of(args, rates))
+    (fit, *runs), others = kept(args) if args.again else uvloop.run(runs_of(args, rates))
     about = provenance(args.machine, args.commit)
 
     def tell(rows: Sequence[Row]) -> None:
