@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -11,11 +12,15 @@ import jsonschema
 import pytest
 from jsonschema import Draft202012Validator
 
+from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.service.access import Access
 from ridgeline.service.batches.input import answered, not_run, row_id
-from ridgeline.service.batches.rows import PRIORITY
+from ridgeline.service.batches.lane import run_lane
+from ridgeline.service.batches.rows import PRIORITY, NoRoom, RowAnswer, RowRequest
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.batches.store import Store
+from ridgeline.service.fleet.balancer import LaneCounts
 
 from .live import MODEL, Live, Reply, behaviour, counts, live, says
 from .test_batch_store import BODY, CHAT, add_file, line, stored
@@ -338,3 +343,34 @@ def test_a_folder_has_one_server(tmp_path: Path):
         with pytest.raises(ConfigError) as used, live(behaviour(says("done")), batch_dir=str(tmp_path)):
             pass
         assert used.value.param == "batch_dir"
+
+
+class FullRows:
+    """Says that it has room, and has none."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+
+    def take(self, choices: int) -> bool:
+        return True
+
+    def give_back(self, choices: int) -> None: ...
+
+    def wait(self, count: int) -> None: ...
+
+    async def run(self, row: RowRequest) -> RowAnswer:
+        self.ran += 1
+        raise NoRoom
+
+
+async def test_a_row_that_finds_no_room_waits_before_it_tries_again(tmp_path: Path):
+    """Two replicas may have room for a row together, and none of them for all of it."""
+    store = Store(tmp_path, LIMIT)
+    file = add_file(store)
+    store.path(file.id).write_bytes(line("a"))
+    store.add_batch(stored(input_file_id=file.id, expires_at=int(time.time()) + 60))
+    store.close()
+    rows = FullRows()
+    async with run_lane(Access(ServiceConfig(port=0, batch_dir=str(tmp_path))), rows, LaneCounts()):
+        await asyncio.sleep(0.4)
+    assert 0 < rows.ran < 20
