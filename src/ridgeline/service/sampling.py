@@ -51,7 +51,7 @@ DRY_BREAKERS = ("\n", ":", '"', "*")
 """Default of dry_sequence_breakers in llama.cpp and text-generation-webui."""
 
 _NOT_WITH_BEAMS = (
-    *("logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "dry_multiplier", "min_tokens"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "dry_multiplier", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "stop", "tools", "cache_control"),
 )
 
@@ -108,9 +108,11 @@ def read_beams(service: Service, fields: Fields, sampling: SamplingParams) -> Be
                 text = f"{name} is {value}, which needs use_beam_search: set it to true, or leave {name} out."
                 raise RequestError(text, param=name)
         return None
-    for name in (*GRAMMAR_FIELDS, *_NOT_WITH_BEAMS):
-        if fields.get(name):
-            raise RequestError(f"use_beam_search does not combine with {name}: leave one of them out.", param=name)
+    given = [name for name in (*GRAMMAR_FIELDS, *_NOT_WITH_BEAMS) if fields.get(name)]
+    given += [name for name in ("logprobs", "prompt_logprobs") if getattr(sampling, name) is not None]
+    given += ["repetition_penalty"] if fields.get("repetition_penalty", 1) != 1 else []
+    if given:
+        raise RequestError(f"use_beam_search does not combine with {given[0]}: leave one of them out.", param=given[0])
     ends = () if sampling.ignore_eos else service.client.facts.get("eos_ids") or ()
     end_ids = frozenset((*ends, *sampling.stop_token_ids))
     if not n <= best_of <= widest(len(end_ids)):
