@@ -345,6 +345,17 @@ def test_a_folder_has_one_server(tmp_path: Path):
         assert used.value.param == "batch_dir"
 
 
+def test_beams_of_a_row_are_no_online_requests(tmp_path: Path):
+    body = {"prompt": "hi", "model": MODEL, "use_beam_search": True, "best_of": 4, "max_tokens": 40}
+    data = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}).encode()
+    with live(behaviour(counts, rows=8, delay=0.005), batch_dir=str(tmp_path)) as server:
+        batch_id = start(server, data, endpoint="/v1/completions")
+        server.until(lambda: len(server.engine.submits) > 12)
+        room = {server.get("/health").json["batch_rows"] for _ in range(20)}
+        assert until(server, batch_id)["request_counts"]["completed"] == 1
+    assert room == {8}
+
+
 class FullRows:
     """Says that it has room, and has none."""
 
