@@ -67,7 +67,7 @@ async def read_completion(
         if max_tokens is None
         else max_tokens
     )
-    sampling = read_sampling(service, fields, limit)
+    sampling = await read_sampling(service, fields, limit)
     alternatives, echo = fields.get("logprobs"), fields.get("echo", False)
     prompt_alternatives = fields.get("prompt_logprobs")
     if echo and alternatives is not None:
