@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import jsonschema
@@ -161,6 +162,16 @@ def test_harmony(output: str, text: str, hidden: str, calls: list[tuple[str, str
     assert harmony([output]) == harmony(list(output)) == (text, hidden, calls)
     for cut in range(1, len(output)):
         assert harmony([output[:cut], output[cut:]]) == (text, hidden, calls), cut
+
+
+def test_harmony_of_long_outputs() -> None:
+    """A header without end is text however it arrives, and the time does not grow with the rest of the output."""
+    for size in (235, 240, 245, 250, 300):
+        output = f"<|channel|>{'a' * size}<|message|>x"
+        assert harmony([output]) == harmony(list(output)), size
+    began = time.process_time()
+    harmony(["<|channel|>final<|message|>a<|end|>" * 4000])
+    assert time.process_time() - began < 1
 
 
 @settings(max_examples=30)
