@@ -237,6 +237,19 @@ def test_required_calls_are_valid(tagged: Tokenizer, form: ToolFormat, parallel:
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
+@pytest.mark.parametrize("form", [HERMES, PYTHONIC], ids=lambda form: form.name)
+def test_a_function_may_have_many_arguments(tagged: Tokenizer, form: ToolFormat) -> None:
+    many = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(100)}, "required": ["p50"]}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": many}}])
+    grammar = tool_grammar(form, ToolChoice(tools, True), tagged)
+    assert len(grammar.source) < 1 << 16
+    compiler = GrammarCompiler(tagged, vocab_size=tagged.vocab_size, end_ids=[END])
+    state = compiler.compile(grammar).start()
+    text = {PYTHONIC: "[f(p3=1, p50=2, p99=3)]", HERMES: '<tool_call>\n{"name": "f", "arguments": {"p3": 1, "p50": 2}}'}
+    for token in tagged.encode(text[form], add_special_tokens=False):
+        state.accept([token])  # raises for a token that the mask does not allow
+
+
 @pytest.mark.parametrize("form", list(dict.fromkeys(TOOL_FORMATS.values())), ids=lambda form: form.name)
 def test_text_is_free_beside_optional_calls(tagged: Tokenizer, form: ToolFormat) -> None:
     compiler = GrammarCompiler(tagged, vocab_size=tagged.vocab_size, end_ids=[END])
