@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.errors import BadGrammar, ConfigError
 from ridgeline.text.chat import ChatTemplate
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.harmony import HarmonySplitter
@@ -248,6 +248,16 @@ def test_a_function_may_have_many_arguments(tagged: Tokenizer, form: ToolFormat)
     text = {PYTHONIC: "[f(p3=1, p50=2, p99=3)]", HERMES: '<tool_call>\n{"name": "f", "arguments": {"p3": 1, "p50": 2}}'}
     for token in tagged.encode(text[form], add_special_tokens=False):
         state.accept([token])  # raises for a token that the mask does not allow
+
+
+def test_definitions_are_not_repeated_without_end(tagged: Tokenizer) -> None:
+    shared = {"x": {"type": "string", "enum": [f"e{n}" for n in range(3000)]}}
+    schema = {"type": "object", "$defs": shared, "properties": {f"p{n}": {"$ref": "#/$defs/x"} for n in range(2000)}}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    began = time.process_time()
+    with pytest.raises(BadGrammar, match="'f' is too long"):
+        tool_grammar(PYTHONIC, ToolChoice(tools, True), tagged)
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("form", list(dict.fromkeys(TOOL_FORMATS.values())), ids=lambda form: form.name)

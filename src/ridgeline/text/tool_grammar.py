@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.core.errors import BadGrammar
 from ridgeline.core.sampling import Grammar
-from ridgeline.text.grammar import WHITESPACE, lark_literal
+from ridgeline.text.grammar import MAX_SOURCE, WHITESPACE, lark_literal
 from ridgeline.text.reasoning import REASONING_FORMATS, Tags
 from ridgeline.text.schema import clamp_bounds, read_schema
 from ridgeline.text.tokenizer import Tokenizer
@@ -203,12 +204,13 @@ def _json(tool: Tool, schema: Any) -> str:
 def _python(rule: str, tool: Tool) -> list[str]:
     """Keyword arguments in the order of the schema; values are JSON, but for the words that Python writes differently.
 
-    RULE_first_0 has all pairs, RULE_first_i those from i on, at the start, RULE_tail_i those from i on, after another one.
+    RULE_first_0 has all pairs, RULE_first_i those from i on, at the start, RULE_tail_i those from i on, after another one. Every
+    pair repeats the definitions of the schema, so what is too long is refused here, before it is made.
     """
     schema = tool.schema
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required, properties = set(schema.get("required", ())), schema.get("properties", {})
-    rules = [f'{rule}_{part}_{len(properties)}: ""' for part in ("first", "tail")]
+    rules, size = [f'{rule}_{part}_{len(properties)}: ""' for part in ("first", "tail")], 0
     for i, (name, value) in enumerate(properties.items()):
         pair, tail, needed = f"{rule}_pair_{i}", f"{rule}_tail_{i + 1}", name in required
         rules += [
@@ -216,6 +218,10 @@ def _python(rule: str, tool: Tool) -> list[str]:
             f"{rule}_first_{i}: {pair} {tail}" + ("" if needed else f" | {rule}_first_{i + 1}"),
             f'{rule}_tail_{i}: (", " {pair}){"" if needed else "?"} {tail}',
         ]
+        size += sum(map(len, rules[-3:]))
+        if size > MAX_SOURCE:
+            reason = f"its arguments have more than {MAX_SOURCE} characters as a grammar, with $defs once for each"
+            raise BadGrammar(f"tools: {tool.name!r} is too long ({reason}): shorten its schema.", param="tools")
     return rules
 
 
