@@ -162,11 +162,18 @@ MORE_PATTERNS = (
 )
 
 
+TIME_IT = "({parse}, text) => { const began = performance.now(); parse(text); return performance.now() - began; }"
+
+
 @pytest.mark.parametrize("pattern", PATTERNS + MORE_PATTERNS)
 def test_hostile_markdown_takes_linear_time(modules: Page, pattern: str) -> None:
     """A quadratic parser would take minutes, one that recurses without a limit would fail."""
-    time_it = "({parse}, text) => { const began = performance.now(); parse(text); return performance.now() - began; }"
-    assert call(modules, "markdown", time_it, pattern * (200_000 // len(pattern)) + " x") < 10_000
+    assert call(modules, "markdown", TIME_IT, pattern * (200_000 // len(pattern)) + " x") < 10_000
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[a](", "b"), ("[a](b", "c"), ("a|b\n-", "b"), ("```", "`")])
+def test_spaces_without_end_take_linear_time(modules: Page, begin: str, end: str) -> None:
+    assert call(modules, "markdown", TIME_IT, begin + " " * 200_000 + end) < 10_000
 
 
 HOSTILE = (

@@ -30,6 +30,7 @@ class FakeReplica:
         self.script = script
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
+        self.targets: list[str] = []
         self.left = 0
         """Requests whose client left."""
         self.health: tuple[int, Any] = (200, {"status": "ok", "step": 0})
@@ -71,6 +72,7 @@ class FakeReplica:
         return web.json_response({"object": "list", "data": [{"id": "m", "root": "root/m", "max_model_len": 8}]})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.targets.append(request.raw_path)
         self.bodies.append(await request.json())
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.running += 1

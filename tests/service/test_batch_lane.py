@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -11,11 +12,15 @@ import jsonschema
 import pytest
 from jsonschema import Draft202012Validator
 
+from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.service.access import Access
 from ridgeline.service.batches.input import answered, not_run, row_id
-from ridgeline.service.batches.rows import PRIORITY
+from ridgeline.service.batches.lane import run_lane
+from ridgeline.service.batches.rows import PRIORITY, NoRoom, RowAnswer, RowRequest
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.batches.store import Store
+from ridgeline.service.fleet.balancer import LaneCounts
 
 from .live import MODEL, Live, Reply, behaviour, counts, live, says
 from .test_batch_store import BODY, CHAT, add_file, line, stored
@@ -338,3 +343,45 @@ def test_a_folder_has_one_server(tmp_path: Path):
         with pytest.raises(ConfigError) as used, live(behaviour(says("done")), batch_dir=str(tmp_path)):
             pass
         assert used.value.param == "batch_dir"
+
+
+def test_beams_of_a_row_are_no_online_requests(tmp_path: Path):
+    body = {"prompt": "hi", "model": MODEL, "use_beam_search": True, "best_of": 4, "max_tokens": 40}
+    data = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}).encode()
+    with live(behaviour(counts, rows=8, delay=0.005), batch_dir=str(tmp_path)) as server:
+        batch_id = start(server, data, endpoint="/v1/completions")
+        server.until(lambda: len(server.engine.submits) > 12)
+        room = {server.get("/health").json["batch_rows"] for _ in range(20)}
+        assert until(server, batch_id)["request_counts"]["completed"] == 1
+    assert room == {8}
+
+
+class FullRows:
+    """Says that it has room, and has none."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+
+    def take(self, choices: int) -> bool:
+        return True
+
+    def give_back(self, choices: int) -> None: ...
+
+    def wait(self, count: int) -> None: ...
+
+    async def run(self, row: RowRequest) -> RowAnswer:
+        self.ran += 1
+        raise NoRoom
+
+
+async def test_a_row_that_finds_no_room_waits_before_it_tries_again(tmp_path: Path):
+    """Two replicas may have room for a row together, and none of them for all of it."""
+    store = Store(tmp_path, LIMIT)
+    file = add_file(store)
+    store.path(file.id).write_bytes(line("a"))
+    store.add_batch(stored(input_file_id=file.id, expires_at=int(time.time()) + 60))
+    store.close()
+    rows = FullRows()
+    async with run_lane(Access(ServiceConfig(port=0, batch_dir=str(tmp_path))), rows, LaneCounts()):
+        await asyncio.sleep(0.4)
+    assert 0 < rows.ran < 20

@@ -179,6 +179,10 @@ def test_many_short_prompts_are_tokenized_beside_the_streams(endless: Live, monk
     seen.clear()
     assert endless.complete(prompt=["b" * 10] * 5, max_tokens=1).status == 200
     assert seen == [False] * 5
+    for words, in_thread in ((["b" * 200] * 40, True), (["b"], False)):
+        seen.clear()
+        assert endless.complete(bad_words=words, max_tokens=1).status == 200
+        assert seen == [in_thread] * len(words)
 
 
 async def _thread() -> threading.Thread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 
 import pytest
@@ -43,6 +44,25 @@ async def test_the_id_of_the_body_goes_to_the_replica() -> None:
     async with routed(streams) as fleet:
         answer = await fleet.chat(request_id="from-the-body")
         assert answer.headers["x-request-id"] == fleet.replicas[0].headers[0]["x-request-id"] == "from-the-body"
+
+
+async def test_a_target_with_a_host_goes_to_the_replica_by_its_path() -> None:
+    """As a client behind a proxy sends it (RFC 9112, section 3.2.2)."""
+    body = json.dumps(CHAT).encode()
+    async with routed(streams) as fleet:
+        host = fleet.server.url.removeprefix("http://")
+        head = (
+            f"POST http://{host}/v1/chat/completions?a=b HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        async with asyncio.timeout(5):
+            reader, writer = await asyncio.open_connection(*host.split(":"))
+            writer.write(head.encode() + body)
+            answer = await reader.read()
+            writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert fleet.replicas[0].targets == ["/v1/chat/completions?a=b"]
+        assert (await fleet.chat()).status == 200, "its circuit is closed"
 
 
 async def test_requests_for_vectors_go_to_replicas() -> None:

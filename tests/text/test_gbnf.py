@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -189,3 +190,11 @@ def test_gbnf_is_told_from_lark() -> None:
     assert all(map(looks_like_gbnf, (ARITHMETIC, JSON, LIST, CHESS)))
     assert not looks_like_gbnf('start: "a ::= b"\n// x ::= y\n')
     assert gbnf_to_lark('root ::= "a" x?\nx ::= [0-9]') == "start: R0\nR0: (/a/) (R1){0,1}\nR1: /[0-9]/\n"
+
+
+def test_large_grammars_take_little_time_or_are_refused() -> None:
+    began = time.process_time()
+    gbnf_to_lark("root ::= r0\n" + "".join(f"r{n} ::= r{n + 1}\n" for n in range(4000)) + 'r4000 ::= "a"\n')
+    assert time.process_time() - began < 1
+    with pytest.raises(BadGrammar, match="repeats repetitions too often"):
+        gbnf_to_lark('root ::= "a"' + "*" * 5000)

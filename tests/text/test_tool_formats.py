@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import jsonschema
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.errors import BadGrammar, ConfigError
 from ridgeline.text.chat import ChatTemplate
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.harmony import HarmonySplitter
@@ -163,6 +164,16 @@ def test_harmony(output: str, text: str, hidden: str, calls: list[tuple[str, str
         assert harmony([output[:cut], output[cut:]]) == (text, hidden, calls), cut
 
 
+def test_harmony_of_long_outputs() -> None:
+    """A header without end is text however it arrives, and the time does not grow with the rest of the output."""
+    for size in (235, 240, 245, 250, 300):
+        output = f"<|channel|>{'a' * size}<|message|>x"
+        assert harmony([output]) == harmony(list(output)), size
+    began = time.process_time()
+    harmony(["<|channel|>final<|message|>a<|end|>" * 4000])
+    assert time.process_time() - began < 1
+
+
 @settings(max_examples=30)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=12))
 def test_malformed_harmony_keeps_its_text(parts: list[str]) -> None:
@@ -224,6 +235,29 @@ def test_required_calls_are_valid(tagged: Tokenizer, form: ToolFormat, parallel:
         assert form is HARMONY or text == "", output
         for name, arguments in calls:
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+@pytest.mark.parametrize("form", [HERMES, PYTHONIC], ids=lambda form: form.name)
+def test_a_function_may_have_many_arguments(tagged: Tokenizer, form: ToolFormat) -> None:
+    many = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(100)}, "required": ["p50"]}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": many}}])
+    grammar = tool_grammar(form, ToolChoice(tools, True), tagged)
+    assert len(grammar.source) < 1 << 16
+    compiler = GrammarCompiler(tagged, vocab_size=tagged.vocab_size, end_ids=[END])
+    state = compiler.compile(grammar).start()
+    text = {PYTHONIC: "[f(p3=1, p50=2, p99=3)]", HERMES: '<tool_call>\n{"name": "f", "arguments": {"p3": 1, "p50": 2}}'}
+    for token in tagged.encode(text[form], add_special_tokens=False):
+        state.accept([token])  # raises for a token that the mask does not allow
+
+
+def test_definitions_are_not_repeated_without_end(tagged: Tokenizer) -> None:
+    shared = {"x": {"type": "string", "enum": [f"e{n}" for n in range(3000)]}}
+    schema = {"type": "object", "$defs": shared, "properties": {f"p{n}": {"$ref": "#/$defs/x"} for n in range(2000)}}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    began = time.process_time()
+    with pytest.raises(BadGrammar, match="'f' is too long"):
+        tool_grammar(PYTHONIC, ToolChoice(tools, True), tagged)
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("form", list(dict.fromkeys(TOOL_FORMATS.values())), ids=lambda form: form.name)

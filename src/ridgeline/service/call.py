@@ -98,6 +98,11 @@ class Call:
     def choices(self) -> int:
         return len(self.prompts) * self.sampling.n
 
+    @property
+    def engine_choices(self) -> int:
+        """Choices that the engine runs at once for it: with beams, all of them."""
+        return len(self.prompts) * (self.sampling.n if self.beams is None else self.beams.width)
+
     def submits(self) -> list[Submit]:
         """One message per prompt."""
         reader = self.has_reader and not self.constrained_by

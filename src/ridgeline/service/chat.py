@@ -59,7 +59,7 @@ async def read_chat(
     prompt, ignored = await _read_prompt(service, encoder, fields, wanted, tools is not None)
     size = len(prompt.ids)
     service.limits.check(size, max_tokens, "messages")
-    sampling = read_sampling(
+    sampling = await read_sampling(
         service, fields, service.limits.request_tokens - size if max_tokens is None else max_tokens
     )
     sampling = dataclasses.replace(sampling, logprobs=logprobs)

@@ -52,11 +52,12 @@ async def read_completion(
         else item
         for item in fields.get("prompt")
     ]
-    if len(prompts) * n > MAX_CHOICES:
+    count, most = max((n, "n"), (fields.get("best_of", n), "best_of"))
+    if len(prompts) * count > MAX_CHOICES:
         raise RequestError(
-            f"prompt has {len(prompts)} items and n is {n}, which makes more than {MAX_CHOICES} choices: send fewer prompts, or "
-            "lower n.",
-            param="n",
+            f"prompt has {len(prompts)} items and {most} is {count}, which makes more than {MAX_CHOICES} choices: send fewer "
+            f"prompts, or lower {most}.",
+            param=most,
         )
     for prompt in prompts:
         service.limits.check(len(prompt), max_tokens, "prompt")
@@ -66,7 +67,7 @@ async def read_completion(
         if max_tokens is None
         else max_tokens
     )
-    sampling = read_sampling(service, fields, limit)
+    sampling = await read_sampling(service, fields, limit)
     alternatives, echo = fields.get("logprobs"), fields.get("echo", False)
     prompt_alternatives = fields.get("prompt_logprobs")
     if echo and alternatives is not None:

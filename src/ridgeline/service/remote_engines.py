@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,8 @@ JOIN_S = 600.0
 """Seconds for which a host looks for its service."""
 _CLOCK = struct.Struct("<d")
 _RETRY_S = 0.5
+_GREETERS = 32
+"""Connections that are greeted at a time. Threads of their own: strangers that say nothing must not delay requests."""
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class RemoteEngines:
         self._listener = _listen(config.engine_address) if config.remote_engines else None
         loop = asyncio.get_running_loop()
         self._tasks = set[asyncio.Task[None]]()
+        self._greeters = ThreadPoolExecutor(_GREETERS, thread_name_prefix="greeter")
         if self._listener is not None:
             self._tasks.add(loop.create_task(self._accept(self._listener)))
 
@@ -85,6 +89,7 @@ class RemoteEngines:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._greeters.shutdown(wait=False, cancel_futures=True)
         if self._listener is not None:
             self._listener.close()
         while not self._joined.empty():
@@ -93,14 +98,19 @@ class RemoteEngines:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no file descriptor is free, or the other end has left
+                log.warning("A connection to --engine-address cannot be accepted: %s.", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
             task = loop.create_task(self._greet(sock))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _greet(self, sock: socket.socket) -> None:
         try:
-            await asyncio.to_thread(greet, sock, self._secret, TOPIC)
+            await asyncio.get_running_loop().run_in_executor(self._greeters, greet, sock, self._secret, TOPIC)
         except (PeerError, OSError) as error:
             log.warning("A connection to --engine-address is closed: %s.", error)
             sock.close()

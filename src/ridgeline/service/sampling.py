@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ridgeline.core.dry import Dry
 from ridgeline.core.errors import RequestError
@@ -18,6 +18,8 @@ from ridgeline.service.state import Service
 from ridgeline.text.chat import RenderOptions
 from ridgeline.text.prompts import ChatEncoder, Prompt
 from ridgeline.text.words import bad_word_ids, breaker_ids
+
+_T = TypeVar("_T")
 
 GRAMMAR_FIELDS = (
     "response_format",
@@ -51,7 +53,7 @@ DRY_BREAKERS = ("\n", ":", '"', "*")
 """Default of dry_sequence_breakers in llama.cpp and text-generation-webui."""
 
 _NOT_WITH_BEAMS = (
-    *("logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "dry_multiplier", "min_tokens"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "dry_multiplier", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "stop", "tools", "cache_control"),
 )
 
@@ -59,7 +61,7 @@ _IN_LOOP = 4096
 """Characters up to which a text is tokenized in the event loop. Longer texts go to a thread, so that other streams go on."""
 
 
-def read_sampling(service: Service, fields: Fields, max_tokens: int) -> SamplingParams:
+async def read_sampling(service: Service, fields: Fields, max_tokens: int) -> SamplingParams:
     """The request's sampling parameters. Defaults come from the model's generation_config, then from OpenAI.
 
     max_tokens 0 becomes 1, because the engine must compute a token; the caller drops it.
@@ -75,7 +77,7 @@ def read_sampling(service: Service, fields: Fields, max_tokens: int) -> Sampling
             service.limits.check_ids([item[0] for item in ids] if name == "logit_bias" else ids, name)
             values[name] = ids
     if words := fields.get("bad_words"):
-        values["bad_word_ids"] = bad_word_ids(service.tokenizer, words)
+        values["bad_word_ids"] = await _tokenized(sum(map(len, words)), partial(bad_word_ids, service.tokenizer, words))
     if fields.get("dry_multiplier") and fields.get("dry_penalty_last_n") != 0:
         values["dry"] = _dry(service, fields)
     if len(fields.get("stop_token_ids", ())) > service.limits.stop_ids:
@@ -108,9 +110,11 @@ def read_beams(service: Service, fields: Fields, sampling: SamplingParams) -> Be
                 text = f"{name} is {value}, which needs use_beam_search: set it to true, or leave {name} out."
                 raise RequestError(text, param=name)
         return None
-    for name in (*GRAMMAR_FIELDS, *_NOT_WITH_BEAMS):
-        if fields.get(name):
-            raise RequestError(f"use_beam_search does not combine with {name}: leave one of them out.", param=name)
+    given = [name for name in (*GRAMMAR_FIELDS, *_NOT_WITH_BEAMS) if fields.get(name)]
+    given += [name for name in ("logprobs", "prompt_logprobs") if getattr(sampling, name) is not None]
+    given += ["repetition_penalty"] if fields.get("repetition_penalty", 1) != 1 else []
+    if given:
+        raise RequestError(f"use_beam_search does not combine with {given[0]}: leave one of them out.", param=given[0])
     ends = () if sampling.ignore_eos else service.client.facts.get("eos_ids") or ()
     end_ids = frozenset((*ends, *sampling.stop_token_ids))
     if not n <= best_of <= widest(len(end_ids)):
@@ -165,17 +169,19 @@ def read_tier(fields: Fields) -> str:
     return "default" if tier and TIERS[tier] == 0 else tier
 
 
+async def _tokenized(characters: int, encode: Callable[[], _T]) -> _T:
+    """What `encode` makes of so many characters."""
+    return encode() if characters <= _IN_LOOP else await asyncio.to_thread(encode)
+
+
 async def tokenize(service: Service, text: str, *, add_special_tokens: bool, batch_characters: int = 0) -> list[int]:
     """Ids of the field `prompt`, at least one. A text that cannot fit the context is refused before it is tokenized.
 
     batch_characters: characters of all texts of the request, if there are several.
     """
     service.limits.check_text(text, "prompt")
-    if max(len(text), batch_characters) <= _IN_LOOP:
-        ids = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    else:
-        ids = await asyncio.to_thread(service.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return not_empty(ids, "prompt")
+    encode = partial(service.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return not_empty(await _tokenized(max(len(text), batch_characters), encode), "prompt")
 
 
 async def tokenize_texts(
@@ -188,8 +194,7 @@ async def tokenize_texts(
     def encode() -> list[list[int]]:
         return [service.tokenizer.encode(text, add_special_tokens=add_special_tokens) for _, text in texts]
 
-    in_loop = sum(len(text) for _, text in texts) <= _IN_LOOP
-    encoded = encode() if in_loop else await asyncio.to_thread(encode)
+    encoded = await _tokenized(sum(len(text) for _, text in texts), encode)
     return [not_empty(ids, field) for ids, (field, _) in zip(encoded, texts, strict=True)]
 
 

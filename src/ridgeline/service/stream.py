@@ -163,7 +163,7 @@ async def _computed(service: Service, call: Call, usage: Usage) -> AsyncGenerato
         subscription = BeamAnswers(service, call, call.beams)
     ledger = Ledger(call, service.metrics)
     if not call.batch:
-        service.gate.began(call.choices, call.payer.name)
+        service.gate.began(call.engine_choices, call.payer.name)
     try:
         run = _Run(service, call, subscription, ledger, usage)
         async with aclosing(service.moderation.watch(run, call.choices)) as watched:
@@ -171,7 +171,7 @@ async def _computed(service: Service, call: Call, usage: Usage) -> AsyncGenerato
                 yield batch
     finally:
         if not call.batch:
-            service.gate.ended(call.choices, call.payer.name)
+            service.gate.ended(call.engine_choices, call.payer.name)
         subscription.close()
         ledger.close(usage)
 

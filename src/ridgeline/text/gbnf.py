@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 from ridgeline.core.errors import BadGrammar
 
@@ -36,7 +37,10 @@ def looks_like_gbnf(source: str) -> bool:
 
 def gbnf_to_lark(source: str) -> str:
     """The grammar in Lark. Raises BadGrammar with line and column."""
-    return _Translator(_Reader(source).read()).lark()
+    try:
+        return _Translator(_Reader(source).read()).lark()
+    except RecursionError:
+        raise BadGrammar("The grammar repeats repetitions too often: remove some of * + ? { } in a row.") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +264,12 @@ class _Translator:
 
     def _recursive(self) -> bool:
         """Whether a rule contains itself, through others or not."""
-        left = {name: {reference.name for reference in _references(rule)} for name, rule in self._rules.items()}
-        while leaves := [name for name, names in left.items() if not names & left.keys()]:
-            for name in leaves:
-                del left[name]
-        return bool(left)
+        names = {name: {reference.name for reference in _references(rule)} for name, rule in self._rules.items()}
+        try:
+            TopologicalSorter(names).prepare()
+        except CycleError:
+            return True
+        return False
 
     def _group(self, group: _Group) -> str:
         return " | ".join(" ".join(map(self._item, items)) or '""' for items in group.alternatives)

@@ -12,6 +12,7 @@ from ridgeline.text.reasoning import ReasoningSplitter, Splitter, Tags, partial_
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", _START, _CHANNEL)
 """Tags that end a message; the last two where a model forgets the end."""
+_END = re.compile("|".join(map(re.escape, _ENDS)))
 _CALL = "<|call|>"
 _MAX_HEADER = 256
 _BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=", "assistant")
@@ -75,14 +76,14 @@ class HarmonySplitter:
 
     def _header(self) -> bool:
         """A header up to <|message|>. Returns whether the body can be read at once."""
-        end = self._pending.find(_MESSAGE)
+        end = self._pending.find(_MESSAGE, 0, _MAX_HEADER + len(_MESSAGE))
         header = self._pending if end < 0 else self._pending[:end]
         if end >= 0 and _starts_header(header):
             channel, recipient = _NAMED_CHANNEL.search(header), _RECIPIENT.search(header)
             self._open("final" if channel is None else channel[1], "" if recipient is None else recipient[1])
             self._pending = self._pending[end + len(_MESSAGE) :]
             return True
-        if end < 0 and len(header) <= _MAX_HEADER and _may_start_header(header):
+        if end < 0 and len(header) < _MAX_HEADER + len(_MESSAGE) and _may_start_header(header):
             return False
         self._open("", "")
         self._emit(self._pending[:1])  # which may be the start of a tag that would end the body at once
@@ -91,18 +92,17 @@ class HarmonySplitter:
 
     def _body(self) -> bool:
         """Text up to a tag that ends the message. Returns whether the next header can be read at once."""
-        ends = [(place, tag) for tag in _ENDS if (place := self._pending.find(tag)) >= 0]
-        if not ends:
+        end = _END.search(self._pending)
+        if end is None:
             keep = len(self._pending) - max(partial_tag_length(self._pending, tag) for tag in _ENDS)
             self._emit(self._pending[:keep])
             self._pending = self._pending[keep:]
             return False
-        place, tag = min(ends)
-        self._emit(self._pending[:place])
+        self._emit(self._pending[: end.start()])
         if self._is_call:
             self._emit(_CALL)
-        used = 0 if tag in (_START, _CHANNEL) else len(tag)
-        self._pending, self._in_body = self._pending[place + used :], False
+        used = end.start() if end[0] in (_START, _CHANNEL) else end.end()
+        self._pending, self._in_body = self._pending[used:], False
         self._separator[self._hidden] = "\n" if self._hidden in self._said and not self._is_call else ""
         return True
 

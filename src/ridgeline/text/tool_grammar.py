@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.core.errors import BadGrammar
 from ridgeline.core.sampling import Grammar
-from ridgeline.text.grammar import WHITESPACE, lark_literal
+from ridgeline.text.grammar import MAX_SOURCE, WHITESPACE, lark_literal
 from ridgeline.text.reasoning import REASONING_FORMATS, Tags
 from ridgeline.text.schema import clamp_bounds, read_schema
 from ridgeline.text.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ def tool_grammar(
         return harmony_grammar(choice, tokenizer)
     first = tokenizer.token_id(form.first)
     lazy = form.first != "" and first not in tokenizer.markup_ids | tokenizer.special_ids and not choice.required
-    rules = [f"call_{i}: {_body(form, tool, tokenizer)}" for i, tool in enumerate(choice.tools)]
+    rules = [rule for i, tool in enumerate(choice.tools) for rule in _call(f"call_{i}", form, tool, tokenizer)]
     rules.append("body: " + " | ".join(f"call_{i}" for i in range(len(choice.tools))))
     if lazy:
         # A lazy lexeme ends at the first opening tag, so text cannot contain one.
@@ -180,12 +181,17 @@ def _nested(grammar: Grammar) -> str:
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema})
 
 
-def _body(form: ToolFormat, tool: Tool, tokenizer: Tokenizer) -> str:
-    """One call between the tags. The arguments are a separate schema, so that references in it stay valid."""
-    places = {"$name": lark_literal(tool.name), "$id": "/[0-9]{1,3}/"}
-    places["$arguments"] = _python(tool) if form.body == "python" else _json(tool, tool.schema)
+def _call(rule: str, form: ToolFormat, tool: Tool, tokenizer: Tokenizer) -> list[str]:
+    """One call between the tags, as the rule of this name. The arguments are a separate schema, so that references in it stay
+    valid."""
+    places, rules = {"$name": lark_literal(tool.name), "$id": "/[0-9]{1,3}/"}, []
+    if form.body == "python":
+        places["$arguments"], rules = f"{rule}_first_0", _python(rule, tool)
+    else:
+        places["$arguments"] = _json(tool, tool.schema)
     parts = _PLACES.split(form.template)
-    return " ".join(places[part] if part in places else markup(part, tokenizer) for part in parts if part)
+    body = " ".join(places[part] if part in places else markup(part, tokenizer) for part in parts if part)
+    return [f"{rule}: {body}", *rules]
 
 
 def _json(tool: Tool, schema: Any) -> str:
@@ -195,19 +201,28 @@ def _json(tool: Tool, schema: Any) -> str:
     return "%json " + json.dumps({"x-guidance": options, **schema})
 
 
-def _python(tool: Tool) -> str:
-    """Keyword arguments in the order of the schema; values are JSON, but for the words that Python writes differently."""
+def _python(rule: str, tool: Tool) -> list[str]:
+    """Keyword arguments in the order of the schema; values are JSON, but for the words that Python writes differently.
+
+    RULE_first_0 has all pairs, RULE_first_i those from i on, at the start, RULE_tail_i those from i on, after another one. Every
+    pair repeats the definitions of the schema, so what is too long is refused here, before it is made.
+    """
     schema = tool.schema
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    required = set(schema.get("required", ()))
-    names = list(schema.get("properties", {}))
-    pairs = [f"{lark_literal(name + '=')} {_python_value(tool, schema['properties'][name], shared)}" for name in names]
-    # tails[i]: the pairs from i on, after another one. first: the pairs from i on, at the start.
-    tail, first = "", '""'
-    for name, pair in zip(reversed(names), reversed(pairs), strict=True):
-        first = f"{pair} {tail}" if name in required else f"({pair} {tail} | {first})"
-        tail = f'", " {pair} {tail}' if name in required else f'(", " {pair})? {tail}'
-    return first
+    required, properties = set(schema.get("required", ())), schema.get("properties", {})
+    rules, size = [f'{rule}_{part}_{len(properties)}: ""' for part in ("first", "tail")], 0
+    for i, (name, value) in enumerate(properties.items()):
+        pair, tail, needed = f"{rule}_pair_{i}", f"{rule}_tail_{i + 1}", name in required
+        rules += [
+            f"{pair}: {lark_literal(name + '=')} {_python_value(tool, value, shared)}",
+            f"{rule}_first_{i}: {pair} {tail}" + ("" if needed else f" | {rule}_first_{i + 1}"),
+            f'{rule}_tail_{i}: (", " {pair}){"" if needed else "?"} {tail}',
+        ]
+        size += sum(map(len, rules[-3:]))
+        if size > MAX_SOURCE:
+            reason = f"its arguments have more than {MAX_SOURCE} characters as a grammar, with $defs once for each"
+            raise BadGrammar(f"tools: {tool.name!r} is too long ({reason}): shorten its schema.", param="tools")
+    return rules
 
 
 def _python_value(tool: Tool, schema: Any, shared: dict[str, Any]) -> str:

@@ -150,11 +150,11 @@ class EngineRows:
         call, _ = row.holder.bind(call)
         priority = PRIORITY + call.priority
         call = replace(call, request_id=row.request_id, priority=priority, batch=True, has_reader=False)
-        service.gate.batch_choices += call.choices
+        service.gate.batch_choices += call.engine_choices
         try:
             body = await make_body(service, call, shape)
         finally:
-            service.gate.batch_choices -= call.choices
+            service.gate.batch_choices -= call.engine_choices
         return RowAnswer(200, body, usage_dict(shape.usage))
 
 

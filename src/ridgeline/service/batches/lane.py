@@ -1,7 +1,7 @@
 """Runs the rows of batches beside online requests, and carries each batch from state to state.
 
-One task looks every `_LOOK_S` and whenever a row has ended: it starts rows while `Rows` has room, and never waits for a disk. What
-does wait, reading input files and storing states, happens in a task of each batch. A withdrawn row starts again later.
+One task looks every `_LOOK_S` and whenever a row has its result: it starts rows while `Rows` has room, and never waits for a disk.
+What does wait, reading input files and storing states, happens in a task of each batch. A withdrawn row starts again later.
 """
 
 from __future__ import annotations
@@ -282,12 +282,14 @@ class Lane:
         job, row = self._running.pop(task)
         self._rows.give_back(job.choices(row))
         job.running.discard(row)
-        if job.results is not None and row not in job.results.done:
+        lost = job.results is not None and row not in job.results.done
+        if lost:
             job.pending.appendleft(row)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a row of a batch failed unexpectedly", exc_info=error)
             job.storage_error = OSError(str(error))
-        self._changed.set()
+        if not lost:  # a lost row would be lost again at once: it waits for the next look
+            self._changed.set()
 
     def _report(self) -> None:
         """Show the lane's rows in the metrics."""

@@ -68,9 +68,10 @@ class LaneMetrics(Protocol):
 
 
 def choices_of(body: Any) -> int:
-    """Choices that a body asks for, n for each prompt; 1 if it is not valid, which is found when the row runs."""
+    """Choices that a body asks for, n or best_of for each prompt; 1 if it is not valid, which is found when the row runs."""
     if not isinstance(body, dict):
         return 1
-    n, prompt = body.get("n"), body.get("prompt", body.get("input"))
+    prompt = body.get("prompt", body.get("input"))
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
-    return min(MAX_CHOICES, prompts * (n if isinstance(n, int) and n > 0 else 1))
+    most = max(count if isinstance(count, int) else 1 for count in (1, body.get("n"), body.get("best_of")))
+    return min(MAX_CHOICES, prompts * most)

@@ -36,7 +36,7 @@ async def requests(request: web.Request) -> web.Response:
 @ROUTES.get("/requests/{id}/why")
 async def ended_request(request: web.Request) -> web.Response:
     """One request that has ended, or why it was slow, from the replica that answered it."""
-    answers = await ask_replicas(request, request.raw_path)
+    answers = await ask_replicas(request, request.rel_url.raw_path_qs)
     if not answers:
         raise no_request(request.match_info["id"])
     name, answer = next(iter(answers.items()))

@@ -134,8 +134,8 @@ class Passing:
             raise ReplicaLost("it was removed")
         self._request[TRACE].sent(name)
         body = io.BytesIO(self._body) if len(self._body) > _STREAMED_BODY else self._body
-        request = self._request
-        async with upstream.exchange(request.method, request.raw_path, self._headers(), body) as (exchange, reply):
+        target = self._request.rel_url.raw_path_qs  # without the host of a target such as http://host/path
+        async with upstream.exchange(self._request.method, target, self._headers(), body) as (exchange, reply):
             if (reply.status == 429 and BUSY in reply.headers) or reply.status in NOT_READY:
                 return await self._refused(reply)
             return await self._pass(upstream, exchange, reply)

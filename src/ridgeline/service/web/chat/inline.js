@@ -1,7 +1,8 @@
 // Markdown inside of a paragraph: text -> nodes. A node is a string or {tag, children, ...}. The time is linear in the text's
 // length: every search for an end either succeeds or is not repeated.
 
-const LINK = /\(\s*<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?:\s+"[^"\n]*")?\s*\)/y;
+// At most nine spaces in a row: beside an empty address, parts that take any number would try all divisions among them.
+const LINK = /\(\s{0,9}<?([^\s()<>]+(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?:\s{1,9}"[^"\n]*")?\s{0,9}\)/y;
 const ADDRESS = /https?:\/\/[^\s<>"`]+/y;
 const PLAIN = /[^\\`*_~[\]!<\nh]+/y;
 const PUNCTUATION = /[!-/:-@[-`{-~]/;

@@ -3,12 +3,12 @@
 
 import {inline} from "./inline.js";
 
-const FENCE = /^( *)(`{3,}|~{3,})[ \t]*([^`]*)$/;
+const FENCE = /^( *)(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t](.*))?$/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])(?:([ \t]+)(.*))?$/;
-const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*(?:\|[ \t]*)?$/;
 const DEPTH = 12;  // of quotes and lists; what is deeper is a paragraph
 
 // The blocks of a text. Each has `source`, its lines (equal sources have equal nodes), and `start`, where they begin in the text.
