@@ -42,12 +42,15 @@ class Run:
         self.url, self.client, self.fleet = url, client, fleet
 
     async def complete(self, **fields: Any) -> bytes:
-        """The body of an answer with status 200."""
+        """The body of an answer with status 200; asks again while no replica is up."""
         body = {"prompt": "Once upon a time", "max_tokens": 24, **fields}
-        async with self.client.post(f"{self.url}/v1/completions", json=body) as reply:
-            data = await reply.read()
-        assert reply.status == 200, data
-        return data
+        while True:
+            async with self.client.post(f"{self.url}/v1/completions", json=body) as reply:
+                data = await reply.read()
+            if reply.status != 503:
+                assert reply.status == 200, data
+                return data
+            await asyncio.sleep(0.1)
 
     async def texts(self) -> list[str]:
         """Greedy and drawn answers, several at a time."""

@@ -27,20 +27,23 @@ _FOLLOWER_S = 2.0
 
 
 class Agent:
-    """What runs in an actor. serve: options of its process."""
+    """What runs in an actor, with one process. keys: as for `LocalLauncher`."""
 
-    def __init__(self, serve: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-        self._launcher = LocalLauncher(serve, (), keys, print)
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._keys = keys
         self._replica: LocalReplica
 
-    async def start(self, name: str, place: int) -> str:
-        """Start the service; returns its address."""
-        self._replica = await self._launcher.start(name, place)
+    async def meeting_place(self) -> tuple[str, int]:
+        return meeting_place()
+
+    async def start(self, serve: Mapping[str, Any], name: str, place: int) -> str:
+        """Start the service with these options; returns its address."""
+        self._replica = await LocalLauncher(serve, (), self._keys, print).start(name, place)
         return self._replica.url
 
-    async def follow(self, name: str, place: int) -> str:
+    async def follow(self, serve: Mapping[str, Any], name: str, place: int) -> str:
         """Start a rank that follows the one with the service; returns no address."""
-        self._replica = await self._launcher.spawn(name, place)
+        self._replica = await LocalLauncher(serve, (), self._keys, print).spawn(name, place)
         return ""
 
     async def wait_ended(self) -> str:
@@ -48,7 +51,6 @@ class Agent:
 
     async def stop(self, patience_s: float) -> None:
         await self._replica.stop(patience_s)
-        await self._launcher.close()
 
 
 class RayReplica:
@@ -142,16 +144,16 @@ class RayLauncher:
         """Start the actors of a replica and their processes. Adds the actors to agents; returns the replica's address."""
         ray, places = self._ray, self._places
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        bundles = [strategy(group, placement_group_bundle_index=number) for number in range(places.actors)]
-        find = ray.remote(num_cpus=0, scheduling_strategy=bundles[0])(meeting_place)
-        host, port = await _result(find.remote())
-        for number, bundle in enumerate(bundles):
+        for number in range(places.actors):
+            bundle = strategy(group, placement_group_bundle_index=number)
             options = {"num_cpus": places.cpus, "num_gpus": places.gpus, "scheduling_strategy": bundle}
-            serve = places.options(self._serve, number, host, port)
-            agents.append(ray.remote(Agent).options(**options).remote(serve, self._keys))
-        service, *followers = agents
-        starts = [service.start.remote(name, place), *(follower.follow.remote(name, place) for follower in followers)]
-        return str((await asyncio.gather(*map(_result, starts)))[0])
+            agents.append(ray.remote(Agent).options(**options).remote(self._keys))
+        host, port = await _result(agents[0].meeting_place.remote())
+        starts = []
+        for number, agent in enumerate(agents):
+            start = agent.follow if number else agent.start
+            starts.append(_result(start.remote(places.options(self._serve, number, host, port), name, place)))
+        return str((await asyncio.gather(*starts))[0])
 
     async def close(self) -> None:
         self._ray.shutdown()
