@@ -106,19 +106,19 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE})
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    readings: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     try:
         for _ in range(2):
             cluster.add_node(num_cpus=1, object_store_memory=STORE)
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(args.rounds):
                 for way in WAYS:
-                    found[way].append(asyncio.run(run(way, cluster.address, Path(folder))))
-                    print(way, found[way][-1], flush=True)
+                    readings[way].append(asyncio.run(run(way, cluster.address, Path(folder))))
+                    print(way, readings[way][-1], flush=True)
     finally:
         cluster.shutdown()
     about, rows = provenance(args.machine, args.commit), []
-    for way, figures in found.items():
+    for way, figures in readings.items():
         for name in ("ready_s", "token_ms"):
             values = [round(figure[name], 2) for figure in figures]
             row = {"row": f"ray-ranks-{way.replace(' ', '-')}-{name}", "value": min(values), "target": None}

@@ -6,17 +6,19 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from ridgeline.core.errors import ConfigError
-from ridgeline.service.fleet.file import read_fleet
+from ridgeline.core.errors import ConfigError, RidgelineError
+from ridgeline.service.fleet.file import FleetConfig, read_fleet
 from ridgeline.service.fleet.fleet import Fleet
 from ridgeline.service.fleet.launcher import LocalLauncher
 from ridgeline.service.fleet.rank_places import check_nodes, rank_places
@@ -105,29 +107,23 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     return f"{MARK}={tmp_path}".encode()
 
 
-def processes(mark: bytes, *words: str) -> Iterator[int]:
-    """Processes with the mark that run a command with these words."""
+def processes(mark: bytes, module: str = "ridgeline") -> Iterator[int]:
+    """Processes with the mark that run a module whose name begins like this."""
     for folder in Path("/proc").iterdir():
-        try:
-            if (
-                folder.name.isdecimal()
-                and int(folder.name) != os.getpid()
-                and mark in (folder / "environ").read_bytes()
-            ):
-                command = (folder / "cmdline").read_bytes().decode().split("\0")
-                if set(words) <= set(command) and alive(int(folder.name)):
+        with suppress(OSError):  # it may be ending
+            if folder.name.isdecimal() and mark in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes()
+                if f"-m\0{module}".encode() in command and alive(int(folder.name)):
                     yield int(folder.name)
-        except OSError:
-            continue  # it is ending
 
 
 def ancestors(pid: int) -> list[int]:
     """Its parent first."""
-    found = []
+    parents = []
     while pid > 1:
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        found.append(pid)
-    return found
+        parents.append(pid)
+    return parents
 
 
 def follower(mark: bytes) -> int:
@@ -148,9 +144,9 @@ def kill(what: str, mark: bytes, cluster: Any) -> None:
         cluster.remove_node(nodes[raylet], allow_graceful=False)
 
 
-async def no_process_is_left(mark: bytes, *words: str) -> None:
+async def no_process_is_left(mark: bytes) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while left := list(processes(mark, *words)):
+    while left := list(processes(mark)):
         assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
         await asyncio.sleep(0.1)
 
@@ -181,8 +177,42 @@ async def test_a_rank_its_actor_and_its_node_are_killed_under_load(mark: bytes, 
             print(f"{what} killed: answers again after {time.monotonic() - began:.1f} s")
             assert follower(mark) != lost
         assert run.fleet.restarts == 2, "of the actor and the node; a rank comes back within its replica"
-    await no_process_is_left(mark, "ridgeline")
-    await no_process_is_left(mark, "ridgeline.engine.follower")
+    await no_process_is_left(mark)
+
+
+@pytest.mark.long
+async def test_ranks_end_with_a_fleet_that_is_killed(mark: bytes, cluster: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    path = tmp_path / "fleet.json"
+    path.write_text(json.dumps({"router": {"port": 0}, **on_ray(cluster, tensor_parallel_size=2)}))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    fleet = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "ridgeline", "up", str(path)), stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    assert fleet.stderr is not None
+    async with asyncio.timeout(PATIENCE_S):
+        while b"is ready after" not in (line := await fleet.stderr.readline()):
+            assert line, "it has ended"
+    assert len(list(processes(mark))) == 5  # the fleet, the service and its engine, the other rank and its host
+    fleet.kill()
+    await no_process_is_left(mark)
+    await fleet.wait()
+
+
+@pytest.mark.long
+async def test_what_a_cluster_cannot_run_is_named(cluster: Any) -> None:
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=STORE)
+    config = FleetConfig(launcher="ray", ray_address=cluster.address, replica_gpus=2)
+    with pytest.raises(ConfigError, match=r"no node of the Ray cluster has more than 1\."):
+        await RayLauncher(config, {"tensor_parallel_size": 2}, {}).start("a", 0)
+    launcher = RayLauncher(replace(config, replica_gpus=0), {"model": "/nowhere", "port": 0}, {})
+    with pytest.raises(
+        RidgelineError, match=r"^The replica a did not start on the cluster: The replica a did not start: .*nowhere"
+    ):
+        await launcher.start("a", 0)
+    await launcher.close()
 
 
 # --- placement and refusals ---------------------------------------------------------------------------------------------

@@ -135,7 +135,8 @@ class RayLauncher:
             return RayReplica(await self._run(name, place, group, agents), agents, close)
         except Exception as error:
             close()
-            raise RidgelineError(f"The replica {name} did not start on the cluster: {error}") from error
+            cause = getattr(error, "cause", error)  # Ray's own text has the actor's traceback
+            raise RidgelineError(f"The replica {name} did not start on the cluster: {cause}") from error
         except BaseException:
             close()
             raise
