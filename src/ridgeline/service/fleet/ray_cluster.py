@@ -69,11 +69,12 @@ class RayReplica:
         if self._closed:
             return
         self._closed = True
-        patience_s = min(patience_s, _LOST_S) if self._ended.done() else patience_s
+        lost = self._ended.done()
+        service = asyncio.ensure_future(_stop(self._agents[0], min(patience_s, _LOST_S) if lost else patience_s))
         try:
-            service, *followers = self._agents
-            await _stop(service, patience_s)
-            await asyncio.gather(*(_stop(follower, _FOLLOWER_S) for follower in followers))
+            if not lost:
+                await service  # until its requests have ended it needs the other ranks
+            await asyncio.gather(service, *(_stop(follower, _FOLLOWER_S) for follower in self._agents[1:]))
         finally:
             self._close()
             self._ended.cancel()
