@@ -4,8 +4,9 @@
 
 A fleet of one replica of the model that ships, float32, one thread per rank, two tensor parallel ranks. "one host": the first rank
 starts the other. "by hand": both are started as hosts of `--nnodes 2`, the second right before the fleet. "ray": two nodes of a
-local cluster that runs already, whose workers have the priority of other processes (Ray's own default is 15 below). ready_s: from the fleet's order to the first good health check. token_ms: of one stream of TOKENS
-tokens, through the router. The best of --rounds rounds, which alternate.
+local cluster that runs already, whose workers have the usual priority (Ray's default is niceness 15). ready_s: from the fleet's
+order to the first good health check. token_ms: of one stream of TOKENS tokens, through the router. The best of --rounds rounds,
+which alternate.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import socket
 import statistics
 import sys
@@ -103,11 +103,11 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    os.environ["RAY_worker_niceness"] = "0"
     # Imported on demand: Ray is an optional dependency.
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE})
+    head = {"num_cpus": 0, "object_store_memory": STORE, "_system_config": {"worker_niceness": 0}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     readings: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     try:
         for _ in range(2):
