@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from ridgeline.core.config import EngineConfig
+from ridgeline.engine.hosts import attach
 from ridgeline.models.hub import shipped_model
 
 from ..engine.test_hosts import free_port, second_host
@@ -45,3 +48,16 @@ def test_a_rank_of_another_host_that_is_lost_comes_back(tmp_path: Path):
                 time.sleep(0.02)
             assert gone(follower) and server.complete(max_tokens=8).status == 200
         assert "A rank of the model is lost: rank 1 has sent nothing for 4 s." in server.log.read_text()
+
+
+@pytest.mark.long
+def test_an_engine_that_waits_for_hosts_ends_with_its_service():
+    port = str(free_port())
+    place = ("--nnodes", "2", "-tp", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, "-m", "ridgeline", "serve", str(shipped_model()), "--port", "0", *place]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as process:
+        attach(f"127.0.0.1:{port}", 0).close()  # it is no missing rank; the engine listens
+        (engine,) = children(process.pid)
+        process.kill()
+    assert gone(engine)

@@ -8,9 +8,10 @@ import threading
 import msgspec
 import pytest
 
+from ridgeline.core.errors import EngineFailed
 from ridgeline.wire.frames import LENGTH, FrameBuffer, down_decoder, encode
 from ridgeline.wire.inbox import Inbox
-from ridgeline.wire.messages import Cancel, Delta, Deltas, Failed, Heartbeat, Reply
+from ridgeline.wire.messages import Cancel, Delta, Deltas, Failed, Heartbeat, Loading, Reply
 
 
 @pytest.fixture
@@ -68,6 +69,15 @@ def test_wait_wakes_up_for_the_end_of_the_service(pair):
     assert inbox.gone
     inbox.send(Heartbeat(1, False))
     assert inbox.wait(None)
+
+
+def test_a_report_of_the_start_says_that_the_service_is_gone(pair):
+    sock, inbox = pair
+    inbox.report(Loading("hosts", 0, 1))
+    assert read(sock, 1) == [Loading("hosts", 0, 1)]
+    sock.close()
+    with pytest.raises(EngineFailed, match="The service is gone"):
+        inbox.report(Loading("hosts", 0, 1))
 
 
 def test_messages_before_the_end_are_still_seen(pair):

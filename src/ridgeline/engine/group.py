@@ -143,11 +143,11 @@ class RankGroup(Group):
         model = replace(rank.model, max_model_len=rank.plan.max_len, model=str(rank.folder))
         orders = [RankOrder(model, engine, number, place, self._epoch) for number in range(size)]
         self.followers = [_start(order) for order in orders[1 : len(rank.config.host_ranks)]]
-        links = accept_ranks(rank.config, partial(times.progress, "hosts")) if hosts > 1 else {}
-        self.followers += [_order(Follower(links[number]), orders[number]) for number in sorted(links)]
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
         try:
+            links = accept_ranks(rank.config, partial(times.progress, "hosts")) if hosts > 1 else {}
+            self.followers += [_order(Follower(links[number]), orders[number]) for number in sorted(links)]
+            self._watcher = threading.Thread(target=self._watch, daemon=True)
+            self._watcher.start()
             self._wait(lambda follower: follower.identity is not None)
             self._compare(rank.identity)
             self.mesh = connect_mesh(0, rank.stages, rank.config, meeting)

@@ -7,6 +7,7 @@ neither encrypted nor authenticated: the hosts need a network of their own.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import signal
 import socket
@@ -31,6 +32,7 @@ _ATTACH_S = 5.0
 """Seconds for a new connection to say which rank it is."""
 _RETRY_S = 0.5
 _LOOK_S = 0.2
+_PR_SET_PDEATHSIG = 1
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
 """A connection to a host that is gone without a word ends after about 10 s."""
 
@@ -172,7 +174,12 @@ def run_host(config: EngineConfig, folder: Path, tell: Callable[[str], None]) ->
 
 def _start(address: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ridgeline.engine.follower", address, str(rank), str(folder)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """Runs in the new process: the kernel ends it when the command that started it is killed (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(ranks: Iterable[subprocess.Popen[bytes]]) -> None:

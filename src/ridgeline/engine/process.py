@@ -31,7 +31,7 @@ def run(sock: socket.socket, config: EngineOrder) -> int:
     inbox = Inbox(sock)
     try:
         engine = assemble(
-            config.model, config.engine, lambda *at: inbox.send(Loading(*at)), process_age_s(), config.pools
+            config.model, config.engine, lambda *at: inbox.report(Loading(*at)), process_age_s(), config.pools
         )
         # The objects of the start-up live as long as the engine. A full collection over torch's objects takes a tenth of a second.
         # 3 % of the objects are garbage that is never freed.

@@ -10,7 +10,7 @@ import time
 
 import msgspec
 
-from ridgeline.core.errors import RidgelineError
+from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.wire.frames import FrameBuffer, encode, up_decoder
 from ridgeline.wire.messages import Down, Reply, Up
 
@@ -73,6 +73,12 @@ class Inbox:
         with self._lock:
             self._outgoing += frame
         self._flush()
+
+    def report(self, message: Down) -> None:
+        """Send during the start. Raises EngineFailed if the service is gone: nobody waits for the engine any more."""
+        self.send(message)
+        if self.gone:
+            raise EngineFailed("The service is gone.")
 
     def close(self, linger_s: float = 0.0) -> None:
         """Send the remaining bytes, wait until the service closes its end, and close. This takes at most `linger_s` seconds.

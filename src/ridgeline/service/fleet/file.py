@@ -15,6 +15,7 @@ from ridgeline.core.slo import Slo
 from ridgeline.service.autoscale import Scaling
 from ridgeline.service.batches.settings import OFF, DayWindow
 from ridgeline.service.fleet.options import SHARED, RouterConfig, check_shared
+from ridgeline.service.fleet.rank_places import check_ranks
 
 SECTIONS = ("serve", "router", "autoscale")
 LAUNCHERS = ("local", "ray")
@@ -45,8 +46,8 @@ class FleetConfig:
     launcher: str = option("local", "where replicas run: local (processes of this machine) or ray (a Ray cluster)")
     ready_s: float = option(900.0, "seconds in which a replica must be ready after its start")
     ray_address: str = option("auto", "launcher ray: address of the cluster; auto: that of this machine")
-    replica_cpus: float = option(1.0, "launcher ray: CPUs that a replica takes")
-    replica_gpus: int = option(0, "launcher ray: GPUs that a replica takes")
+    replica_cpus: float = option(1.0, "launcher ray: CPUs that a replica takes, an equal part for each rank")
+    replica_gpus: int = option(0, "launcher ray: GPUs that a replica takes, all on one node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,12 @@ def read_fleet(path: Path, environ: Mapping[str, str]) -> FleetFile:
         raise ConfigError(
             f"gpus ({path.name}) has {len(gpus)} entries for up to {most} replicas: give one for each.", param="gpus"
         )
+    serve = _serve(sections["serve"], f"serve in {path.name}")
+    if fleet.launcher == "ray":
+        check_ranks(serve, fleet.replica_gpus, path.name)
     return FleetFile(
         fleet=fleet,
-        serve=_serve(sections["serve"], f"serve in {path.name}"),
+        serve=serve,
         service=service,
         router=router,
         gpus=gpus,

@@ -117,6 +117,16 @@ class LocalLauncher:
         self._serve = dict(serve)
 
     async def start(self, name: str, place: int) -> LocalReplica:
+        replica = await self.spawn(name, place)
+        try:
+            await replica.wait_listening()
+        except BaseException:
+            await replica.stop(0.0)
+            raise
+        return replica
+
+    async def spawn(self, name: str, place: int) -> LocalReplica:
+        """Start the process. Returns at once; a rank without service listens on no address."""
         with open(
             os.memfd_create("ridgeline-replica"), "w+b"
         ) as options:  # no file is left when this process is killed
@@ -131,13 +141,7 @@ class LocalLauncher:
                 start_new_session=True,  # Ctrl-C ends the fleet, which drains its replicas
                 preexec_fn=_end_with_parent,
             )
-        replica = LocalReplica(name, process, self._show)
-        try:
-            await replica.wait_listening()
-        except BaseException:
-            await replica.stop(0.0)
-            raise
-        return replica
+        return LocalReplica(name, process, self._show)
 
     async def close(self) -> None:
         """Nothing is held."""

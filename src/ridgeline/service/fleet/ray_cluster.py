@@ -1,50 +1,64 @@
 """Runs replicas on a Ray cluster. Ray places and supervises processes; requests and tokens go over HTTP from router to replica.
 
-Each replica has a placement group, and an actor in it that runs `ridgeline serve` on its node with the GPUs that Ray assigned. If
-the node is lost, so is the actor, and the fleet starts another one; the router's health checks notice it earlier.
+Each replica has a placement group, and an actor in it that runs `ridgeline serve` on its node with the GPUs that Ray assigned. A
+replica of several ranks on CPUs has an actor for each rank (`rank_places`): the first runs the service, the others run
+`ridgeline serve --node-rank`. Plans and sums go between the ranks' processes over TCP, never through Ray. If a node is lost, so are
+its actors, and the fleet starts the replica again; the router's health checks notice it earlier.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.service.fleet.file import FleetConfig
 from ridgeline.service.fleet.launcher import LocalLauncher, LocalReplica
+from ridgeline.service.fleet.rank_places import check_nodes, meeting_place, rank_places
 
 _STOP_S = 5.0
-"""Seconds beyond the replica's own patience for an actor that does not answer."""
+"""Seconds beyond an agent's own patience for an actor that does not answer."""
+_LOST_S = 5.0
+"""Patience with a replica that has lost a rank: its requests end with the reason within this time."""
+_FOLLOWER_S = 2.0
+"""Patience with a rank that has no more work."""
 
 
 class Agent:
-    """What runs in the actor. serve: options of the replica. host: the node's address."""
+    """What runs in an actor, with one process. keys: as for `LocalLauncher`."""
 
-    def __init__(self, serve: Mapping[str, Any], keys: Mapping[str, str], host: str) -> None:
-        self._launcher = LocalLauncher({**serve, "host": host}, (), keys, print)
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._keys = keys
         self._replica: LocalReplica
 
-    async def start(self, name: str, place: int) -> str:
-        """Start the replica; returns its address."""
-        self._replica = await self._launcher.start(name, place)
+    async def meeting_place(self) -> tuple[str, int]:
+        return meeting_place()
+
+    async def start(self, serve: Mapping[str, Any], name: str, place: int) -> str:
+        """Start the service with these options; returns its address."""
+        self._replica = await LocalLauncher(serve, (), self._keys, print).start(name, place)
         return self._replica.url
+
+    async def follow(self, serve: Mapping[str, Any], name: str, place: int) -> str:
+        """Start a rank that follows the one with the service; returns no address."""
+        self._replica = await LocalLauncher(serve, (), self._keys, print).spawn(name, place)
+        return ""
 
     async def wait_ended(self) -> str:
         return await self._replica.wait_ended()
 
     async def stop(self, patience_s: float) -> None:
         await self._replica.stop(patience_s)
-        await self._launcher.close()
 
 
 class RayReplica:
-    """A replica on a node of the cluster. close: releases its actor and its place."""
+    """A replica on nodes of the cluster. agents: of its ranks, that with the service first. close: releases all of them."""
 
-    def __init__(self, url: str, agent: Any, close: Callable[[], None]) -> None:
+    def __init__(self, url: str, agents: Sequence[Any], close: Callable[[], None]) -> None:
         self.url = url
-        self._agent, self._close = agent, close
+        self._agents, self._close = agents, close
         self._ended = asyncio.ensure_future(self._wait())
         self._closed = False
 
@@ -55,20 +69,32 @@ class RayReplica:
         if self._closed:
             return
         self._closed = True
+        lost = self._ended.done()
+        service = asyncio.ensure_future(_stop(self._agents[0], min(patience_s, _LOST_S) if lost else patience_s))
         try:
-            if not self._ended.done():
-                with suppress(Exception):  # the actor may be lost, which is an end, too
-                    async with asyncio.timeout(patience_s + _STOP_S):
-                        await _result(self._agent.stop.remote(patience_s))
+            if not lost:
+                await service  # until its requests have ended it needs the other ranks
+            await asyncio.gather(service, *(_stop(follower, _FOLLOWER_S) for follower in self._agents[1:]))
         finally:
             self._close()
             self._ended.cancel()
 
     async def _wait(self) -> str:
+        """Wait until the service, a rank or an actor has ended; returns how."""
+        ends = [asyncio.ensure_future(self._wait_agent(number)) for number in range(len(self._agents))]
         try:
-            return str(await _result(self._agent.wait_ended.remote()))
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return next(end.result() for end in ends if end.done())
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _wait_agent(self, number: int) -> str:
+        which = "" if len(self._agents) == 1 else f"rank {number}: "
+        try:
+            return which + str(await _result(self._agents[number].wait_ended.remote()))
         except Exception as error:
-            return f"its actor or its node is lost ({type(error).__name__})"
+            return f"{which}its actor or its node is lost ({type(error).__name__})"
 
 
 class RayLauncher:
@@ -83,7 +109,8 @@ class RayLauncher:
             remedy = "run `pip install 'ridgeline[cluster]'`, or use launcher: local."
             raise ConfigError(f"launcher is ray, but Ray is not installed: {remedy}", param="launcher") from None
         self._ray = ray
-        self._fleet, self._serve, self._keys = fleet, serve, keys
+        self._serve, self._keys = serve, keys
+        self._places = rank_places(serve, fleet.replica_cpus, fleet.replica_gpus)
         try:
             ray.init(address=fleet.ray_address, ignore_reinit_error=True, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -93,9 +120,10 @@ class RayLauncher:
             ) from None
 
     async def start(self, name: str, place: int) -> RayReplica:
-        ray, fleet = self._ray, self._fleet
-        bundle = {"CPU": fleet.replica_cpus, **({"GPU": fleet.replica_gpus} if fleet.replica_gpus else {})}
-        group = ray.util.placement_group([bundle], strategy="STRICT_PACK")
+        ray, places = self._ray, self._places
+        if places.gpus:
+            check_nodes(places.gpus, [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]])
+        group = ray.util.placement_group(places.bundles, strategy=places.strategy)
         agents: list[Any] = []
 
         def close() -> None:
@@ -105,28 +133,39 @@ class RayLauncher:
 
         try:
             await _result(group.ready())
-            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
-            options = {"num_cpus": fleet.replica_cpus, "num_gpus": fleet.replica_gpus, "scheduling_strategy": strategy}
-            find_host = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_node_address)
-            host = await _result(find_host.remote())
-            agents.append(ray.remote(Agent).options(**options).remote(self._serve, self._keys, host))
-            return RayReplica(await _result(agents[0].start.remote(name, place)), agents[0], close)
+            return RayReplica(await self._run(name, place, group, agents), agents, close)
         except Exception as error:
             close()
-            raise RidgelineError(f"The replica {name} did not start on the cluster: {error}") from error
+            cause = getattr(error, "cause", error)  # Ray's own text has the actor's traceback
+            raise RidgelineError(f"The replica {name} did not start on the cluster: {cause}") from error
         except BaseException:
             close()
             raise
+
+    async def _run(self, name: str, place: int, group: Any, agents: list[Any]) -> str:
+        """Start the actors of a replica and their processes. Adds the actors to agents; returns the replica's address."""
+        ray, places = self._ray, self._places
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        for number in range(places.actors):
+            bundle = strategy(group, placement_group_bundle_index=number)
+            options = {"num_cpus": places.cpus, "num_gpus": places.gpus, "scheduling_strategy": bundle}
+            agents.append(ray.remote(Agent).options(**options).remote(self._keys))
+        host, port = await _result(agents[0].meeting_place.remote())
+        starts = []
+        for number, agent in enumerate(agents):
+            start = agent.follow if number else agent.start
+            starts.append(_result(start.remote(places.options(self._serve, number, host, port), name, place)))
+        return str((await asyncio.gather(*starts))[0])
 
     async def close(self) -> None:
         self._ray.shutdown()
 
 
-def _node_address() -> str:
-    """Runs on a node: the address by which other nodes reach it."""
-    import ray.util
-
-    return str(ray.util.get_node_ip_address())
+async def _stop(agent: Any, patience_s: float) -> None:
+    """Stop what runs in an actor."""
+    with suppress(Exception):  # the actor may be lost, which is an end, too
+        async with asyncio.timeout(patience_s + _STOP_S):
+            await _result(agent.stop.remote(patience_s))
 
 
 def _result(reference: Any) -> asyncio.Future[Any]:
