@@ -19,7 +19,7 @@ from triton.runtime import driver
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.draft import DEVICE
-from ridgeline.core.plan import Join, Logits, StepPlan
+from ridgeline.core.plan import Compaction, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
 from ridgeline.engine import runner, warm_up
@@ -235,6 +235,9 @@ def missed(case: str, every: bool = False) -> list[str]:
                     error = made.collect().error
                     assert error is None, error
                     late += [f"{_step(plan)} at {sampling.temperature}: {text}" for text in texts]
+            texts.clear()
+            device_step.compact(Compaction(1, 300, 300, 32, 4, [[1, 2, 3, 4, 5]], [[6, 7]]))
+            late += [f"a compaction: {text}" for text in texts]
     return late
 
 
