@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ridgeline.core.errors import EngineFailed
-from ridgeline.core.plan import Flag, Join, Logits, StepPlan
+from ridgeline.core.plan import Compaction, Flag, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine import graph_shapes
 from ridgeline.engine.batch import Batch, unpack
@@ -305,6 +305,34 @@ def test_lost_changes_fail_the_rows_they_concern(runner: Runner) -> None:
     assert list(result.counts) == [0, 1, 1]
     assert list(result.tokens) == [alone(max_tokens=2)[1], alone(max_tokens=1)[0]]
     assert runner.rows.ints[0, : Int.LIMIT].tolist() == [0, 0, 1, 1]
+
+
+def measure(page: int) -> Compaction:
+    """Asks how many blocks row 1 keeps after its prompt, whose first block is in `page`."""
+    return Compaction(1, len(PROMPT), len(PROMPT), 3, 1, [[page, 2]], share=0.9)
+
+
+def test_rows_do_not_go_on_with_stale_tables_after_a_measure_that_fails(runner: Runner) -> None:
+    """Changes of its plan did not reach the device."""
+    start(runner)
+    failed = run_plan(runner, plan(2, joins=[join(2)], pages=pages(2, 10), measures=[measure(1 << 28)]))
+    assert failed.error is not None and not failed.blocks
+    result = run_plan(runner, plan(3, (2, 1, 11, True), (1, 1, 1, True)))
+    assert result.error is None and list(result.lost) == [0]
+    assert list(result.tokens) == [alone(max_tokens=2)[1]]
+
+
+def test_a_measure_of_a_plan_without_rows_is_complete() -> None:
+    """No event says when a copy to the host has ended."""
+    model = pair("llama-gqa")[1]
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor) if tensor.dtype == torch.int64 else tensor  # not written yet
+
+    sampler = replace(model.ops.sampler, to_host=to_host)
+    runner = make_runner(replace(model, ops=replace(model.ops, sampler=sampler)))
+    start(runner)
+    assert run_plan(runner, plan(2, measures=[measure(1)])).blocks == [1]
 
 
 @pytest.mark.parametrize(("row", "generation"), [(1, 9), (5, 1), (0, 1), (99, 1), (-1, 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -195,8 +196,18 @@ def test_a_loop_ends_with_the_penalty() -> None:
 
 @pytest.mark.parametrize(
     ("values", "field"),
-    [((-1,), "multiplier"), ((1, 0.5), "base"), ((1, 2, 0), "allowed_length"), ((1, 2, 2, -2), "penalty_last_n")],
+    [
+        ((-1,), "multiplier"),
+        ((True,), "multiplier"),
+        ((1, 0.5), "base"),
+        ((1, 2, 0), "allowed_length"),
+        ((1, 2, 1.5), "allowed_length"),
+        ((1, 2, LONGEST_MATCH + 1), "allowed_length"),
+        ((1, 2, 2, -2), "penalty_last_n"),
+        ((1, 2, 2, -1, ("a",)), "sequence_breakers"),
+    ],
 )
-def test_wrong_parameters_are_named(values: tuple[float, ...], field: str) -> None:
-    with pytest.raises(RequestError, match=f"dry_{field} is .*: give a number from"):
-        Dry(*values)  # type: ignore[arg-type]
+def test_wrong_parameters_are_named(values: tuple[Any, ...], field: str) -> None:
+    """Also a length that no match reaches, with which nothing would be penalized, and what the engine's process could not read."""
+    with pytest.raises(RequestError, match=f"dry_{field} is .*: give (a number|an integer|token ids)"):
+        Dry(*values)

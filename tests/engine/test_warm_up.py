@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from ridgeline.core.events import LateWork
 from ridgeline.engine.late_compiles import LateCompiles
-from ridgeline.engine.warm_up import chunk_sizes, chunked, mixes, row_counts
+from ridgeline.engine.warm_up import chunk_sizes, chunked, length_bounds, mixes, row_counts, selecting_bounds
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from ridgeline.engine.warm_up import chunk_sizes, chunked, mixes, row_counts
         "8-heads",
         *(
             pytest.param(case, marks=pytest.mark.long)
-            for case in ("8b", "window-eager", "8b-eager-drafts", "8-heads-quotes")
+            for case in ("8b", "window-eager", "8b-eager-drafts", "8-heads-quotes", "8b-select", "8b-select-eager")
         ),
     ],
 )
@@ -54,6 +54,22 @@ def test_steps_stay_within_what_the_engine_takes() -> None:
     assert row_counts(1) == [1] and row_counts(65)[-2:] == [64, 65]
     for counts in mixes(40, 50, 20):
         assert len(counts) <= 40 and sum(counts) <= 50 and max(counts) <= 20
+
+
+@pytest.mark.parametrize(("longest", "budget"), [(4096, 100), (5000, 2100), (640, 64), (100, 100)])
+def test_start_up_chooses_from_every_power_of_two_of_pages(longest: int, budget: int) -> None:
+    """The kernel that chooses pages holds a power of two of them."""
+    layers = [SimpleNamespace(budget=None), SimpleNamespace(budget=budget)]
+    step: Any = SimpleNamespace(
+        longest=longest, rows=SimpleNamespace(page_tokens=16), spec=SimpleNamespace(layers=layers)
+    )
+
+    def sizes(bounds: Iterable[int]) -> set[int]:
+        return {(-(-bound // 16) - 1).bit_length() for bound in bounds if bound > budget}
+
+    assert sizes(selecting_bounds(step) + list(length_bounds(step))) == sizes(range(1, longest + 1))
+    layers[1].budget = None
+    assert not selecting_bounds(step) and length_bounds(step) == {min(longest, 2048), longest}
 
 
 class Clock:

@@ -19,7 +19,7 @@ from triton.runtime import driver
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.draft import DEVICE
-from ridgeline.core.plan import Join, Logits, StepPlan
+from ridgeline.core.plan import Compaction, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
 from ridgeline.engine import runner, warm_up
@@ -50,6 +50,11 @@ GROUPED = {"num_attention_heads": 64, "num_key_value_heads": 8}
 ALONE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 WINDOWED = {"num_attention_heads": 16, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 512,
             "layer_types": ["sliding_attention"]}  # fmt: skip
+SELECTING = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 256,
+             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
+"""Only the last layer reads what has left the window, and it selects."""
+BUDGET, CONTEXTS = 512, (400, 600, SHORT, 3000, MAX_LEN)
+"""Slots that the cases of selection read, and contexts within the budget and above, of different sizes of kernels."""
 CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "8b": ({}, "", True),
     "8b-drafts": ({}, "", True),
@@ -61,6 +66,8 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "8-heads": (GROUPED, "", True),
     "1-head": (ALONE, "", True),
     "window-eager": (WINDOWED, "", False),
+    "8b-select": (SELECTING | LARGE, "", True),
+    "8b-select-eager": (SELECTING, "", False),
     "fp8": ({}, "fp8", True),
     "int4": ({}, "int4-g128", True),
     "w8a8": ({}, "w8a8", True),
@@ -113,7 +120,11 @@ def open_runner(
     """A runner, the step that it runs and its sizes."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(MODEL | model_facts))
-        config = ModelConfig(load_format="dummy", quantization=quantization)
+        config = ModelConfig(
+            load_format="dummy",
+            quantization=quantization,
+            kv_selection=BUDGET if SELECTING.items() <= model_facts.items() else 0,
+        )
         model = build(Path(name), model=config, ops=table.TRITON, device=torch.device("cpu"))
     sizes = Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64, drafts=drafts, host_drafts=quotes)
     steps: list[DeviceStep] = []
@@ -133,12 +144,14 @@ def plans(
     sampling: SamplingParams,
     drafts: tuple[int, ...] = (0,),
     tree: bool = False,
+    contexts: tuple[int, ...] = (),
 ) -> Iterator[StepPlan]:
     """Steps of some rows that decode, with so many drafts each in turns, beside some chunks of prompts; few rows also in short
-    contexts. tree: drafts are those of the host, and all hang on the last known token."""
-    sizes_of_steps = itertools.product(chunks, decoding, (SHORT, MAX_LEN))
+    contexts. tree: drafts are those of the host, and all hang on the last known token. contexts: steps in which rows hold at most
+    so many slots."""
+    sizes_of_steps = itertools.product(chunks, decoding, contexts or (SHORT, MAX_LEN))
     for step, (sizes, others, bound) in enumerate(sizes_of_steps, 1):
-        if bound == SHORT and others > FEW:
+        if bound == SHORT and others > FEW and not contexts:
             continue
         made = StepPlan(step, bound=bound)
         for row, size in enumerate([1] * others + list(sizes), 1):
@@ -206,21 +219,25 @@ def missed(case: str, every: bool = False) -> list[str]:
             made.executor.capture(lambda *_: None)
             assert not texts, "a capture runs what warm-up has run"
             late = []
+            selecting = SELECTING.items() <= CASES[case][0].items()
             spread = [*SPREAD, (8, 0, 5)][: 5 if quoting else 4] if drafting or quoting else [(0,)]
-            decoding = DECODING[:: 4 if drafting or quoting else 1]
-            few = (drafting or quoting) and not every
+            decoding = DECODING[:: 4 if drafting or quoting or selecting else 1]
+            few, contexts = (drafting or quoting or selecting) and not every, CONTEXTS if selecting else ()
             chunks, asking = (BESIDE_DRAFTS, ASKING[:2]) if few else (CHUNKS, ASKING)
             for (place, sampling), drafts, tree in itertools.product(
                 enumerate(SAMPLINGS), spread, (False, True) if quoting else (False,)
             ):
                 if tree and not any(drafts):
                     continue  # the same steps as without a tree
-                for plan in plans(asking if place else chunks, decoding, sampling, drafts, tree):
+                for plan in plans(asking if place else chunks, decoding, sampling, drafts, tree, contexts):
                     texts.clear()
                     made.launch(plan)
                     error = made.collect().error
                     assert error is None, error
                     late += [f"{_step(plan)} at {sampling.temperature}: {text}" for text in texts]
+            texts.clear()
+            device_step.compact(Compaction(1, 300, 300, 32, 4, [[1, 2, 3, 4, 5]], [[6, 7]]))
+            late += [f"a compaction: {text}" for text in texts]
     return late
 
 

@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
+from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.handshake import PeerError, connect, greet
 from ridgeline.core.ticket import Pools
@@ -181,5 +183,6 @@ def test_an_engine_that_ends_leaves_no_reader_waiting() -> None:
 
 
 def test_an_address_that_is_not_of_this_host_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1") as caught:
         TcpPools(Pools((), 0, "192.0.2.1", SECRET), torch.zeros(2, PAGE_BYTES, dtype=torch.uint8))
+    assert caught.value.param in {field.name for field in fields(ServiceConfig)}

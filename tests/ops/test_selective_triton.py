@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
+from ridgeline.ops.merge import with_sinks
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.selective import choose_pages, selecting, write_bounds
 from ridgeline.ops.step import Selection
+from ridgeline.ops.table import Ops
 from ridgeline.ops.triton import selective
 from ridgeline.ops.triton.table import TRITON
 
@@ -85,6 +88,23 @@ def test_attention_over_chosen_pages(batch: Callable[..., object], merged: bool)
         out, lse = ops.attention.attend(q, case.k, case.v, view, case.step, True)
         torch.testing.assert_close(out[:-1], expected[:-1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse[:-1], expected_lse[:-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, TRITON], ids=["reference", "triton"])
+def test_sinks_join_the_sum_over_chosen_pages(batch: Callable[..., object], ops: Ops) -> None:
+    """gpt-oss: a sink joins the sum over the slots that a query reads. One row selects, one is within the budget."""
+    case, view = selected(batch, heads=4, rows=[(60, 1), (9, 1)])
+    sinks = torch.linspace(-6.0, 6.0, 4, device=DEVICE)
+    tables, narrowed = choose_pages(case.q, view, view.selection, case.step)
+    attend = with_sinks(selecting(ops).attention.attend, sinks)
+    out, lse = attend(case.q, case.k, case.v, view, case.step, True)
+    for row, head in product(range(2), range(KV_HEADS)):
+        pages, slots = tables[head, row].long(), int(narrowed.length[row])
+        keys, values = view.kv[pages, :, head].transpose(0, 1).flatten(1, 2)[:, :slots]
+        group = slice(2 * head, 2 * head + 2)
+        scores = torch.cat((case.q[row, group] @ keys.T * view.scale, sinks[group, None]), 1)
+        torch.testing.assert_close(out[row, group], scores.softmax(1)[:, :-1] @ values, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[row, group], scores.logsumexp(1), rtol=1e-4, atol=1e-4)
 
 
 def test_bounds_of_completed_pages_are_written_by_both_kernels(batch: Callable[..., object]) -> None:

@@ -29,11 +29,17 @@ class Dry:
     breakers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("dry_multiplier", self.multiplier, 0, 100),
-            ("dry_base", self.base, 1, 100),
-            ("dry_allowed_length", self.allowed_length, 1, 1 << 20),
-            ("dry_penalty_last_n", self.window, -1, 1 << 30),
+        for name, value, kinds, low, high in (
+            ("dry_multiplier", self.multiplier, (int, float), 0, 100),
+            ("dry_base", self.base, (int, float), 1, 100),
+            ("dry_allowed_length", self.allowed_length, int, 1, LONGEST_MATCH),
+            ("dry_penalty_last_n", self.window, int, -1, 1 << 30),
         ):
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
-                raise RequestError(f"{name} is {value!r}: give a number from {low} to {high}.", param=name)
+            fits = isinstance(value, kinds) and not isinstance(value, bool)
+            if not fits or not math.isfinite(value) or not low <= value <= high:
+                noun = "an integer" if kinds is int else "a number"
+                raise RequestError(f"{name} is {value!r}: give {noun} from {low} to {high}.", param=name)
+        if not all(type(token) is int for token in self.breakers):
+            raise RequestError(
+                f"dry_sequence_breakers is {self.breakers!r}: give token ids.", param="dry_sequence_breakers"
+            )

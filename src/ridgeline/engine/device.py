@@ -193,7 +193,10 @@ class DeviceStep:
         """Of each layer: its group, the row's pages, its KvView and attention_mass. The last tokens run through the layers once
         more, and their keys and values go to the scratch page."""
         device, end, count = self.rows.ints.device, compaction.computed, compaction.observed
-        row, length = torch.tensor([compaction.row, compaction.slots], dtype=torch.int32, device=device).split(1)
+        # Each in memory of its own: Triton compiles separate kernels for pointers that are not aligned to 16 bytes.
+        row, length = (
+            torch.tensor([number], dtype=torch.int32, device=device) for number in (compaction.row, compaction.slots)
+        )
         tokens = self.rows.tokens[compaction.row, end - count : end]
         position = torch.arange(end - count, end, dtype=torch.int32, device=device)
         step = StepInputs(

@@ -171,14 +171,20 @@ class Runner:
             result.blocks = () if blocks is None else blocks.tolist()
             return result
         outcome = executor.run(loaded, plan)
-        pending = Pending.of(plan, loaded.batch, outcome, clock, self._step.ops.sampler.to_host, lost)
+        to_host = self._step.ops.sampler.to_host
+        blocks = blocks if blocks is None else to_host(blocks)  # before the event that ends the step
+        pending = Pending.of(plan, loaded.batch, outcome, clock, to_host, lost)
         pending.fresh, pending.blocks = loaded.fresh, blocks
         return pending
 
     def _measured(self, plan: StepPlan) -> torch.Tensor:
-        """StepResult.blocks, in host memory when the step ends."""
-        with self._inference:
-            return self._step.ops.sampler.to_host(torch.stack([self._step.measure(each) for each in plan.measures]))
+        """StepResult.blocks, on the device."""
+        try:
+            with self._inference:
+                return torch.stack([self._step.measure(each) for each in plan.measures])
+        except Exception:
+            self.rows.forget(plan)
+            raise
 
     def _apply(self, plan: StepPlan, loaded: LoadedStep | None) -> LoadedStep | None:
         """Upload the changes and the step of a plan in one copy. Rows and pages change even if the step is refused.

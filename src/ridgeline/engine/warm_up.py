@@ -7,7 +7,7 @@ compare them with many other steps. All of them run on the scratch row and chang
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -76,6 +76,7 @@ def warm_up_kernels(step: DeviceStep, executor: Executor, sizes: Sizes, progress
     forms = (False, True) if sizes.host_drafts else (bool(step.drafter.parents),) if any(sizes.drafts) else ()
     work = [partial(warm_up_forward, step, chunked(tokens, longest), True)] if True in forms else []
     work += [partial(warm_up_forward, step, chunked(size, longest)) for size in chunk_sizes(tokens)]
+    work += [partial(warm_up_forward, step, [1], bounds=[size]) for size in selecting_bounds(step)]
     for counts in mixes(rows, tokens, longest):
         # No graph fits a mixed step in which a row has drafts.
         if forms or executor.padded(shape_of(counts), fused_sampling=True) is None:
@@ -132,15 +133,32 @@ def chunked(tokens: int, longest: int) -> list[int]:
     return counts + [tokens - sum(counts)] * (tokens > sum(counts))
 
 
-def warm_up_forward(step: DeviceStep, counts: Sequence[int], tree: bool = False) -> None:
-    """Run the eager forward pass of a step whose rows have `counts` query tokens. tree: as if some were nodes of draft trees."""
+def length_bounds(step: DeviceStep) -> set[int]:
+    """Upper bounds of the slots of a row for which attention has kernels of its own: a row in a short context, a row that reads all
+    of its context though the layer selects pages, and any row."""
+    whole = min((step.longest, *(layer.budget for layer in step.spec.layers if layer.budget is not None)))
+    return {min(whole, SHORT), whole, step.longest}
+
+
+def selecting_bounds(step: DeviceStep) -> list[int]:
+    """Upper bounds of the slots of a row for which the kernel that chooses pages is compiled: a power of two of pages each."""
+    size, budgets = step.rows.page_tokens, [layer.budget for layer in step.spec.layers if layer.budget is not None]
+    bounds = [size << bits for bits in range((step.longest // size).bit_length())]
+    return [bound for bound in bounds if budgets and min(budgets) < bound]
+
+
+def warm_up_forward(
+    step: DeviceStep, counts: Sequence[int], tree: bool = False, bounds: Iterable[int] | None = None
+) -> None:
+    """Run the eager forward pass of a step whose rows have `counts` query tokens. tree: as if some were nodes of draft trees.
+    bounds: of the slots of a row; None: length_bounds."""
     shape = replace(shape_of(counts), tree=tree)
     packed, part = blank(shape)
     if not shape.decode:
         pack_rows(part, np.zeros(len(counts), dtype=np.int32), np.array(counts, dtype=np.int32))
     batch = unpack(torch.from_numpy(packed).to(step.rows.ints.device), shape)
-    for longest in {step.longest, min(step.longest, SHORT)}:
-        step.forward(batch, longest)
+    for bound in length_bounds(step) if bounds is None else bounds:
+        step.forward(batch, bound)
 
 
 def warm_up_draws(step: DeviceStep, rows: int) -> None:

@@ -43,8 +43,8 @@ class PageServer:
             self._listener = socket.create_server((host, 0), family=family, backlog=MOST_PEERS)
         except OSError as error:
             raise ConfigError(
-                f"The engine cannot listen on {host} ({error.strerror}): give an address of its host.",
-                param="hand_over_host",
+                f"The engine cannot listen on {host} ({error.strerror}): give an address of its host (--engine-address).",
+                param="engine_address",
             ) from error
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._listener.getsockname()[1]}"

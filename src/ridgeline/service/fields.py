@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ridgeline.core.dry import LONGEST_MATCH
 from ridgeline.core.errors import RequestError
 from ridgeline.core.sampling import MAX_LOGPROBS, MAX_STOP_IDS
 from ridgeline.service.readers import (
@@ -225,7 +226,7 @@ TABLE: tuple[Field, ...] = (
           ([], ["x", " y z"]), ("x", [""], [7])),
     Field("dry_multiplier", Number(0, 100), "above 0 penalizes the extension of repeated sequences (DRY)", (0, 0.8), (-1, "1")),
     Field("dry_base", Number(1, 100), "growth of this penalty per token of the sequence (default 1.75)", (1, 1.75), (0.5, "2")),
-    Field("dry_allowed_length", Integer(1, LONG), "shorter sequences are not penalized (default 2)", (1, 2), (0, 1.5, "2")),
+    Field("dry_allowed_length", Integer(1, LONGEST_MATCH), "shorter sequences are not penalized (default 2)", (1, 2), (0, 1.5, 51)),
     Field("dry_penalty_last_n", Integer(-1, LONG), "number of last tokens searched; -1 (default): all", (-1, 0, 64), (-2, "5")),
     Field("dry_sequence_breakers", Special("a list of strings, or such a list as JSON text", read_breakers),
           'texts that sequences do not cross (default "\\n", ":", "\\"" and "*")',
