@@ -16,7 +16,6 @@ import asyncio
 import json
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from common import cpu_name, provenance, write_rows
 
 from ridgeline.service.fleet.file import read_fleet
 from ridgeline.service.fleet.fleet import Fleet
@@ -33,12 +33,6 @@ from ridgeline.service.fleet.rank_places import rank_places
 from ridgeline.service.fleet.ray_cluster import RayLauncher
 from ridgeline.service.fleet.server import routing
 from ridgeline.service.listen import bind
-
-if __name__ == "__main__":
-    # Replaces the folder of this script, whose packaging.py would hide a module that Ray imports.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from benchmarks.common import cpu_name, provenance, write_rows
 
 WAYS = ("one host", "by hand", "ray")
 SERVE = {"dtype": "float32", "threads": 1, "kv_cache_memory": "64M", "max_model_len": 2048, "tensor_parallel_size": 2}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ridgeline.core.draft import Draft
+from ridgeline.core.plan import StepPlan
 from ridgeline.speculation.interface import Speculation
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, answer, layout_of, pair
 
@@ -283,10 +284,11 @@ class Only:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.left = list(tokens)
 
-    def mask(self) -> bytes:
+    def restrict(self, plan: StepPlan, row: int, draft: Draft) -> Draft:
         words = bytearray(320 // 8)
         words[self.left[0] // 8] = 1 << self.left[0] % 8
-        return bytes(words)
+        plan.masks[row] = bytes(words)
+        return draft
 
     def accept(self, tokens: Sequence[int]) -> None:
         for token in tokens:

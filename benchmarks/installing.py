@@ -1,6 +1,6 @@
 """Size of the wheel, and seconds from `pip install` to the first token in a fresh environment.
 
-    make wheel && python benchmarks/packaging.py --out benchmarks/results/packaging.json
+    make wheel && python benchmarks/installing.py --out benchmarks/results/packaging.json
 
 pip takes dependencies from its indexes as it is configured (--pip: more options). --offline: they are those of this environment,
 and only the wheel is installed. The server sees no compiler, and its cache is empty.
