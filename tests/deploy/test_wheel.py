@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.packaging import environment, first_token, install
+from benchmarks.installing import environment, first_token, install
 from ridgeline import __version__
 from ridgeline.ops.native.build import compiler
 from ridgeline.ops.native.files import TARGETS, cpu_flags, target_path
