@@ -172,7 +172,7 @@ class Runner:
             return result
         outcome = executor.run(loaded, plan)
         to_host = self._step.ops.sampler.to_host
-        blocks = blocks if blocks is None else to_host(blocks)  # before the event that ends the step
+        blocks = None if blocks is None else to_host(blocks)  # before the event that ends the step
         pending = Pending.of(plan, loaded.batch, outcome, clock, to_host, lost)
         pending.fresh, pending.blocks = loaded.fresh, blocks
         return pending

@@ -123,11 +123,9 @@ class Attention:
         units = (rank_layer.n_heads, rank_layer.n_kv_heads) if whole else (1, 1)
         self.q_norm = build.vector(units[0] * width) if spec.qk_norm else None
         self.k_norm = build.vector(units[1] * width) if spec.qk_norm and layer.written_heads else None
-        span, cuts = (
-            Share(build.mesh.rank, build.mesh.size).span,
-            {"q_norm": heads, "k_norm": kv_heads} if whole else {},
-        )
-        self.norm_cuts = {name: (part.rows, span(part.rows, part.units)) for name, part in cuts.items()}
+        self.share = Share(build.mesh.rank, build.mesh.size)
+        cuts = {"q_norm": heads, "k_norm": kv_heads} if whole else {}
+        self.norm_cuts = {name: (part.rows, self.share.span(part.rows, part.units)) for name, part in cuts.items()}
         self.shape = QkvShape(
             n_heads=rank_layer.n_heads,
             n_kv_heads=rank_layer.written_heads,
@@ -140,9 +138,8 @@ class Attention:
         )
         self._qkv_write, self._attend = build.ops.attention.qkv_write, build.ops.attention.attend
         self._join = join(build, self.out, post_norm)
-        self.sinks, self.share = None, Share(build.mesh.rank, build.mesh.size)
-        if spec.sinks:
-            self.sinks = build.vector(rank_layer.n_heads)
+        self.sinks = build.vector(rank_layer.n_heads) if spec.sinks else None
+        if self.sinks is not None:
             self._attend = with_sinks(self._attend, self.sinks)
         if whole:
             self._qkv_write = self._norm_whole(build)
