@@ -330,6 +330,23 @@ def test_compressed_requests_share_prompts_and_answer_alike(policy: str) -> None
     assert answers[0] != alone(LONG, max_tokens=60)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("retention", [WINDOW, SNAP, HEAVY, ADAPTIVE], ids=lambda policy: policy.name)
+def test_a_gpu_keeps_what_a_cpu_keeps(retention: Retention, graphs: bool) -> None:
+    """In float32, with steps in flight; prompts end within a chunk and with one."""
+    answers = []
+    for options in ({}, {"device": "cuda", "graphs": graphs}):
+        bench = DeviceBench(retention=retention, step_tokens=24, depth=1, **options)
+        for name in range(4):
+            bench.submit(str(name), [*LONG[: 48 + name], name], max_tokens=60)
+        bench.run()
+        assert bench.leases.pool.used == 0
+        answers.append(bench.tokens)
+    assert answers[0] == answers[1]
+
+
 def test_a_pool_without_room_for_the_compressed_blocks_goes_on() -> None:
     """Compression needs new blocks, since others may read the old ones; without them it waits."""
     bench = DeviceBench(retention=HEAVY, blocks=15, prefix_cache=False)
