@@ -38,13 +38,15 @@ def attention_mass(queries: torch.Tensor, keys: torch.Tensor, view: KvView) -> t
 def choose(mass: torch.Tensor, candidates: int, count: int, share: float = 0.0) -> torch.Tensor:
     """The `count` slots that each head keeps among the first ones, in order: int64 [kv_heads, count]. Those of most mass; with a
     share, those of the head's policy."""
-    if share:
-        return slots_needed(mass, candidates, share)[1][:, :count].sort(dim=1).values
-    return _pooled(mass, candidates).topk(count, dim=1).indices.sort(dim=1).values
+    order = slots_needed(mass, candidates, share)[1] if share else _by_mass(mass, candidates)
+    return order[:, :count].sort(dim=1).values
 
 
-def _pooled(mass: torch.Tensor, candidates: int) -> torch.Tensor:
-    return F.max_pool1d(mass[:, :candidates], POOL, stride=1, padding=POOL // 2)
+def _by_mass(mass: torch.Tensor, candidates: int) -> torch.Tensor:
+    """The first slots of each head in the order of their mass, int64 [kv_heads, candidates]. Neighbours have the same largest mass;
+    the stable order takes the earlier one on every device, which topk does not."""
+    pooled = F.max_pool1d(mass[:, :candidates], POOL, stride=1, padding=POOL // 2)
+    return pooled.argsort(dim=1, descending=True, stable=True)
 
 
 def slots_needed(mass: torch.Tensor, candidates: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +58,7 @@ def slots_needed(mass: torch.Tensor, candidates: int, share: float) -> tuple[tor
     """
     place = torch.arange(candidates, device=mass.device)
     recent = torch.cat((place[:SINKS], place[SINKS:].flip(0)))
-    most = _pooled(mass, candidates).argsort(dim=1, descending=True, stable=True)
+    most = _by_mass(mass, candidates)
     orders = torch.stack((recent.expand_as(most), most))
     # Mass that is lost if a slot and those after it in the order go.
     lost = mass[:, :candidates].expand_as(orders).gather(2, orders).flip(2).cumsum(2).flip(2)
