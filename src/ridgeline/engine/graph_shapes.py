@@ -13,12 +13,12 @@ MIXED_ROWS = 32
 """Rows of graphs of small mixed steps. Every unused row costs attention an idle program per layer and head."""
 MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Query tokens of small mixed steps that have a graph."""
-CROWDED_TOKENS = (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144)
+CROWDED_TOKENS = (256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1792, 2048, 3072, 4096, 6144)
 """Query tokens of mixed steps with any number of rows that have a graph, besides the limit of a step."""
-CROWDED_WORK = 1 << 36
+CROWDED_WORK = 1 << 37
 """Limit of (query tokens x elements of a feed-forward matrix) for graphs of mixed steps, for 16-bit weights. Above it the device
-takes longer than Python needs to launch the step (20 to 40 ms for 32 layers). An 8B model reaches it with 1,170 tokens, in fp8 with
-2,340."""
+takes longer than Python needs to launch the step (20 to 40 ms for 32 layers on a quiet host, up to 57 on a busy one). An 8B model
+reaches it with 2,340 tokens, in fp8 with 4,680."""
 DRAFT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
 """Rows of steps with device drafts that have a graph."""
 HOST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
