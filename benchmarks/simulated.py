@@ -10,6 +10,8 @@ scheduler on a virtual clock. Rows sim-conv-LEVEL-FIGURE-error: the mean of the 
 minus 1; `spread` is the range of the measured ones over their mean, to which no simulation can be nearer. sim-conv-FIGURE-error
 has the largest of the three levels.
 
+--calibrate: the servers use a calibration (`ridgeline calibrate`), whose step times the run at --fit then scales.
+
 --keep FOLDER writes what the server recorded of each run, as `ridgeline simulate --recorded` and --again FOLDER read it: the latter
 simulates those runs again, with today's code and without a server.
 
@@ -23,6 +25,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -104,7 +108,15 @@ def as_ms(values: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value * 1e3, 2) for name, value in values.items()}
 
 
-def flags(args: argparse.Namespace, folder: str, change: str = "") -> list[str]:
+def calibrated(words: Sequence[str], place: str) -> str:
+    """The option of a server with a calibration for these words."""
+    file = f"{place}/calibration.json"
+    command = [sys.executable, "-m", "ridgeline", "calibrate", *words, f"--out={file}"]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return f"--calibration={file}"
+
+
+def flags(args: argparse.Namespace, folder: str) -> list[str]:
     words = [
         f"--device={args.device}",
         f"--max-model-len={args.context}",
@@ -114,17 +126,20 @@ def flags(args: argparse.Namespace, folder: str, change: str = "") -> list[str]:
     if args.device == "cpu":
         words = [*words[:1], "--threads=1", "--max-num-seqs=16"]
     else:
-        words = [folder, "--load-format=dummy", f"--served-model-name={args.model.name}", *words]
+        words = [folder, "--load-format=dummy", *words]
+    return words
+
+
+async def measured(
+    args: argparse.Namespace, words: Sequence[str], rates: Sequence[float], change: str = ""
+) -> list[Taken]:
+    """A run at each rate on a new server with these words. change: another option of it."""
     name, _, value = change.partition("=")
-    return [*words, *([f"--{name.replace('_', '-')}={value}"] if change else [])]
-
-
-async def measured(args: argparse.Namespace, folder: str, rates: Sequence[float], change: str = "") -> list[Taken]:
-    """A run at each rate on a new server."""
+    changed_words = [f"--{name.replace('_', '-')}={value}"] if change else []
     config = BenchConfig(
         TargetConfig(prompts="ids"), WorkloadConfig(trace=str(args.trace)), LoadConfig(), ResultConfig(slo=args.slo)
     )
-    async with serving(flags(args, folder, change)) as url, Session(config, url) as session:
+    async with serving([*words, *changed_words]) as url, Session(config, url) as session:
         return [await take(session, args, rate, change) for rate in rates]
 
 
@@ -183,6 +198,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--run-s", type=float, default=20.0, help="seconds in which the requests of a run are sent")
     parser.add_argument("--runs", type=int, default=2, help="runs at each rate")
     parser.add_argument("--change", default="", help="OPTION=VALUE of another server, for the replay")
+    parser.add_argument("--calibrate", action="store_true", help="fit step times to measured steps of the model first")
     parser.add_argument("--keep", type=Path, help="folder for what the server recorded of each run")
     parser.add_argument("--again", type=Path, help="folder of --keep: simulate its runs again")
     parser.add_argument(
@@ -201,9 +217,11 @@ async def runs_of(args: argparse.Namespace, rates: Sequence[float]) -> tuple[lis
     if args.device == "cpu":  # the server has the first core, the load generator the last one
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:1]))
     with tempfile.TemporaryDirectory() as place:
-        folder = folder_of(str(args.model) if args.device == "cuda" else "", place)
-        runs = await measured(args, folder, [args.fit, *rates * args.runs])
-        return runs, await measured(args, folder, rates[1:2], args.change) if args.change else []
+        words = flags(args, folder_of(str(args.model) if args.device == "cuda" else "", place))
+        if args.calibrate:
+            words.append(calibrated(words, place))
+        runs = await measured(args, words, [args.fit, *rates * args.runs])
+        return runs, await measured(args, words, rates[1:2], args.change) if args.change else []
 
 
 def main() -> None:

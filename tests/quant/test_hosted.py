@@ -91,7 +91,7 @@ def test_a_host_without_memory_for_both_computes_nothing() -> None:
 
 def test_work_that_cannot_be_recorded_is_left_to_copies() -> None:
     host = hosted("")
-    assert all(rate > 0 for rate in host.rates(LinearShape(64, (Part(96, 96),)), CPU))
+    assert all(rate.products > 0 for rate in host.rates(LinearShape(64, (Part(96, 96),)), CPU))
     plain = UnquantizedFormat(REFERENCE.matmul.unquantized, F32, CPU)
     assert replace(host, format=plain).rates(LinearShape(64, (Part(96, 96),)), CPU) == []
 

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -35,12 +35,19 @@ SIZES = (1, 4, 16)
 (docs/log/2026-11-27-layers-on-the-cpu.md)."""
 NEARLY = 0.7
 """Share of the fastest rate that products of the most tokens must reach: without AMX many tokens are bound by arithmetic."""
-COPIES, COPIED_BYTES = 8, 64 << 20
-"""Copies that go on while a product is timed: some 10 ms over PCIe 5."""
+COPIES, COPIED_BYTES = 256, 16 << 20
+"""Copies that go on while products are timed: some 80 ms over PCIe 5."""
 TIMED = 10
-"""Products of the largest linear whose median time decides which linears the CPU multiplies."""
+"""Products of the largest linear whose time decides which linears the CPU multiplies."""
 IN_TURN = 5
 """Copies of that linear that they use in turn: a server's caches hold hundreds of MB."""
+
+
+class Rates(NamedTuple):
+    """Bytes/s that products of the CPU and copies to the GPU read at the same time; they share the memory. link 0: no GPU."""
+
+    products: float
+    link: float
 
 
 @dataclass(slots=True)
@@ -74,22 +81,23 @@ class Host:
                 products.append(Product(x, result, calls, self.from_host))
         return products if len(products) == len(self.sizes) else []
 
-    def rates(self, shape: LinearShape, device: torch.device) -> list[float]:
-        """Bytes/s that products of each size read from the memory of a linear, while copies go on; empty: there are none."""
+    def rates(self, shape: LinearShape, device: torch.device) -> list[Rates]:
+        """What products of each size and copies beside them read from host memory; empty: there are no products."""
         linears = [self._filled(shape) for _ in range(IN_TURN)]
         products = [self.products(shape.d_in, linear.apply) for linear in linears]
         if not all(products):
             return []
         count, rates, copies = sum(tensor.nbytes for tensor in linears[0].tensors()), [], _Copies(device)
         for of_size in zip(*products, strict=True):
-            times = []
-            for number in range(TIMED + 1):
-                copies.begin()
-                started = time.perf_counter()
+            of_size[-1].calls.enqueue(device)
+            copies.begin()
+            started = time.perf_counter()
+            for number in range(TIMED):
                 of_size[number % IN_TURN].calls.enqueue(device)
-                copies.wait_for_others()
-                times.append(time.perf_counter() - started)
-            rates.append(count / median(times[1:]))
+            copies.wait_for_others()
+            seconds = time.perf_counter() - started
+            rates.append(Rates(TIMED * count / seconds, copies.bytes_done() / seconds))
+            copies.wait()
         return rates
 
     def _filled(self, shape: LinearShape) -> Weight:
@@ -105,17 +113,29 @@ class _Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._ended: list[torch.cuda.Event] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._source = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
             self._target = torch.empty_like(self._source, device=device)
+            self._ended = [torch.cuda.Event() for _ in range(COPIES)]
 
     def begin(self) -> None:
-        """Enqueue copies that take as long as some products."""
-        if self._device.type == "cuda":
+        """Enqueue copies that take longer than the products."""
+        self.wait_for_others()
+        for ended in self._ended:
             with torch.cuda.stream(self._stream):
-                for _ in range(COPIES):
-                    self._target.copy_(self._source, non_blocking=True)
+                self._target.copy_(self._source, non_blocking=True)
+                ended.record()
+
+    def bytes_done(self) -> int:
+        """Bytes copied since `begin`."""
+        return COPIED_BYTES * sum(ended.query() for ended in self._ended)
+
+    def wait(self) -> None:
+        """Wait for the copies."""
+        for ended in self._ended[-1:]:
+            ended.synchronize()
 
     def wait_for_others(self) -> None:
         """Wait for what is enqueued beside the copies."""
@@ -214,17 +234,20 @@ def divided(chosen: HostWeights, spec: ModelSpec, device: torch.device, host: Ho
     of steps. None if the host has too little memory to hold them twice."""
     link, widest = host.ops.link_rate(device), max(layer.d_ff for layer in spec.layers)
     rates = host.rates(LinearShape(spec.d_model, (Part(2 * widest, 2 * widest),)), device)
-    fast = [(size, rate) for size, rate in zip(SIZES, rates, strict=False) if rate >= NEARLY * max(rates)]
-    few, products = fast[-1] if fast else (0, 0.0)
-    computed = computed_linears(chosen.sizes, link, products)
+    least = NEARLY * max((rate.products for rate in rates), default=0.0)
+    fast = [(size, rate) for size, rate in zip(SIZES, rates, strict=False) if rate.products >= least]
+    few, beside = fast[-1] if fast else (0, Rates(0.0, 0.0))
+    shared = beside.link or link
+    computed = computed_linears(chosen.sizes, shared, beside.products)
     twice = sum(chosen.sizes[number] for number in computed)
     log.info(
-        "weights in host memory: copies reach %.1f GB/s, products of 1, 4, 16 tokens %s GB/s; %.1f of %.1f GB multiplied there",
+        "weights in host memory: copies reach %.1f GB/s, products of 1, 4, 16 tokens and copies beside them %s GB/s; "
+        "%.1f of %.1f GB multiplied there",
         link / 1e9,
-        ", ".join(f"{rate / 1e9:.1f}" for rate in rates) or "no",
+        ", ".join(f"{rate.products / 1e9:.1f} and {rate.link / 1e9:.1f}" for rate in rates) or "no",
         twice / 1e9,
         chosen.bytes / 1e9,
     )
     if not twice or chosen.bytes + twice > host.ops.free_bytes():
         return frozenset(), HostTimes(chosen.bytes / link)
-    return computed, HostTimes(chosen.bytes / link, few, read_s(chosen.sizes, computed, link, products))
+    return computed, HostTimes(chosen.bytes / link, few, read_s(chosen.sizes, computed, shared, beside.products))
