@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ridgeline.core.formats import NUMBER_FORMATS
-from ridgeline.core.host_weights import BUFFERS, computed_linears, host_weights
+from ridgeline.core.host_weights import BUFFERS, Rates, computed_linears, host_weights
 from ridgeline.models.config import read_spec
 from ridgeline.ops.native_host import HostOps, host_ops
 from ridgeline.ops.reference import REFERENCE
@@ -41,7 +41,7 @@ def test_few_tokens_are_multiplied_where_the_weights_lie(name: str, lane: type[E
     spec = replace(read_spec(CONFIG), quantization=name)
     spec = replace(spec, host_bytes=int(0.6 * spec.layer_bytes))
     chosen = host_weights(spec)
-    computed = computed_linears(chosen.sizes, 1.0, 2.0)
+    computed = computed_linears(chosen.sizes, Rates(2.0, 1.0))
     count = len(chosen.sizes)
     assert 0 < len(computed) < count
     stream = WeightStream(count, copies, HostMemory(pinned=False), computed, SIZES[-1])
@@ -63,13 +63,14 @@ def test_few_tokens_are_multiplied_where_the_weights_lie(name: str, lane: type[E
 
 def test_rates_divide_the_linears() -> None:
     sizes = [50, 33, 235, 117] * 20
-    assert computed_linears(sizes, 55.0, 0.0) == frozenset()
+    assert computed_linears(sizes, Rates(0.0, 55.0)) == frozenset()
     for link, products in ((55.0, 92.0), (55.0, 10.0), (25.0, 200.0)):
-        computed = computed_linears(sizes, link, products)
+        computed = computed_linears(sizes, Rates(products, link))
         seconds = sum(sizes[number] for number in computed) / products
         copies = (sum(sizes) - products * seconds) / link
         best = sum(sizes) / (link + products)
         assert max(seconds, copies) < 1.1 * best, (link, products)
+    assert len(computed_linears(sizes, Rates(92.0, 55.0, call_s=2.0))) < len(computed_linears(sizes, Rates(92.0, 55.0)))
 
 
 def test_a_host_without_memory_for_both_computes_nothing() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
@@ -126,7 +127,16 @@ class HostTimes:
 NO_HOST_WEIGHTS = HostTimes()
 
 
-def read_s(sizes: Sequence[int], computed: frozenset[int], link: float, products: float) -> float:
+class Rates(NamedTuple):
+    """Bytes/s that products of the CPU and copies to the GPU read at the same time; they share the memory. link 0: no GPU. call_s:
+    seconds of a product besides reading."""
+
+    products: float
+    link: float
+    call_s: float = 0.0
+
+
+def read_s(sizes: Sequence[int], computed: frozenset[int], rates: Rates) -> float:
     """Seconds in which the linears in host memory are multiplied one after the other, if nothing else takes time.
 
     A copy starts when the one before has ended and the linear that was in its buffer is multiplied. See computed_linears.
@@ -135,33 +145,33 @@ def read_s(sizes: Sequence[int], computed: frozenset[int], link: float, products
     left = [0.0] * BUFFERS
     for number, size in enumerate(sizes):
         if number in computed:
-            now += size / products
+            now += rates.call_s + size / rates.products
         else:
-            copied = max(copied, left.pop(0)) + size / link
+            copied = max(copied, left.pop(0)) + size / rates.link
             now = max(now, copied)
             left.append(now)
     return now
 
 
-def computed_linears(sizes: Sequence[int], link: float, products: float) -> frozenset[int]:
+def computed_linears(sizes: Sequence[int], rates: Rates) -> frozenset[int]:
     """Of the linears in host memory, in the order of their use, those that the CPU multiplies in a step of few tokens.
 
     At first these are all; then single linears and pairs of near ones change sides for as long as that makes a step shorter.
 
     Args:
         sizes: bytes of each linear.
-        link, products: bytes/s that copies and the CPU's products read; products 0: the CPU multiplies none.
+        rates: products 0: the CPU multiplies none.
     """
-    if not products:
+    if not rates.products:
         return frozenset()
     places = range(len(sizes))
     changes = [frozenset((place, other)) for place in places for other in places[place : place + NEAR]]
     computed = frozenset(places)
-    best, shorter = read_s(sizes, computed, link, products), True
+    best, shorter = read_s(sizes, computed, rates), True
     while shorter:
         shorter = False
         for change in changes:
-            seconds = read_s(sizes, computed ^ change, link, products)
+            seconds = read_s(sizes, computed ^ change, rates)
             if seconds < LESS * best:
                 computed, best, shorter = computed ^ change, seconds, True
     return computed

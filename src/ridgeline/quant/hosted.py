@@ -16,11 +16,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
-from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes, HostWeights, computed_linears, host_weights, read_s
+from ridgeline.core.host_weights import (
+    NO_HOST_WEIGHTS,
+    HostTimes,
+    HostWeights,
+    Rates,
+    computed_linears,
+    host_weights,
+    read_s,
+)
 from ridgeline.core.spec import ModelSpec
 from ridgeline.ops.native_host import HostCalls, HostOps
 from ridgeline.ops.step import StepInputs
@@ -43,11 +50,8 @@ IN_TURN = 5
 """Copies of that linear that they use in turn: a server's caches hold hundreds of MB."""
 
 
-class Rates(NamedTuple):
-    """Bytes/s that products of the CPU and copies to the GPU read at the same time; they share the memory. link 0: no GPU."""
-
-    products: float
-    link: float
+TINY = 64
+"""Width of a linear whose product takes as long as any call: from the device to a thread of the CPU and back."""
 
 
 @dataclass(slots=True)
@@ -85,19 +89,13 @@ class Host:
         """What products of each size and copies beside them read from host memory; empty: there are no products."""
         linears = [self._filled(shape) for _ in range(IN_TURN)]
         products = [self.products(shape.d_in, linear.apply) for linear in linears]
-        if not all(products):
+        tiny = self.products(TINY, self._filled(LinearShape(TINY, (Part(TINY, TINY),))).apply)
+        if not tiny or not all(products):
             return []
         count, rates, copies = sum(tensor.nbytes for tensor in linears[0].tensors()), [], _Copies(device)
-        for of_size in zip(*products, strict=True):
-            of_size[-1].calls.enqueue(device)
-            copies.begin()
-            started = time.perf_counter()
-            for number in range(TIMED):
-                of_size[number % IN_TURN].calls.enqueue(device)
-            copies.wait_for_others()
-            seconds = time.perf_counter() - started
-            rates.append(Rates(TIMED * count / seconds, copies.bytes_done() / seconds))
-            copies.wait()
+        for call, of_size in zip(tiny, zip(*products, strict=True), strict=True):
+            (call_s, _), (seconds, copied) = copies.beside([call] * TIMED), copies.beside(of_size * (TIMED // IN_TURN))
+            rates.append(Rates(count / max(seconds - call_s, NEARLY * seconds), copied / (TIMED * seconds), call_s))
         return rates
 
     def _filled(self, shape: LinearShape) -> Weight:
@@ -120,25 +118,25 @@ class _Copies:
             self._target = torch.empty_like(self._source, device=device)
             self._ended = [torch.cuda.Event() for _ in range(COPIES)]
 
-    def begin(self) -> None:
-        """Enqueue copies that take longer than the products."""
-        self.wait_for_others()
+    def beside(self, products: Sequence[Product]) -> tuple[float, float]:
+        """Seconds of each of these products, one after the other, and bytes copied in the time of all."""
+        inputs = [torch.zeros_like(product.x, device=self._device) for product in products]
+        products[0].run(inputs[0])
+        self._wait_for_products()
         for ended in self._ended:
             with torch.cuda.stream(self._stream):
                 self._target.copy_(self._source, non_blocking=True)
                 ended.record()
-
-    def bytes_done(self) -> int:
-        """Bytes copied since `begin`."""
-        return COPIED_BYTES * sum(ended.query() for ended in self._ended)
-
-    def wait(self) -> None:
-        """Wait for the copies."""
+        started = time.perf_counter()
+        for product, x in zip(products, inputs, strict=True):
+            product.run(x)
+        self._wait_for_products()
+        seconds, copied = time.perf_counter() - started, COPIED_BYTES * sum(ended.query() for ended in self._ended)
         for ended in self._ended[-1:]:
             ended.synchronize()
+        return seconds / len(products), copied
 
-    def wait_for_others(self) -> None:
-        """Wait for what is enqueued beside the copies."""
+    def _wait_for_products(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -236,18 +234,19 @@ def divided(chosen: HostWeights, spec: ModelSpec, device: torch.device, host: Ho
     rates = host.rates(LinearShape(spec.d_model, (Part(2 * widest, 2 * widest),)), device)
     least = NEARLY * max((rate.products for rate in rates), default=0.0)
     fast = [(size, rate) for size, rate in zip(SIZES, rates, strict=False) if rate.products >= least]
-    few, beside = fast[-1] if fast else (0, Rates(0.0, 0.0))
-    shared = beside.link or link
-    computed = computed_linears(chosen.sizes, shared, beside.products)
+    few, both = fast[-1] if fast else (0, Rates(0.0, 0.0))
+    both = both._replace(link=both.link or link)
+    computed = computed_linears(chosen.sizes, both)
     twice = sum(chosen.sizes[number] for number in computed)
     log.info(
-        "weights in host memory: copies reach %.1f GB/s, products of 1, 4, 16 tokens and copies beside them %s GB/s; "
-        "%.1f of %.1f GB multiplied there",
+        "weights in host memory: copies reach %.1f GB/s, products of 1, 4, 16 tokens and copies beside them %s GB/s, a call takes "
+        "%.0f us; %.1f of %.1f GB multiplied there",
         link / 1e9,
         ", ".join(f"{rate.products / 1e9:.1f} and {rate.link / 1e9:.1f}" for rate in rates) or "no",
+        both.call_s * 1e6,
         twice / 1e9,
         chosen.bytes / 1e9,
     )
     if not twice or chosen.bytes + twice > host.ops.free_bytes():
         return frozenset(), HostTimes(chosen.bytes / link)
-    return computed, HostTimes(chosen.bytes / link, few, read_s(chosen.sizes, computed, shared, beside.products))
+    return computed, HostTimes(chosen.bytes / link, few, read_s(chosen.sizes, computed, both))
