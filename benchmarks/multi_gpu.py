@@ -40,8 +40,8 @@ from shapes import MODELS
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.local import LocalEngine
+from ridgeline.parallel.connect import Meeting, connect
 from ridgeline.parallel.gpu import GpuGroup
-from ridgeline.parallel.mesh import Meeting, connect
 
 SIZES = [1 << bits for bits in range(12, 27)]
 """Bytes of sums: 4 KB to 64 MB."""

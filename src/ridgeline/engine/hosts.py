@@ -1,8 +1,9 @@
 """A model over several hosts. The first host has the service and the first ranks; its engine listens for the ranks of the others.
 
 `ridgeline serve MODEL --node-rank K` with K > 0 runs no service. It starts the ranks of its host, which connect to the first host.
-When a group has ended they are started again, because the service starts another engine after a failure. Traffic between ranks is
-neither encrypted nor authenticated: the hosts need a network of their own.
+When a group has ended they are started again, because the service starts another engine after a failure. All ranks are on CPUs or
+all on GPUs, as the first host decides; parallel.wiring says how they are connected. Traffic between ranks is neither encrypted nor
+authenticated: the hosts need a network of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.core.plural import counted
 from ridgeline.engine.rank_link import Attach, Link, decode_attach, encode
 
 JOIN_S = 600.0
@@ -60,6 +62,16 @@ def check_hosts(config: EngineConfig) -> None:
         )
 
 
+def first_address(config: EngineConfig) -> str:
+    """The address by which other ranks reach those of the first host."""
+    return config.master_addr if config.nnodes > 1 else "127.0.0.1"
+
+
+def per_host(config: EngineConfig) -> int | None:
+    """Ranks of each host; None: there is one host."""
+    return config.ranks // config.nnodes if config.nnodes > 1 else None
+
+
 def gpu_of(number: int, config: EngineConfig, count: int) -> int:
     """The GPU of a rank among the `count` of its host, as CUDA_VISIBLE_DEVICES orders them. Raises ConfigError for too few."""
     needed = len(config.host_ranks)
@@ -67,8 +79,11 @@ def gpu_of(number: int, config: EngineConfig, count: int) -> int:
         sizes = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
         chosen = [name for name in sizes if getattr(config, name) > 1]
         flags = " times ".join(f"--{name.replace('_', '-')} {getattr(config, name)}" for name in chosen)
+        where = f"this host, and torch finds {count}"
+        if config.nnodes > 1:
+            where = f"each of --nnodes {config.nnodes} hosts, and torch finds {count} on host {number // needed}"
         raise ConfigError(
-            f"{flags} needs {needed} GPUs on this host, and torch finds {count}: lower the sizes to a product of {count} or less, "
+            f"{flags} needs {counted(needed, 'GPU')} on {where}: lower the sizes to a product of {count * config.nnodes} or less, "
             "or use --device cpu.",
             param=chosen[0],
         )
