@@ -30,7 +30,7 @@ from ridgeline.planner.ranking import Demand, Variant
 
 SERVED, PLANNED = ("tensor", "pipeline", "context"), ("data",)
 """Dimensions of a layout whose size an option may fix: options of the engine, and of this command."""
-RENTED = 64
+RENTED = 1024
 """Devices of a kind that can be rented, if a candidate has no count."""
 CANDIDATE = ("kind", "count", "usd_hour", "date")
 ABOVE_ZERO = (
