@@ -311,7 +311,7 @@ def test_plan_of_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str]) -
             "does not fit on one",
         ),
         (("--gpus", "2xh100", "--split", "--arithmetic"), "--split needs simulations: leave out --arithmetic"),
-        (("--candidates", "h900"), "--candidates '64xh900': Unknown accelerator"),
+        (("--candidates", "h900"), "--candidates 'h900': Unknown accelerator"),
         (("--candidates", "h100,h100"), "NVIDIA H100 SXM is given twice"),
         (("--gpus", "h100", "--most-watts", "0"), "--most-watts is 0: give a number above 0"),
         (("--gpus", "h100", "--pue", "0.5"), "--pue is 0.5: give 1 or more"),

@@ -17,7 +17,8 @@ import pytest
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
-from ridgeline.engine.hosts import accept_ranks, attach, check_hosts, first_address, gpu_of
+from ridgeline.core.version import VERSION
+from ridgeline.engine.hosts import accept_ranks, attach, check_address, check_hosts, first_address, gpu_of
 from ridgeline.engine.rank_link import Link
 from tests.models.families import save
 
@@ -89,6 +90,24 @@ def test_a_host_with_another_model_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_host_with_another_version_is_refused(tmp_path: Path) -> None:
+    folder, other = tmp_path / "model", tmp_path / "other"
+    for made in (folder, other):
+        made.mkdir()
+    save("llama-gqa", folder)
+    (other / "sitecustomize.py").write_text('from ridgeline.core import version\n\nversion.VERSION = "0.0.9"\n')
+    path = os.pathsep.join([str(other), *(entry for entry in sys.path if entry)])
+    config = two_hosts(tensor_parallel_size=2)
+    with (
+        second_host(config, folder, PYTHONPATH=path),
+        pytest.raises(
+            ConfigError, match=f"Rank 1 has ridgeline 0.0.9, rank 0 has {VERSION}: all ranks need the same versions"
+        ),
+        opened(folder, config),
+    ):
+        pass
+
+
 def test_connections_that_are_no_missing_rank_are_closed() -> None:
     config = two_hosts(tensor_parallel_size=2, pipeline_parallel_size=2)
     address = f"127.0.0.1:{config.master_port}"
@@ -114,8 +133,16 @@ def test_connections_that_are_no_missing_rank_are_closed() -> None:
 def test_hosts_that_do_not_come_are_named() -> None:
     with pytest.raises(EngineFailed, match=r"Ranks \[1\] have not connected .* --node-rank 1 on"):
         accept_ranks(two_hosts(tensor_parallel_size=2), lambda *at: None, within_s=0.0)
-    with pytest.raises(EngineFailed, match="No engine has listened on"):
+    with pytest.raises(EngineFailed, match=r"No engine has listened on .* for 0 s \(Connection refused\)"):
         attach(f"127.0.0.1:{free_port()}", 1, within_s=0.0)
+
+
+def test_why_the_first_host_cannot_be_reached_is_logged_at_once_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(EngineFailed):
+        attach(address, 1, within_s=1.0)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"rank 1 cannot reach host 0 at {address} (Connection refused) and tries again for 1 s" in line
 
 
 @pytest.mark.parametrize(
@@ -139,6 +166,9 @@ def test_an_address_of_another_host_cannot_be_listened_on() -> None:
     config = replace(two_hosts(tensor_parallel_size=2), master_addr="192.0.2.1")
     with pytest.raises(ConfigError, match="give an address of this host"):
         accept_ranks(config, lambda *at: None)
+    with pytest.raises(ConfigError, match="give an address of this host"):
+        check_address(config)
+    check_address(replace(config, nnodes=1))
 
 
 def test_a_rank_of_the_first_host_is_reached_at_its_address() -> None:

@@ -78,6 +78,7 @@ def _serve(link: Link, folder: str | None) -> None:
     """Run what the first rank orders. folder: of the model; None: the first rank's."""
     body = link.receive()
     if body is None:
+        log.warning("host 0 gave no order: it has ended, or it has other sizes or another host with this --node-rank")
         return
     order = decode_order(body)
     address = first_address(order.engine)  # the rank may be on the first host

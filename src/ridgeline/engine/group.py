@@ -30,7 +30,7 @@ import torch
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.plan import StepPlan, StepResult
-from ridgeline.engine.hosts import accept_ranks, first_address, per_host
+from ridgeline.engine.hosts import accept_ranks, check_address, first_address, per_host
 from ridgeline.engine.loop import Runner
 from ridgeline.engine.rank import RankPlan, StartTimes
 from ridgeline.engine.rank_link import (
@@ -123,6 +123,7 @@ class RankGroup(Group):
     """Followers are processes on this host, and on others (`hosts`). A thread reads what they send."""
 
     def __init__(self, rank: RankPlan, times: StartTimes) -> None:
+        check_address(rank.config)
         self.failure = ""
         """Why a rank is lost. Once set, every step fails with it."""
         self._epoch = secrets.token_hex(4)

@@ -127,6 +127,12 @@ def accept_ranks(
     return links
 
 
+def check_address(config: EngineConfig) -> None:
+    """Raise ConfigError if the first host cannot listen on its address, which a store of torch would try for minutes."""
+    if config.nnodes > 1:
+        _listen(config.master_addr, config.master_port).close()
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -205,18 +211,29 @@ def _end(ranks: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def attach(address: str, rank: int, within_s: float = JOIN_S) -> Link:
-    """Connect a rank to the first host, which may not listen yet. Raises EngineFailed if it does not in time."""
+    """Connect a rank to the first host, which may not listen yet. Raises EngineFailed if it does not in time.
+
+    Each new reason why it cannot be reached is logged: a wrong address looks like a host that starts later.
+    """
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + within_s
+    deadline, reason = time.monotonic() + within_s, ""
     while True:
-        with suppress(OSError):
+        try:
             link = Link(socket.create_connection((host, int(port)), timeout=_ATTACH_S))
             link.sock.settimeout(None)
             _keep_alive(link.sock)
             link.send(encode(Attach(rank)))
             return link
+        except OSError as error:
+            before, reason = reason, error.strerror or str(error)
         if time.monotonic() > deadline:
-            raise EngineFailed(f"No engine has listened on {address} for {within_s:g} s.")
+            raise EngineFailed(f"No engine has listened on {address} for {within_s:g} s ({reason}).")
+        if reason != before:
+            log.warning(
+                "rank %d cannot reach host 0 at %s (%s) and tries again for %g s: host 0 has not started, or --master-addr or "
+                "--master-port is wrong",
+                *(rank, address, reason, within_s),
+            )
         time.sleep(_RETRY_S)
 
 
