@@ -2,11 +2,14 @@
 
     python benchmarks/multi_gpu.py --out benchmarks/results/multi_gpu.json [--only sums,tensor,tensor-fp8,stages,context]
     python benchmarks/multi_gpu.py --out benchmarks/results/multi_gpu.json --only context-one,context [--longest]
+    python benchmarks/multi_gpu.py --out benchmarks/results/multi_gpu.json --only hosts_tensor,hosts_stages,sockets_stages
 
 Random weights. decode-N: milliseconds per token of N requests that run together, after the last first token. prefill: prompt tokens
 per second of 16 prompts of 8,192 tokens. prompt-N: seconds until the first token of one prompt of N tokens. sums: microseconds of a
-sum of bfloat16 numbers in a CUDA graph of 64 of them, by each kernel. Rows are written after each part; parts whose rows are in the
-file already are left out with --resume.
+sum of bfloat16 numbers in a CUDA graph of 64 of them, by each kernel. hosts_WAY: two ranks are two hosts of --nnodes,
+which are this machine, so NCCL copies between the GPUs as it finds best, and kernels of our own share no memory. sockets_WAY: the
+same, and NCCL uses TCP on loopback only. Rows are written after each part; parts whose rows are in the file already are left out
+with --resume.
 
 Predicted before the first run, for two H100 (3.0 TB/s read, 600 TFLOP/s) and Llama 3.1 8B in bf16, layers and head 15.0 GB:
 
@@ -19,6 +22,7 @@ Predicted before the first run, for two H100 (3.0 TB/s read, 600 TFLOP/s) and Ll
   requests read nearly all experts: 1.6 times. Whole experts: the same bytes in the mean, but a step waits for the rank with more of
   them: 64 requests times 8 choices over 2 ranks deviate by 4 %. Prompts 1.7 times, and whole experts gain by wider products.
 - sums: one shot 4 us for 8 KB, NCCL 12 us; equal at 1 MB.
+- hosts: docs/log/2026-11-28-gpus-of-several-hosts.md.
 """
 
 from __future__ import annotations
@@ -26,11 +30,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +46,8 @@ from shapes import MODELS
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.engine.local import LocalEngine
+from ridgeline.parallel.connect import Meeting, connect
 from ridgeline.parallel.gpu import GpuGroup
-from ridgeline.parallel.mesh import Meeting, connect
 
 SIZES = [1 << bits for bits in range(12, 27)]
 """Bytes of sums: 4 KB to 64 MB."""
@@ -51,6 +57,13 @@ CONTEXT_PROMPTS = {"8k": 8192, "32k": 32_768, "128k": LONGEST - 16}
 CONTEXT_TARGET = 1.7
 SLOWEST_S = 60.0
 """A longer prompt is left out if the shorter one predicts that it takes longer."""
+NETWORKS: Mapping[str, Mapping[str, str]] = {
+    "hosts": {},
+    "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"},
+}
+"""Variables of NCCL between two hosts that are this machine."""
+HOSTS_S = 420.0
+"""A part with two hosts ends after so long at most."""
 Row = dict[str, Any]
 
 
@@ -121,7 +134,7 @@ def sums(args: argparse.Namespace) -> Iterator[Row]:
 def started(
     model: Path,
     quantization: str,
-    options: Mapping[str, int],
+    options: Mapping[str, Any],
     whole_experts: bool = False,
     rows: int = 64,
     most: int = LONGEST,
@@ -166,7 +179,7 @@ def prompts(engine: LocalEngine) -> Iterator[tuple[int, float]]:
         yield length, before
 
 
-def measured(args: argparse.Namespace, quantization: str, way: str, options: Mapping[str, int]) -> Iterator[Row]:
+def measured(args: argparse.Namespace, quantization: str, way: str, options: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of one engine, by name."""
     engine, start_s = started(args.model, quantization, options)
     name = f"{way}-{quantization or 'bf16'}"
@@ -174,7 +187,7 @@ def measured(args: argparse.Namespace, quantization: str, way: str, options: Map
         timed(engine, [(256, 8)] * 64, engine.engine.setup.vocab_size)
         yield {"row": f"{name}-decode-64", "ms": round(decode_ms(engine, 64), 3)}
         yield {"row": f"{name}-prefill", "tok_s": round(prefill(engine))}
-        if way in ("one", "tensor"):
+        if way != "stages":
             yield {"row": f"{name}-decode-1", "ms": round(decode_ms(engine, 1), 3)}
         if way == "one" and not quantization:
             for length, seconds in prompts(engine):
@@ -229,6 +242,60 @@ def experts(args: argparse.Namespace, way: str, options: Mapping[str, int]) -> I
             engine.close()
 
 
+def between_hosts(args: argparse.Namespace, way: str) -> Iterator[Row]:
+    """The rows of two ranks on two hosts, from a process of their own, because NCCL reads its variables once. way: HOSTS_AXIS."""
+    with tempfile.TemporaryDirectory() as place:
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--model",
+            str(args.model),
+            "--place",
+            place,
+            "--way",
+            way,
+        ]
+        first, second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+        variables = {
+            **os.environ,
+            **NETWORKS[way.partition("_")[0]],
+            "CUDA_VISIBLE_DEVICES": first,
+            "OTHER_GPU": second,
+        }
+        try:
+            subprocess.run(command, env=variables, check=True, timeout=HOSTS_S)
+        finally:  # rows of before a failure count
+            yield from read_rows(f"{place}/rows.json")
+
+
+def run_hosts(args: argparse.Namespace) -> None:
+    """The first host, which sees one GPU and starts the second host with OTHER_GPU."""
+    axis = {"tensor": "tensor", "stages": "pipeline"}[args.way.partition("_")[2]]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    options = {f"{axis}_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    command = [
+        sys.executable,
+        "-m",
+        "ridgeline",
+        "serve",
+        str(args.model),
+        "--load-format",
+        "dummy",
+        "--node-rank",
+        "1",
+        *flags,
+    ]
+    second = subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": os.environ["OTHER_GPU"]})
+    try:
+        for row in measured(args, "", args.way, options):
+            write_rows(f"{args.place}/rows.json", [row])
+    finally:
+        second.terminate()
+        second.wait(20)
+
+
 PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "sums": sums,
     "tensor": lambda args: measured(args, "", "tensor", {"tensor_parallel_size": args.ranks}),
@@ -245,6 +312,11 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "experts-whole": lambda args: experts(args, "whole", {"tensor_parallel_size": args.ranks}),
     "context-one": lambda args: context(args, "context-one", {}),
     "context": lambda args: context(args, "context", {"context_parallel_size": args.ranks}),
+    **{
+        f"{network}_{way}": partial(between_hosts, way=f"{network}_{way}")
+        for network in NETWORKS
+        for way in ("stages", "tensor")
+    },
 }
 
 
@@ -282,9 +354,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--place", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--way", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank >= 0:
         run_rank(args.rank, args.ranks, args.place)
+        return
+    if args.way:
+        run_hosts(args)
         return
     began, about = time.perf_counter(), provenance(f"{args.ranks} x {torch.cuda.get_device_name()}", args.commit)
     rows: dict[str, Row] = {row["row"]: row for row in read_rows(args.out)} if args.out else {}

@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_406
+HEART_STATEMENTS = 7_361
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -87,6 +87,8 @@ BESIDE_HEART: Mapping[str, str] = {
     "engine/hosts.py": "several hosts: how their ranks connect",
     "engine/rank_link.py": "several ranks: their messages",
     "engine/stage.py": "several ranks: runners of the stages of a pipeline",
+    "parallel/connect.py": "several ranks: how they find one another and connect",
+    "parallel/wiring.py": "several ranks: which of them are connected, and how",
     "parallel/gloo.py": "several ranks on CPUs: their messages",
     "parallel/gpu.py": "several ranks on GPUs: their messages",
     "parallel/group.py": "several ranks: the interface of their messages",

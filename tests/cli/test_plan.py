@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,17 @@ import pytest
 
 from ridgeline.bench.figures import run_json
 from ridgeline.bench.record import write_run
+from ridgeline.cli import serve
+from ridgeline.cli.flags import read_flags
 from ridgeline.cli.main import main
 from ridgeline.cli.roofline import read_spec
 from ridgeline.core.calibration import Calibration, Errors
 from ridgeline.core.config import ModelConfig
+from ridgeline.engine.hosts import check_hosts
 from ridgeline.hardware.serving import cost_model
 from ridgeline.hardware.table import lookup
 from ridgeline.service.fleet.file import read_fleet
+from ridgeline.service.fleet.rank_places import rank_places
 from tests.bench.rows import make_run, row
 from tests.cli.test_planning import LLAMA, run
 
@@ -100,6 +105,32 @@ def test_plan_of_a_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "plan", LLAMA, "--gpus", "16xh100", "--input-len", "1000000", "--slo", "ttft=60s", "--arithmetic")
     assert "more than the model's context of 131,072" in out and re.search(r"^[12] +TP4 x CP2 x DP2", out, re.MULTILINE)
     assert "too little for a request of 1,000,256 tokens" in out
+
+
+def test_plan_of_replicas_that_span_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """256 GPUs: each host of a replica has a command, which `ridgeline serve` accepts. Hosts with unequal numbers have none."""
+    sizes = ("-tp", "8", "--pipeline-parallel-size", "2", "--context-parallel-size", "1")
+    out = run(capsys, "plan", LLAMA, "--gpus", "256xh100", "--arithmetic", *sizes)
+    (words,) = re.findall(r"^TP8 x PP2 x DP16: ridgeline serve (.*?)  \(16 times", out, re.MULTILINE)
+    assert words.endswith("--nnodes 2 --master-addr HOST0 --node-rank K") and "HOST0 is the address of" in out
+    filled = words.replace("HOST0", "10.0.0.1").removesuffix("K") + "1"
+    engine = serve.resolve_arguments(read_flags(serve.parser(), shlex.split(filled))).engine
+    check_hosts(engine)
+    assert engine.ranks == 16 and engine.host_ranks == range(8, 16)
+    out = run(capsys, "plan", LLAMA, "--gpus", "9xh100", "--arithmetic", "-tp", "1", "--pipeline-parallel-size", "9")
+    assert "PP9: ridgeline" not in out and "unequal numbers of them on a replica's hosts" in out
+
+
+def test_a_plan_starts_a_replica_of_two_hosts_on_ray(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ("-tp", "8", "--pipeline-parallel-size", "2", "--context-parallel-size", "1", "--data-parallel-size", "1")
+    made = proposals(capsys, "--gpus", "16xh100", "--rate", "5", *sizes)[0]
+    assert made["start"] == "ridgeline up fleet.json" and made["cannot_start"] == ""
+    file = tmp_path / "fleet.json"
+    file.write_text(json.dumps(made["fleet"]))
+    fleet = read_fleet(file, {})
+    assert (fleet.fleet.launcher, fleet.fleet.replicas, fleet.fleet.replica_gpus) == ("ray", 1, 16)
+    places = rank_places(fleet.serve, 16.0, 16, [8, 8])
+    assert (places.actors, places.gpus) == (2, 8)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +311,7 @@ def test_plan_of_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str]) -
             "does not fit on one",
         ),
         (("--gpus", "2xh100", "--split", "--arithmetic"), "--split needs simulations: leave out --arithmetic"),
-        (("--candidates", "h900"), "--candidates '64xh900': Unknown accelerator"),
+        (("--candidates", "h900"), "--candidates 'h900': Unknown accelerator"),
         (("--candidates", "h100,h100"), "NVIDIA H100 SXM is given twice"),
         (("--gpus", "h100", "--most-watts", "0"), "--most-watts is 0: give a number above 0"),
         (("--gpus", "h100", "--pue", "0.5"), "--pue is 0.5: give 1 or more"),

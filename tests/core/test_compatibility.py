@@ -31,7 +31,6 @@ CHOSEN: dict[str, dict[str, object]] = {
     "more than two tensor ranks": {"tensor_parallel_size": 4},
     "context parallelism": {"context_parallel_size": 2},
     "context parallelism on GPUs": {"context_parallel_size": 2},
-    "several hosts": {"nnodes": 2},
     "sequence parallelism": {"sequence_parallel": True},
     "a pipeline": {"pipeline_parallel_size": 2},
     "steps in flight": {"steps_in_flight": 1},

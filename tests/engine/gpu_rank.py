@@ -23,8 +23,9 @@ from ridgeline.ops.striped import split_tokens, striped
 from ridgeline.ops.table import Normed
 from ridgeline.ops.triton.linears import linear, linear_add
 from ridgeline.ops.triton.table import TRITON
+from ridgeline.parallel.connect import Meeting, connect
 from ridgeline.parallel.gpu import GpuGroup
-from ridgeline.parallel.mesh import Meeting, Mesh, connect
+from ridgeline.parallel.mesh import Mesh
 from tests.engine.gpu_layers import layers, waiting
 
 TIMEOUT_S = 60.0

@@ -37,7 +37,10 @@ CONFIG = EngineConfig(
     device="cuda", kv_cache_memory=1 << 24, max_num_seqs=4, max_num_batched_tokens=32, block_size=16, threads=1
 )
 RETENTION = {"kv_retention": "heavy:keep=40,window=8", "block_size": 16}
-CASES = CPU_CASES | {"compressed prompts": ("llama-gqa", {}, RETENTION)}
+CASES = CPU_CASES | {
+    "compressed prompts": ("llama-gqa", {}, RETENTION),
+    "norms of all heads": ("olmo2", {}, {}),  # their mean square is summed over ranks
+}
 WAYS = {"tensor": TENSOR, "stages": PIPELINE, "context": CONTEXT, "divided stream": TENSOR | DIVIDED}
 TRIED = [
     *(("grouped heads", way) for way in WAYS),
@@ -48,6 +51,7 @@ TRIED = [
     ),
     ("drafts", "stages"),
     ("one KV head", "tensor"),
+    *(("norms of all heads", way) for way in ("tensor", "divided stream")),
 ]
 
 

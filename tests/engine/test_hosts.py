@@ -17,7 +17,8 @@ import pytest
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
-from ridgeline.engine.hosts import accept_ranks, attach, check_hosts, gpu_of
+from ridgeline.core.version import VERSION
+from ridgeline.engine.hosts import accept_ranks, attach, check_address, check_hosts, first_address, gpu_of
 from ridgeline.engine.rank_link import Link
 from tests.models.families import save
 
@@ -34,12 +35,15 @@ def two_hosts(**sizes: int) -> EngineConfig:
 
 
 @contextmanager
-def second_host(config: EngineConfig, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command on the second host. It needs no option of the engine but those of the ranks."""
+def second_host(config: EngineConfig, folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The command on the second host. It needs no option of the engine but those of the ranks. variables: of its environment."""
     command = [sys.executable, "-m", "ridgeline", "serve", str(folder), "--nnodes", "2", "--node-rank", "1"]
-    sizes = ("-tp", str(config.tensor_parallel_size), "-pp", str(config.pipeline_parallel_size))
+    axes = ("tensor", "pipeline", "context")
+    sizes = [
+        part for axis in axes for part in (f"--{axis}-parallel-size", str(getattr(config, f"{axis}_parallel_size")))
+    ]
     place = ("--master-addr", config.master_addr, "--master-port", str(config.master_port))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), **variables}
     process = subprocess.Popen([*command, *sizes, *place], stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
@@ -49,7 +53,13 @@ def second_host(config: EngineConfig, folder: Path) -> Iterator[subprocess.Popen
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long)]
+    "sizes",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=["a rank each", "a stage each", "two ranks each"],
 )
 def test_two_hosts_say_what_one_process_says(sizes: dict[str, int], tmp_path: Path) -> None:
     """The second host has its own copy of the model, at another path. A second engine finds it again."""
@@ -80,6 +90,24 @@ def test_a_host_with_another_model_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_host_with_another_version_is_refused(tmp_path: Path) -> None:
+    folder, other = tmp_path / "model", tmp_path / "other"
+    for made in (folder, other):
+        made.mkdir()
+    save("llama-gqa", folder)
+    (other / "sitecustomize.py").write_text('from ridgeline.core import version\n\nversion.VERSION = "0.0.9"\n')
+    path = os.pathsep.join([str(other), *(entry for entry in sys.path if entry)])
+    config = two_hosts(tensor_parallel_size=2)
+    with (
+        second_host(config, folder, PYTHONPATH=path),
+        pytest.raises(
+            ConfigError, match=f"Rank 1 has ridgeline 0.0.9, rank 0 has {VERSION}: all ranks need the same versions"
+        ),
+        opened(folder, config),
+    ):
+        pass
+
+
 def test_connections_that_are_no_missing_rank_are_closed() -> None:
     config = two_hosts(tensor_parallel_size=2, pipeline_parallel_size=2)
     address = f"127.0.0.1:{config.master_port}"
@@ -105,8 +133,16 @@ def test_connections_that_are_no_missing_rank_are_closed() -> None:
 def test_hosts_that_do_not_come_are_named() -> None:
     with pytest.raises(EngineFailed, match=r"Ranks \[1\] have not connected .* --node-rank 1 on"):
         accept_ranks(two_hosts(tensor_parallel_size=2), lambda *at: None, within_s=0.0)
-    with pytest.raises(EngineFailed, match="No engine has listened on"):
+    with pytest.raises(EngineFailed, match=r"No engine has listened on .* for 0 s \(Connection refused\)"):
         attach(f"127.0.0.1:{free_port()}", 1, within_s=0.0)
+
+
+def test_why_the_first_host_cannot_be_reached_is_logged_at_once_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(EngineFailed):
+        attach(address, 1, within_s=1.0)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"rank 1 cannot reach host 0 at {address} (Connection refused) and tries again for 1 s" in line
 
 
 @pytest.mark.parametrize(
@@ -130,6 +166,15 @@ def test_an_address_of_another_host_cannot_be_listened_on() -> None:
     config = replace(two_hosts(tensor_parallel_size=2), master_addr="192.0.2.1")
     with pytest.raises(ConfigError, match="give an address of this host"):
         accept_ranks(config, lambda *at: None)
+    with pytest.raises(ConfigError, match="give an address of this host"):
+        check_address(config)
+    check_address(replace(config, nnodes=1))
+
+
+def test_a_rank_of_the_first_host_is_reached_at_its_address() -> None:
+    """Also those that the first rank starts, which other hosts could not reach on loopback."""
+    assert first_address(replace(CONFIG, nnodes=2, master_addr="10.0.0.1")) == "10.0.0.1"
+    assert first_address(CONFIG) == "127.0.0.1"
 
 
 def test_a_rank_has_a_gpu_of_its_host() -> None:
@@ -154,3 +199,14 @@ def test_more_ranks_than_gpus_are_refused(sizes: dict[str, int], flags: str, par
     ) as caught:
         gpu_of(1, EngineConfig(**sizes), 2)  # type: ignore[arg-type]
     assert caught.value.param == param
+
+
+def test_a_host_with_fewer_gpus_than_others_is_named() -> None:
+    config = EngineConfig(tensor_parallel_size=4, pipeline_parallel_size=2, nnodes=2)
+    assert [gpu_of(number, config, 4) for number in range(8)] == [0, 1, 2, 3] * 2
+    with pytest.raises(
+        ConfigError,
+        match="--tensor-parallel-size 4 times --pipeline-parallel-size 2 needs 4 GPUs on each of --nnodes 2 hosts, and torch finds "
+        "2 on host 1: lower the sizes to a product of 4 or less",
+    ):
+        gpu_of(6, config, 2)

@@ -15,8 +15,9 @@ from ridgeline.core.errors import EngineFailed
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.parallel.connect import Meeting, connect
 from ridgeline.parallel.group import Group
-from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect
+from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from tests.models.paged import PagedRows
 
 CPU = torch.device("cpu")

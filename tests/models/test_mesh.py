@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.parallel.connect import Meeting, connect
 from ridgeline.parallel.gloo import GlooGroup
 from ridgeline.parallel.gpu import LIMITS
-from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect
+from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from tests.models.families import FAMILIES, save
 from tests.models.mesh_rank import CASES, DECODED, TIMEOUT_S, load, logits
 

@@ -201,12 +201,32 @@ async def test_ranks_end_with_a_fleet_that_is_killed(mark: bytes, cluster: Any, 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("size", "gpus"), [("tensor_parallel_size", (1, 1)), ("pipeline_parallel_size", (2, 2))])
+async def test_ranks_with_gpus_of_two_nodes_say_what_one_process_says(
+    cluster: Any, tmp_path: Path, size: str, gpus: tuple[int, ...]
+) -> None:
+    """Ray counts GPUs that this machine does not have, so the ranks run on CPUs; places and processes are those of GPUs."""
+    for count in gpus:
+        cluster.add_node(num_cpus=1, num_gpus=count, object_store_memory=STORE)
+    ranks = sum(gpus)
+    async with running(tmp_path, {"serve": SERVE}) as single:
+        expected = await single.texts()
+    content = on_ray(cluster, **{size: ranks, "device": "cpu"})
+    async with running(tmp_path, {**content, "replica_cpus": 2, "replica_gpus": ranks}) as several:
+        assert await several.texts() == expected
+        import ray
+
+        used = [node["Resources"]["GPU"] for node in ray.nodes() if node["Alive"] and "GPU" in node["Resources"]]
+        assert sorted(used) == sorted(gpus) and not ray.available_resources().get("GPU"), "every GPU is taken"
+
+
+@pytest.mark.long
 async def test_what_a_cluster_cannot_run_is_named(cluster: Any) -> None:
     for _ in range(2):
         cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=STORE)
     config = FleetConfig(launcher="ray", ray_address=cluster.address, replica_gpus=2)
     with pytest.raises(ConfigError, match=r"no node of the Ray cluster has more than 1\."):
-        await RayLauncher(config, {"tensor_parallel_size": 2}, {}).start("a", 0)
+        await RayLauncher(config, {}, {}).start("a", 0)
     launcher = RayLauncher(replace(config, replica_gpus=0), {"model": "/nowhere", "port": 0}, {})
     with pytest.raises(
         RidgelineError, match=r"^The replica a did not start on the cluster: The replica a did not start: .*nowhere"
@@ -231,7 +251,7 @@ def test_places_of_ranks() -> None:
     )
     assert (options["threads"], options["device"], options["host"]) == (2, "cpu", "10.0.0.1")
     assert rank_places(serve, 1.0, 0).bundles == [{"CPU": 0.25}] * 4
-    together = rank_places(serve, 1.0, 4)
+    together = rank_places(serve, 1.0, 4, [8.0, 8.0])
     assert (together.bundles, together.strategy) == ([{"CPU": 1.0, "GPU": 4}], "STRICT_PACK")
     assert together.options(serve, 0, "10.0.0.1", 4000) == {**serve, "host": "10.0.0.1"}
 
@@ -243,12 +263,11 @@ def test_places_of_ranks() -> None:
         (
             {"serve": {"tensor_parallel_size": 2, "context_parallel_size": 2}, "replica_gpus": 2},
             "replica_gpus (fleet.json) is 2, but a replica has 4 ranks (tensor_parallel_size 2 times context_parallel_size 2), "
-            "which need a GPU each, all on one node: give 4, or 0 for ranks on CPUs.",
+            "which need a GPU each: give 4, or 0 for ranks on CPUs.",
         ),
         (
             {"serve": {"tensor_parallel_size": 2, "device": "cuda"}},
-            "replica_gpus (fleet.json) is 0, but a replica has 2 ranks (tensor_parallel_size 2), which need a GPU each, all on one "
-            "node: give 2.",
+            "replica_gpus (fleet.json) is 0, but a replica has 2 ranks (tensor_parallel_size 2), which need a GPU each: give 2.",
         ),
         (
             {"serve": {"pipeline_parallel_size": 2, "prefill_engines": 1}},
@@ -264,10 +283,42 @@ def test_ranks_that_ray_cannot_place_are_refused(tmp_path: Path, content: dict[s
     assert message in refused.value.message
 
 
-def test_gpus_of_several_nodes_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"no node of the Ray cluster has more than 2\. GPUs of several nodes are not connected"
-    ):
-        check_nodes(4, [0, 2, 2])
-    check_nodes(2, [0, 2])
-    check_nodes(4, [2])  # it may grow
+@pytest.mark.parametrize(
+    ("nodes", "actors"),
+    [
+        ([16], 1),
+        ([8, 16], 1),
+        ([8, 8], 2),
+        ([0, 8, 8], 2),
+        ([8, 4, 4], 4),
+        ([4, 4, 4, 4], 4),
+        ([15, 1], 16),
+        ([8], 2),
+        ([6, 6], 4),
+        ([], 1),
+        ([0], 1),
+    ],
+)
+def test_gpus_of_several_nodes_are_taken_in_the_fewest_equal_parts(nodes: list[float], actors: int) -> None:
+    """Too few GPUs are awaited on nodes like the largest."""
+    serve = {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}
+    places = rank_places(serve, 32.0, 16, nodes)
+    each = {"CPU": 32 / actors, "GPU": 16 // actors}
+    assert (places.bundles, places.strategy) == ([each] * actors, "STRICT_PACK" if actors == 1 else "PACK")
+    if actors > 1:
+        options = places.options(serve, 1, "10.0.0.1", 4000)
+        assert (options["nnodes"], options["node_rank"], options["master_addr"]) == (actors, 1, "10.0.0.1")
+        assert "device" not in options, "the engine finds the GPUs that Ray assigned"
+
+
+def test_gpus_of_several_nodes_are_those_of_ranks_of_one_engine() -> None:
+    serve = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    check_nodes(serve, 4, [0, 2, 2])
+    for options, gpus in (({}, 4), ({"tensor_parallel_size": 2}, 4), ({**serve, "models": "models.toml"}, 4)):
+        with pytest.raises(
+            ConfigError, match=r"no node of the Ray cluster has more than 2\. Several nodes run the ranks of one"
+        ):
+            check_nodes(options, gpus, [0, 2, 2])
+        check_nodes(options, gpus, [0, 4])
+        check_nodes(options, gpus, [2])  # it may grow
+    assert rank_places({**serve, "models": "models.toml"}, 4.0, 4, [2, 2]).actors == 1

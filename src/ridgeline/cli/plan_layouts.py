@@ -52,7 +52,11 @@ def show_layouts(
         if words:
             say(f"{entry.layout}: {escape(words)}{each}")
     if not any(commands):
-        say("None of these: Ridgeline divides a model over the GPUs of one host so far.")
+        say(
+            "None of these: no Ridgeline for the devices, unequal numbers of them on a replica's hosts, or too small a cache."
+        )
+    if any("--nnodes" in words for words in commands):
+        say("HOST0 is the address of a replica's first host; K is the number of each host, from 0.")
 
 
 def say_rest(console: Console, refused: Sequence[Refused], notes: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from ridgeline.planner.ranking import Demand, Variant
 
 SERVED, PLANNED = ("tensor", "pipeline", "context"), ("data",)
 """Dimensions of a layout whose size an option may fix: options of the engine, and of this command."""
-RENTED = 64
+RENTED = 1024
 """Devices of a kind that can be rented, if a candidate has no count."""
 CANDIDATE = ("kind", "count", "usd_hour", "date")
 ABOVE_ZERO = (
@@ -166,7 +166,8 @@ def _kind(name: str, count: int, rates: LinkRates) -> Cluster:
     try:
         return read_cluster(f"{count}x{name.strip()}", rates)
     except ConfigError as error:
-        raise ConfigError(error.message.replace("--gpus", "--candidates", 1), param="candidates") from None
+        given = error.message.replace(f"--gpus '{count}x", "--candidates '", 1)  # the count may not be the user's
+        raise ConfigError(given, param="candidates") from None
 
 
 def _candidate(table: Table, options: Mapping[str, Any]) -> Offer:

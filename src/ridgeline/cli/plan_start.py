@@ -38,19 +38,31 @@ class Start:
 
 
 def layout_command(entry: Ranked, row: Accelerator, length: int, model: ModelConfig, engine: EngineConfig) -> str:
-    """The command that starts one replica of a layout for requests of `length` tokens; "" where Ridgeline cannot yet."""
+    """The command that starts one replica of a layout for requests of `length` tokens; "" where Ridgeline cannot yet.
+
+    A replica of several hosts has a command for each, in which HOST0 stands for the address of the first and K for its number.
+    """
     deployment = _deployment(entry, row, model, engine)
-    if deployment is None:
+    change = _context(deployment, length) if deployment is not None else None
+    if deployment is None or change is None:
         return ""
-    change = _context(deployment, length)
-    return command(deployment, change) if change is not None else ""
+    words, hosts = command(deployment, change), _hosts(entry, row)
+    return words if hosts == 1 else f"{words} --nnodes {hosts} --master-addr HOST0 --node-rank K"
+
+
+def _hosts(entry: Ranked, row: Accelerator) -> int:
+    """Hosts of a replica."""
+    return 1 if row.kind == "cpu" else -(-entry.layout.replica // _of_host(row))
+
+
+def _of_host(row: Accelerator) -> int:
+    return row.links.devices if row.links else 8
 
 
 def _deployment(entry: Ranked, row: Accelerator, model: ModelConfig, engine: EngineConfig) -> Deployment | None:
     """None where Ridgeline cannot start the layout yet."""
     layout, on_cpu = entry.layout, row.kind == "cpu"
-    host = row.links.devices if row.links else 8
-    if not row.serves or (not on_cpu and layout.replica > host) or layout.groups > 1:
+    if not row.serves or layout.replica % _hosts(entry, row) or layout.groups > 1:
         return None
     kind, spec = "cpu" if on_cpu else "cuda", with_experts(entry.variant.spec, layout)
     sizes = {f"{name}_parallel_size": getattr(layout, name) for name in SIZES}
@@ -76,24 +88,21 @@ def start(proposal: Proposal, model: ModelConfig) -> Start:
         return Start(why="prefill apart from decode starts on CPUs only")
     deployment = _deployment(unit.coarse, row, model, unit.engine)
     if deployment is None:
-        return Start(
-            why=f"Ridgeline does not run on {row.name}"
-            if not row.serves
-            else "GPUs of a replica are in one host so far"
-        )
+        unequal = f"{unit.coarse.layout.replica} devices are not equally many on hosts of {_of_host(row)}"
+        return Start(why=unequal if row.serves else f"Ridgeline does not run on {row.name}")
     longest = max(request.input + request.output for request in proposal.task.workload.requests)
     change = _context(deployment, longest)
     if change is None:
         return Start(why="the longest request does not fit")
     if unit.ratio.decode:
         change |= {"prefill_engines": unit.ratio.prefill, "decode_engines": unit.ratio.decode}
-    if proposal.copies == 1:
+    if proposal.copies == 1 and _hosts(unit.coarse, row) == 1:
         return Start(command(deployment, change))
     return Start(f"ridgeline up {FLEET_FILE}", _fleet(proposal, deployment, change))
 
 
 def _fleet(proposal: Proposal, deployment: Deployment, change: dict[str, object]) -> dict[str, Any]:
-    """The fleet file of several replicas. More than one host needs Ray."""
+    """The fleet file of several replicas, or of one on several hosts. More than one host needs Ray."""
     unit, cluster = proposal.unit, proposal.unit.offer.cluster
     serve: dict[str, Any] = {}
     for config in (deployment.model, deployment.engine):

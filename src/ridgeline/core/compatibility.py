@@ -65,7 +65,6 @@ FEATURES: Mapping[str, Feature] = {
     "context parallelism on GPUs": Feature(
         "context_parallel_size", lambda choice: choice.engine.context_parallel_size > 1 and choice.device == "cuda"
     ),
-    "several hosts": Feature("nnodes", lambda choice: choice.engine.nnodes > 1),
     "sequence parallelism": Feature("sequence_parallel", lambda choice: choice.engine.sequence_parallel),
     "steps in flight": Feature("steps_in_flight", lambda choice: choice.engine.steps_in_flight is not None),
     "layers with windows": Feature("", lambda choice: any(layer.window is not None for layer in choice.layers)),
@@ -224,7 +223,6 @@ REFUSALS: Sequence[Refusal] = (
         "the host moves accepted tokens of drafts between ranks so far",
         "leave --speculate out, or use --tensor-parallel-size",
     ),
-    Refusal("several hosts", "a GPU", "GPUs of several hosts are not connected so far", "use GPUs of one host"),
     Refusal(
         _PIPELINE,
         "a drafter on the device",

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.core.logs import configure_logging
-from ridgeline.engine.hosts import UNREACHABLE, attach
+from ridgeline.engine.hosts import UNREACHABLE, attach, first_address, per_host
 from ridgeline.engine.rank import StartTimes, load_rank, plan_rank
 from ridgeline.engine.rank_link import (
     BEAT_S,
@@ -39,7 +39,7 @@ from ridgeline.engine.rank_link import (
 )
 from ridgeline.engine.runner import Runner
 from ridgeline.engine.stage import EarlierRunner
-from ridgeline.parallel.mesh import Meeting, connect_mesh, open_store
+from ridgeline.parallel.connect import Meeting, connect_mesh, open_store
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ def main(arguments: list[str]) -> int:
         reason = f"{type(error).__name__}: {error}"
     else:
         return 0
+    if folder is not None:  # the first host says it, too, but this one has the cause
+        log.error("rank %s of this host ends: %s", rank, reason)
     with suppress(OSError):
         link.send(encode(Lost(reason)))
     return 1
@@ -76,16 +78,18 @@ def _serve(link: Link, folder: str | None) -> None:
     """Run what the first rank orders. folder: of the model; None: the first rank's."""
     body = link.receive()
     if body is None:
+        log.warning("host 0 gave no order: it has ended, or it has other sizes or another host with this --node-rank")
         return
     order = decode_order(body)
-    address = "127.0.0.1"
+    address = first_address(order.engine)  # the rank may be on the first host
     if folder is not None:
         address = link.sock.getsockname()[0]
         order = replace(order, model=dataclasses.replace(order.model, model=folder))
     times = StartTimes(0.0, lambda stage, done, total: None)
     rank = plan_rank(order.model, order.engine, times, number=order.rank)
     link.send(encode(Hello(rank.identity)))
-    meeting = Meeting(open_store(order.store, order.engine.ranks), CONNECT_S, address, rank.device)
+    store = open_store(order.store, order.engine.ranks)
+    meeting = Meeting(store, CONNECT_S, address, rank.device, per_host(order.engine))
     mesh = connect_mesh(order.rank, rank.stages, order.engine, meeting)
     loaded = load_rank(rank, mesh, times)
     gc.freeze()

@@ -30,7 +30,7 @@ import torch
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.plan import StepPlan, StepResult
-from ridgeline.engine.hosts import accept_ranks
+from ridgeline.engine.hosts import accept_ranks, check_address, first_address, per_host
 from ridgeline.engine.loop import Runner
 from ridgeline.engine.rank import RankPlan, StartTimes
 from ridgeline.engine.rank_link import (
@@ -47,7 +47,8 @@ from ridgeline.engine.rank_link import (
     encode,
     encode_step,
 )
-from ridgeline.parallel.mesh import ONE_DEVICE, Meeting, Mesh, connect_mesh, open_store, start_store
+from ridgeline.parallel.connect import Meeting, connect_mesh, open_store, start_store
+from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from ridgeline.wire.frames import FrameBuffer
 
 SILENT_S = 4.0
@@ -122,6 +123,7 @@ class RankGroup(Group):
     """Followers are processes on this host, and on others (`hosts`). A thread reads what they send."""
 
     def __init__(self, rank: RankPlan, times: StartTimes) -> None:
+        check_address(rank.config)
         self.failure = ""
         """Why a rank is lost. Once set, every step fails with it."""
         self._epoch = secrets.token_hex(4)
@@ -129,17 +131,15 @@ class RankGroup(Group):
         self._checksums: dict[int, int] = {}
         self._closing = False
         self._folder = Path(tempfile.mkdtemp(prefix="ridgeline-ranks-"))
-        size, hosts = rank.config.ranks, rank.config.nnodes
-        if hosts == 1:
-            place = str(self._folder / "store")
-            meeting = Meeting(open_store(place, size), CONNECT_S, device=rank.device)
-        else:
-            store, place = start_store(rank.config.master_addr)
-            meeting = Meeting(store, CONNECT_S, rank.config.master_addr, rank.device)
-        # The sizes that this rank chose, so that all ranks agree on every block.
+        size, hosts, address = rank.config.ranks, rank.config.nnodes, first_address(rank.config)
+        place = str(self._folder / "store")
+        store, place = (open_store(place, size), place) if hosts == 1 else start_store(address)
+        meeting = Meeting(store, CONNECT_S, address, rank.device, per_host(rank.config))
+        # The device and the sizes that this rank chose, so that all ranks connect alike and agree on every block.
         names = {entry.name for entry in fields(EngineConfig)} - {"steps_in_flight"}
         chosen = {name: value for name, value in rank.plan.chosen.items() if name in names}
-        engine = replace(rank.config, **chosen, threads=torch.get_num_threads())  # type: ignore[arg-type]
+        here = replace(rank.config, device=rank.device.type, threads=torch.get_num_threads())
+        engine = replace(here, **chosen)  # type: ignore[arg-type]
         model = replace(rank.model, max_model_len=rank.plan.max_len, model=str(rank.folder))
         orders = [RankOrder(model, engine, number, place, self._epoch) for number in range(size)]
         self.followers = [_start(order) for order in orders[1 : len(rank.config.host_ranks)]]

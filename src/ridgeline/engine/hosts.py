@@ -1,8 +1,9 @@
 """A model over several hosts. The first host has the service and the first ranks; its engine listens for the ranks of the others.
 
 `ridgeline serve MODEL --node-rank K` with K > 0 runs no service. It starts the ranks of its host, which connect to the first host.
-When a group has ended they are started again, because the service starts another engine after a failure. Traffic between ranks is
-neither encrypted nor authenticated: the hosts need a network of their own.
+When a group has ended they are started again, because the service starts another engine after a failure. All ranks are on CPUs or
+all on GPUs, as the first host decides; parallel.wiring says how they are connected. Traffic between ranks is neither encrypted nor
+authenticated: the hosts need a network of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.core.plural import counted
 from ridgeline.engine.rank_link import Attach, Link, decode_attach, encode
 
 JOIN_S = 600.0
@@ -60,6 +62,16 @@ def check_hosts(config: EngineConfig) -> None:
         )
 
 
+def first_address(config: EngineConfig) -> str:
+    """The address by which other ranks reach those of the first host."""
+    return config.master_addr if config.nnodes > 1 else "127.0.0.1"
+
+
+def per_host(config: EngineConfig) -> int | None:
+    """Ranks of each host; None: there is one host."""
+    return config.ranks // config.nnodes if config.nnodes > 1 else None
+
+
 def gpu_of(number: int, config: EngineConfig, count: int) -> int:
     """The GPU of a rank among the `count` of its host, as CUDA_VISIBLE_DEVICES orders them. Raises ConfigError for too few."""
     needed = len(config.host_ranks)
@@ -67,8 +79,11 @@ def gpu_of(number: int, config: EngineConfig, count: int) -> int:
         sizes = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
         chosen = [name for name in sizes if getattr(config, name) > 1]
         flags = " times ".join(f"--{name.replace('_', '-')} {getattr(config, name)}" for name in chosen)
+        where = f"this host, and torch finds {count}"
+        if config.nnodes > 1:
+            where = f"each of --nnodes {config.nnodes} hosts, and torch finds {count} on host {number // needed}"
         raise ConfigError(
-            f"{flags} needs {needed} GPUs on this host, and torch finds {count}: lower the sizes to a product of {count} or less, "
+            f"{flags} needs {counted(needed, 'GPU')} on {where}: lower the sizes to a product of {count * config.nnodes} or less, "
             "or use --device cpu.",
             param=chosen[0],
         )
@@ -110,6 +125,12 @@ def accept_ranks(
             link.close()
         raise
     return links
+
+
+def check_address(config: EngineConfig) -> None:
+    """Raise ConfigError if the first host cannot listen on its address, which a store of torch would try for minutes."""
+    if config.nnodes > 1:
+        _listen(config.master_addr, config.master_port).close()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -190,18 +211,29 @@ def _end(ranks: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def attach(address: str, rank: int, within_s: float = JOIN_S) -> Link:
-    """Connect a rank to the first host, which may not listen yet. Raises EngineFailed if it does not in time."""
+    """Connect a rank to the first host, which may not listen yet. Raises EngineFailed if it does not in time.
+
+    Each new reason why it cannot be reached is logged: a wrong address looks like a host that starts later.
+    """
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + within_s
+    deadline, reason = time.monotonic() + within_s, ""
     while True:
-        with suppress(OSError):
+        try:
             link = Link(socket.create_connection((host, int(port)), timeout=_ATTACH_S))
             link.sock.settimeout(None)
             _keep_alive(link.sock)
             link.send(encode(Attach(rank)))
             return link
+        except OSError as error:
+            before, reason = reason, error.strerror or str(error)
         if time.monotonic() > deadline:
-            raise EngineFailed(f"No engine has listened on {address} for {within_s:g} s.")
+            raise EngineFailed(f"No engine has listened on {address} for {within_s:g} s ({reason}).")
+        if reason != before:
+            log.warning(
+                "rank %d cannot reach host 0 at %s (%s) and tries again for %g s: host 0 has not started, or --master-addr or "
+                "--master-port is wrong",
+                *(rank, address, reason, within_s),
+            )
         time.sleep(_RETRY_S)
 
 

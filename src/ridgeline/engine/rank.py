@@ -42,6 +42,7 @@ from ridgeline.models.weights import Progress
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.releasable import DeviceRange, move
 from ridgeline.ops.table import Ops
+from ridgeline.parallel.connect import transport
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.speculation.build import choice_of, memory_of_drafters, open_drafters
 from ridgeline.speculation.device import DeviceDrafter
@@ -96,6 +97,7 @@ class RankPlan:
         return {
             "ridgeline": VERSION,
             "torch": str(torch.__version__),
+            "the transport": transport(self.device),
             "the model": content_hash(self.folder, weights=weights).hex()[:16],
             "blocks": str(self.plan.n_pages),
             "the experts on every rank": hot_experts(self.spec.layers),

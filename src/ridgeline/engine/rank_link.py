@@ -32,7 +32,7 @@ class Attach(msgspec.Struct, frozen=True):
 
 
 class RankOrder(msgspec.Struct, frozen=True):
-    """What a following rank is started with. store: where the ranks find one another, a file or host:port (mesh.open_store)."""
+    """What a following rank is started with. store: where the ranks find one another, a file or host:port (connect.open_store)."""
 
     model: ModelConfig
     engine: EngineConfig

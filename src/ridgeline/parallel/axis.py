@@ -15,8 +15,8 @@ from ridgeline.parallel.group import Group
 class Axis:
     """Rank of this process among `size` ranks.
 
-    group: of the ranks, see mesh.connect. None: the rank can be built and loaded, but not run. Collectives raise EngineFailed if
-    another rank has ended or does not answer within the timeout of the group. On a GPU they only enqueue work; the first rank
+    group: of the ranks, see parallel.connect. None: the rank can be built and loaded, but not run. Collectives raise EngineFailed
+    if another rank has ended or does not answer within the timeout of the group. On a GPU they only enqueue work; the first rank
     watches the others (engine.group) and aborts the group of a lost one.
     """
 

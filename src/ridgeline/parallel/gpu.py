@@ -1,4 +1,4 @@
-"""Collectives between the GPUs of one host: NCCL, and small sums by a kernel of our own."""
+"""Collectives between GPUs: NCCL, and on one host small sums by a kernel of our own."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class GpuGroup(Group):
     """
 
     def __init__(
-        self, rank: int, size: int, store: torch.distributed.Store, timeout_s: float, device: torch.device
+        self, rank: int, size: int, store: torch.distributed.Store, timeout_s: float, device: torch.device, peers: bool
     ) -> None:
-        """As nccl.Communicator."""
+        """As nccl.Communicator. peers: the ranks are on one host, so they may map each other's memory."""
         self.nccl = Communicator(rank, size, store, timeout_s, device)
         self.limits = LIMITS.get(size, Limits(0, 0))
-        self.sums = _peer_sums(Store(rank, size, store), rank, size, device)
+        self.sums = _peer_sums(Store(rank, size, store), rank, size, device) if peers else None
         """None: NCCL makes all sums."""
         self._muted, sums = False, self.sums
         if sums is not None:

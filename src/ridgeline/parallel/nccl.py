@@ -1,4 +1,4 @@
-"""NCCL between the GPUs of one host, by calls of its library on torch's current stream.
+"""NCCL between GPUs, of one host or several, by calls of its library on torch's current stream.
 
 torch's ProcessGroupNCCL is not used. It runs collectives on a stream of its own, with events and a watchdog thread that must be
 kept apart from the capture of CUDA graphs. A call on the current stream is captured like a kernel, waits for nothing but its
@@ -14,10 +14,15 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import socket
 import threading
+from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from datetime import timedelta
+from fcntl import ioctl
 from functools import cache
+from ipaddress import IPv6Address
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -36,6 +41,10 @@ _BYTES, _SUM = 1, 0
 _TYPES = {torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
 _ABORT_S = 2.0
 """Seconds that the end of the process waits for an abort."""
+_SIOCGIFADDR, _IFREQ = 0x8915, 40
+"""Request for the first IPv4 address of an interface, and bytes of its argument (netdevice(7))."""
+_INET6 = Path("/proc/net/if_inet6")
+"""IPv6 addresses in 32 digits, and the names of their interfaces."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -82,6 +91,41 @@ def version() -> int:
     number = c_int()
     _call("ncclGetVersion", byref(number))
     return number.value
+
+
+def version_text() -> str:
+    """As in 2.28.9."""
+    number = version()
+    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+
+
+def use_network(address: str) -> None:
+    """Let NCCL of this process connect hosts by the interface that has this address. The user's NCCL_SOCKET_IFNAME goes first.
+
+    Without it NCCL takes the first interface that it finds, which need not reach the other hosts. Data still goes by InfiniBand
+    where NCCL finds it. NCCL reads the variable once, when its first communicator is made.
+    """
+    if name := interface_of(address):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this host with an address or a host's name; "" if no interface has it as its first address."""
+    try:
+        family, *_, (number, *_) = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return ""
+    if family == socket.AF_INET6:
+        digits = IPv6Address(str(number)).packed.hex()
+        entries = (line.split() for line in _INET6.read_text().splitlines()) if _INET6.exists() else ()
+        return next((name for digit, *_, name in entries if digit == digits), "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                request = ioctl(sock, _SIOCGIFADDR, name.encode().ljust(_IFREQ, b"\0"))
+                if socket.inet_ntoa(request[20:24]) == number:
+                    return name
+    return ""
 
 
 def _call(name: str, *arguments: object) -> None:

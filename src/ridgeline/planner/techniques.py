@@ -316,8 +316,5 @@ NOT_PREDICTED: tuple[str, ...] = (
     "the batch lane (/v1/batches)",
 )
 """Techniques that the engine has and the diagnosis cannot judge yet."""
-NOT_BUILT: tuple[str, ...] = (
-    "layers that run on the CPU beside a GPU",
-    "GPUs of several hosts",
-)
+NOT_BUILT: tuple[str, ...] = ("layers that run on the CPU beside a GPU",)
 """Techniques that the diagnosis cannot propose, because the engine does not have them yet."""

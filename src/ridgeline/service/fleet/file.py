@@ -23,7 +23,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "replicas": (0, 10_000),
     "ready_s": (0.1, 1e6),
     "replica_cpus": (0.0, 1e4),
-    "replica_gpus": (0, 64),
+    "replica_gpus": (0, 1024),
     "least": (0, 10_000),
     "most": (0, 10_000),
     "off_peak_least": (0, 10_000),
@@ -47,7 +47,7 @@ class FleetConfig:
     ready_s: float = option(900.0, "seconds in which a replica must be ready after its start")
     ray_address: str = option("auto", "launcher ray: address of the cluster; auto: that of this machine")
     replica_cpus: float = option(1.0, "launcher ray: CPUs that a replica takes, an equal part for each rank")
-    replica_gpus: int = option(0, "launcher ray: GPUs that a replica takes, all on one node")
+    replica_gpus: int = option(0, "launcher ray: GPUs that a replica takes, on one node if one has so many")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,15 @@
 """Where the ranks of a replica run on a Ray cluster.
 
-Ranks on CPUs have a bundle and an actor each, on nodes of their own as far as there are enough, and connect as those of several
-hosts do (`engine/hosts.py`). GPUs of several hosts are not connected, so ranks on GPUs share one bundle, which one node must have,
-and connect as those of one host do.
+Ranks on CPUs have a bundle and an actor each, on nodes of their own as far as there are enough. Ranks on GPUs share one bundle on
+one node, which connects them best. If no node has so many GPUs, they have the fewest equal bundles that the nodes have room for,
+and an actor each. Actors are the hosts of `engine/hosts.py`.
 """
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,17 +41,35 @@ class RankPlaces:
         if self.actors == 1:
             return {**serve, "host": host}
         ranks = {"nnodes": self.actors, "node_rank": number, "master_addr": host, "master_port": port}
-        return {"threads": max(1, int(self.cpus)), **serve, "device": "cpu", "host": host, **ranks}
+        device = {} if self.gpus else {"device": "cpu"}
+        return {"threads": max(1, int(self.cpus)), **serve, **device, "host": host, **ranks}
 
 
-def rank_places(serve: Mapping[str, Any], cpus: float, gpus: int) -> RankPlaces:
-    """The places of a replica with these options. cpus, gpus: of the whole replica."""
+def rank_places(serve: Mapping[str, Any], cpus: float, gpus: int, nodes: Sequence[float] = ()) -> RankPlaces:
+    """The places of a replica with these options. cpus, gpus: of the whole replica. nodes: GPUs of each node of the cluster."""
     ranks = _engine(serve).ranks
-    if ranks == 1 or gpus:
+    hosts = _gpu_hosts(gpus, nodes) if _may_span(serve, gpus) else 1
+    if ranks == 1 or (gpus and hosts == 1):
         return RankPlaces(1, cpus, gpus, "STRICT_PACK")
-    share = cpus / ranks
+    actors, strategy = (hosts, "PACK") if gpus else (ranks, "SPREAD")
+    share = cpus / actors
     # Ray counts in steps of 0.0001, and whole numbers above 1.
-    return RankPlaces(ranks, math.floor(share) if share > 1 else math.floor(share * 1e4) / 1e4, 0, "SPREAD")
+    share = math.floor(share) if share > 1 else math.floor(share * 1e4) / 1e4
+    return RankPlaces(actors, share, gpus // actors, strategy)
+
+
+def _gpu_hosts(gpus: int, nodes: Sequence[float]) -> int:
+    """The fewest equal parts of the GPUs that the nodes have room for. A cluster that has too few so far may grow by nodes like the
+    largest."""
+    parts = [count for count in range(1, gpus + 1) if gpus % count == 0]
+    largest = max(nodes, default=0) or gpus
+    fitting = (count for count in parts if sum(node // (gpus // count) for node in nodes) >= count)
+    return next(fitting, None) or next(count for count in parts if gpus // count <= max(1, largest))
+
+
+def _may_span(serve: Mapping[str, Any], gpus: int) -> bool:
+    """Whether the GPUs may be on several nodes: each is that of a rank, and the ranks are of one engine."""
+    return gpus == _engine(serve).ranks and not any(serve.get(name) for name in _SEVERAL_ENGINES)
 
 
 def check_ranks(serve: Mapping[str, Any], gpus: int, origin: str) -> None:
@@ -68,8 +86,8 @@ def check_ranks(serve: Mapping[str, Any], gpus: int, origin: str) -> None:
     sizes = " times ".join(f"{name} {getattr(engine, name)}" for name in _SIZES if getattr(engine, name) > 1)
     if 0 < gpus < engine.ranks or (not gpus and engine.device == "cuda"):
         raise ConfigError(
-            f"replica_gpus ({origin}) is {gpus}, but a replica has {engine.ranks} ranks ({sizes}), which need a GPU each, all on "
-            f"one node: give {engine.ranks}{', or 0 for ranks on CPUs' if gpus else ''}.",
+            f"replica_gpus ({origin}) is {gpus}, but a replica has {engine.ranks} ranks ({sizes}), which need a GPU each: give "
+            f"{engine.ranks}{', or 0 for ranks on CPUs' if gpus else ''}.",
             param="replica_gpus",
         )
     for name in _SEVERAL_ENGINES:
@@ -81,15 +99,16 @@ def check_ranks(serve: Mapping[str, Any], gpus: int, origin: str) -> None:
             )
 
 
-def check_nodes(gpus: int, nodes: list[float]) -> None:
-    """Raise ConfigError if the cluster has the GPUs of a replica, but on several nodes. nodes: the GPUs of each.
+def check_nodes(serve: Mapping[str, Any], gpus: int, nodes: Sequence[float]) -> None:
+    """Raise ConfigError if the cluster has the GPUs of a replica, but on several nodes, which these options cannot use.
 
-    A cluster with too few GPUs may still grow.
+    nodes: the GPUs of each. A cluster with too few GPUs may still grow.
     """
-    if sum(nodes) >= gpus > max(nodes, default=0):
+    if not _may_span(serve, gpus) and sum(nodes) >= gpus > max(nodes, default=0):
         raise ConfigError(
-            f"replica_gpus is {gpus}, and no node of the Ray cluster has more than {max(nodes):g}. GPUs of several nodes are not "
-            f"connected so far: lower the parallel sizes to a product of {max(nodes):g}, or add a node.",
+            f"replica_gpus is {gpus}, and no node of the Ray cluster has more than {max(nodes):g}. Several nodes run the ranks of "
+            f"one engine, with a GPU for each, and these options have {_engine(serve).ranks}: give as many GPUs as ranks and one "
+            "engine, or add a node.",
             param="replica_gpus",
         )
 

@@ -1,9 +1,10 @@
 """Runs replicas on a Ray cluster. Ray places and supervises processes; requests and tokens go over HTTP from router to replica.
 
 Each replica has a placement group, and an actor in it that runs `ridgeline serve` on its node with the GPUs that Ray assigned. A
-replica of several ranks on CPUs has an actor for each rank (`rank_places`): the first runs the service, the others run
-`ridgeline serve --node-rank`. Plans and sums go between the ranks' processes over TCP, never through Ray. If a node is lost, so are
-its actors, and the fleet starts the replica again; the router's health checks notice it earlier.
+replica of several ranks on CPUs has an actor for each rank, and one whose GPUs are on several nodes has an actor for each bundle of
+them (`rank_places`): the first runs the service, the others run `ridgeline serve --node-rank`. Plans and sums go between the ranks'
+processes, never through Ray. If a node is lost, so are its actors, and the fleet starts the replica again; the router's health
+checks notice it earlier.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.service.fleet.file import FleetConfig
 from ridgeline.service.fleet.launcher import LocalLauncher, LocalReplica
-from ridgeline.service.fleet.rank_places import check_nodes, meeting_place, rank_places
+from ridgeline.service.fleet.rank_places import RankPlaces, check_nodes, meeting_place, rank_places
 
 _STOP_S = 5.0
 """Seconds beyond an agent's own patience for an actor that does not answer."""
@@ -110,7 +111,7 @@ class RayLauncher:
             raise ConfigError(f"launcher is ray, but Ray is not installed: {remedy}", param="launcher") from None
         self._ray = ray
         self._serve, self._keys = serve, keys
-        self._places = rank_places(serve, fleet.replica_cpus, fleet.replica_gpus)
+        self._cpus, self._gpus = fleet.replica_cpus, fleet.replica_gpus
         try:
             ray.init(address=fleet.ray_address, ignore_reinit_error=True, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -120,9 +121,10 @@ class RayLauncher:
             ) from None
 
     async def start(self, name: str, place: int) -> RayReplica:
-        ray, places = self._ray, self._places
-        if places.gpus:
-            check_nodes(places.gpus, [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]])
+        ray = self._ray
+        nodes = [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]
+        check_nodes(self._serve, self._gpus, nodes)
+        places = rank_places(self._serve, self._cpus, self._gpus, nodes)
         group = ray.util.placement_group(places.bundles, strategy=places.strategy)
         agents: list[Any] = []
 
@@ -133,7 +135,7 @@ class RayLauncher:
 
         try:
             await _result(group.ready())
-            return RayReplica(await self._run(name, place, group, agents), agents, close)
+            return RayReplica(await self._run(places, (name, place), group, agents), agents, close)
         except Exception as error:
             close()
             cause = getattr(error, "cause", error)  # Ray's own text has the actor's traceback
@@ -142,9 +144,10 @@ class RayLauncher:
             close()
             raise
 
-    async def _run(self, name: str, place: int, group: Any, agents: list[Any]) -> str:
-        """Start the actors of a replica and their processes. Adds the actors to agents; returns the replica's address."""
-        ray, places = self._ray, self._places
+    async def _run(self, places: RankPlaces, who: tuple[str, int], group: Any, agents: list[Any]) -> str:
+        """Start the actors of a replica and their processes. who: its name and place. Adds the actors to agents; returns the
+        replica's address."""
+        ray = self._ray
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for number in range(places.actors):
             bundle = strategy(group, placement_group_bundle_index=number)
@@ -154,7 +157,7 @@ class RayLauncher:
         starts = []
         for number, agent in enumerate(agents):
             start = agent.follow if number else agent.start
-            starts.append(_result(start.remote(places.options(self._serve, number, host, port), name, place)))
+            starts.append(_result(start.remote(places.options(self._serve, number, host, port), *who)))
         return str((await asyncio.gather(*starts))[0])
 
     async def close(self) -> None:
