@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import AddrInfoType
 
+from ridgeline.core.errors import ConfigError
 from ridgeline.metrics.catalogue import FIRST_TOKEN_SECONDS
 from ridgeline.metrics.metrics import Histogram
 from ridgeline.service.batches.rows import NoRoom
 from ridgeline.service.fleet.demand import CHUNK_TOKENS
 from ridgeline.service.fleet.options import RouterConfig
-from ridgeline.service.fleet.upstream import Upstream
+from ridgeline.service.fleet.upstream import KEYS_MISSING, Upstream
 from ridgeline.service.listen import Probes
 from ridgeline.service.prefix_index import PrefixIndex
 from ridgeline.service.routing import POLICIES, Demand, Router, State, Ticket
@@ -68,10 +69,14 @@ class Counts:
 
 
 class Balancer:
-    """The replicas of a router, and the requests that wait for them. Use it as an async context manager."""
+    """The replicas of a router, and the requests that wait for them. Use it as an async context manager.
 
-    def __init__(self, config: RouterConfig, max_queue: int) -> None:
+    keyless: the router has no API key.
+    """
+
+    def __init__(self, config: RouterConfig, max_queue: int, *, keyless: bool) -> None:
         self.config = config
+        self._keyless = keyless
         index = PrefixIndex(int(config.index_mb * (1 << 20)), CHUNK_TOKENS)
         self.router = Router(POLICIES[config.policy], index, max_waiting=max_queue)
         self.upstreams: dict[str, Upstream] = {}
@@ -97,10 +102,9 @@ class Balancer:
 
     def add(self, name: str, url: str) -> Upstream:
         """Add a replica. It gets requests after its first good health check."""
-        config = self.config
-        upstream = Upstream(url, self._session, stall_s=config.stall_s, idle_s=config.idle_s)
+        upstream = Upstream(url, self._session, self.config, keyless=self._keyless)
         self.upstreams[name] = upstream
-        self.router.add(name, config.capacity)
+        self.router.add(name, self.config.capacity)
 
         def checked(state: State) -> None:
             self.router.replicas[name].row_limit = upstream.row_limit
@@ -124,6 +128,16 @@ class Balancer:
         deadline = self._clock() + patience_s
         while replica.running and self._clock() < deadline:
             await asyncio.sleep(0.02)
+
+    async def check_keys(self) -> None:
+        """Raises ConfigError for a replica that requires an API key while the router has none. Health checks find those that do
+        not answer yet.
+        """
+        upstreams = tuple(self.upstreams.values())
+        answers = await asyncio.gather(*(each.refuses_router() for each in upstreams), return_exceptions=True)
+        for upstream, refuses in zip(upstreams, answers, strict=True):
+            if refuses is True:
+                raise ConfigError(f"The replica {upstream.url} is not used: {KEYS_MISSING}.", param="api_key")
 
     async def until_up(self, name: str) -> None:
         """Wait until a replica is up."""
