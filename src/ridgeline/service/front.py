@@ -14,6 +14,7 @@ from ridgeline.metrics.exposition import gauge, labelled
 from ridgeline.metrics.metrics import PREFIX
 from ridgeline.service.access import Access
 from ridgeline.service.adapters import AdapterBook
+from ridgeline.service.batches.rows import LaneMetrics
 from ridgeline.service.errors import Starting
 from ridgeline.service.sleep import Sleep
 from ridgeline.service.state import Service
@@ -29,13 +30,11 @@ class Front(Access):
     client: of the current engine, or of the last one until the next is started.
     """
 
-    engine_per_model = False
-    """Whether it has an engine for each of several models."""
-
     def __init__(self, config: ServiceConfig, client: Client, metrics: Metrics) -> None:
         super().__init__(config)
         self.client = client
         self.metrics = metrics
+        self.lane: LaneMetrics = metrics
         self.sleep = Sleep(config, lambda: self.client)
         self.adapters = AdapterBook(lambda: self.client)
         self._lost = ""

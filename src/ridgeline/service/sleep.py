@@ -33,7 +33,7 @@ class Sleep:
         self.level = self.users = 0
         self.used = clock()
         self.folder = ""
-        self._config, self._client, self._clock = config, client, clock
+        self.config, self._client, self._clock = config, client, clock
         self._changing = asyncio.Lock()
 
     @property
@@ -58,7 +58,7 @@ class Sleep:
     async def awake(self) -> AsyncIterator[None]:
         """Wake the engine, and keep it awake. Raises Unavailable if it cannot wake, or if requests may not wake it."""
         if self.away:
-            if self.level and self._config.asleep_requests == "refuse":
+            if self.level and self.config.asleep_requests == "refuse":
                 raise Unavailable("The model sleeps: wake it up with POST /wake_up, then send the request again.")
             await self.wake()
         self.users += 1

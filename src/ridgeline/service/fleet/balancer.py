@@ -14,7 +14,7 @@ from aiohttp import AddrInfoType
 from ridgeline.core.errors import ConfigError
 from ridgeline.metrics.catalogue import FIRST_TOKEN_SECONDS
 from ridgeline.metrics.metrics import Histogram
-from ridgeline.service.batches.rows import NoRoom
+from ridgeline.service.batches.rows import LaneCounts, NoRoom
 from ridgeline.service.fleet.demand import CHUNK_TOKENS
 from ridgeline.service.fleet.options import RouterConfig
 from ridgeline.service.fleet.upstream import KEYS_MISSING, Upstream
@@ -39,24 +39,6 @@ def probed_socket(address: AddrInfoType) -> socket.socket:
     made = socket.socket(*address[:3])
     _PROBES.set(made)
     return made
-
-
-@dataclass(slots=True)
-class LaneCounts:
-    """See `LaneMetrics`. The first three count what is now, the others what has ended."""
-
-    queued: int = 0
-    running: int = 0
-    batches: int = 0
-    completed: int = 0
-    failed: int = 0
-
-    def batch_lane(self, queued: int, running: int, batches: int) -> None:
-        self.queued, self.running, self.batches = queued, running, batches
-
-    def batch_rows(self, completed: int, failed: int) -> None:
-        self.completed += completed
-        self.failed += failed
 
 
 @dataclass(slots=True)
