@@ -16,6 +16,7 @@ from ridgeline.service.access import Access
 from ridgeline.service.adapters import AdapterBook
 from ridgeline.service.batches.rows import LaneMetrics
 from ridgeline.service.errors import Starting
+from ridgeline.service.prompt_log import PromptLog
 from ridgeline.service.sleep import Sleep
 from ridgeline.service.state import Service
 from ridgeline.wire.client import Client
@@ -35,7 +36,8 @@ class Front(Access):
         self.client = client
         self.metrics = metrics
         self.lane: LaneMetrics = metrics
-        self.sleep = Sleep(config, lambda: self.client)
+        self.prompts = PromptLog()
+        self.sleep = Sleep(config, lambda: self.client, forget=self.prompts.clear)
         self.adapters = AdapterBook(lambda: self.client)
         self._lost = ""
         """Why the last engine was lost, while it is being replaced."""
@@ -51,6 +53,7 @@ class Front(Access):
         """Answer with 503 until the next `open`. lost: why the engine is being restarted."""
         self._service = None
         self._lost = lost
+        self.prompts.clear()
 
     def service(self) -> Service:
         """The service. Raises Unavailable while the engine loads or restarts, and while the server drains."""

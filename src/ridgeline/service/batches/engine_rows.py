@@ -28,7 +28,7 @@ from ridgeline.service.choices import usage_dict
 from ridgeline.service.embeddings import EMBEDDINGS
 from ridgeline.service.endpoint import Endpoint
 from ridgeline.service.front import Front
-from ridgeline.service.guard import HOLDER, REQUEST_ID, read_json
+from ridgeline.service.guard import FRONT, HOLDER, REQUEST_ID, read_json
 from ridgeline.service.read_call import CHAT, COMPLETIONS
 from ridgeline.service.state import Service
 
@@ -166,10 +166,12 @@ ROWS = web.AppKey("rows", EngineRows)
 
 async def answer_row(request: web.Request, rows: EngineRows) -> web.Response:
     """Answer a row of a router's batch, or refuse it if there is no room."""
-    body = await read_json(request, lambda body: body)
+    log = request.app[FRONT].prompts
+    body, chunks = await read_json(request, lambda body: (body, log.read(request.headers, body)))
     choices = choices_of(body)
     if not rows.take(choices):
         raise NoRoom
+    log.add(chunks)
     try:
         answer = await rows.run(RowRequest(request.path, body, choices, request[HOLDER], request[REQUEST_ID]))
     finally:

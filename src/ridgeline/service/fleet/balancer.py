@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -16,6 +16,7 @@ from ridgeline.metrics.catalogue import FIRST_TOKEN_SECONDS
 from ridgeline.metrics.metrics import Histogram
 from ridgeline.service.batches.rows import LaneCounts, NoRoom
 from ridgeline.service.fleet.demand import CHUNK_TOKENS
+from ridgeline.service.fleet.follower import Follower
 from ridgeline.service.fleet.options import RouterConfig
 from ridgeline.service.fleet.upstream import KEYS_MISSING, Upstream
 from ridgeline.service.listen import Probes
@@ -53,12 +54,12 @@ class Counts:
 class Balancer:
     """The replicas of a router, and the requests that wait for them. Use it as an async context manager.
 
-    keyless: the router has no API key.
+    key: that of operators at the replicas; None: the router has no API key.
     """
 
-    def __init__(self, config: RouterConfig, max_queue: int, *, keyless: bool) -> None:
+    def __init__(self, config: RouterConfig, max_queue: int, key: str | None) -> None:
         self.config = config
-        self._keyless = keyless
+        self._key = key
         index = PrefixIndex(int(config.index_mb * (1 << 20)), CHUNK_TOKENS)
         self.router = Router(POLICIES[config.policy], index, max_waiting=max_queue)
         self.upstreams: dict[str, Upstream] = {}
@@ -66,7 +67,7 @@ class Balancer:
         self.asleep = False
         """The fleet has no replica because none is needed: the next request starts one."""
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, list[asyncio.Task[None]]] = {}
 
     async def __aenter__(self) -> Balancer:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=probed_socket)
@@ -84,20 +85,30 @@ class Balancer:
 
     def add(self, name: str, url: str) -> Upstream:
         """Add a replica. It gets requests after its first good health check."""
-        upstream = Upstream(url, self._session, self.config, keyless=self._keyless)
+        upstream = Upstream(url, self._session, self.config, keyless=self._key is None)
         self.upstreams[name] = upstream
         self.router.add(name, self.config.capacity)
 
         def checked(state: State) -> None:
-            self.router.replicas[name].row_limit = upstream.row_limit
+            replica = self.router.replicas[name]
+            replica.row_limit = upstream.row_limit
+            if upstream.cache_tokens is not None:
+                self.router.index.resize(replica.id, upstream.cache_tokens)
             self._wake(self.router.set_state(name, state, self._clock()))
 
-        self._watches[name] = asyncio.get_running_loop().create_task(upstream.watch(checked))
+        def sent(chunks: Sequence[int] | None) -> None:
+            self.router.sent_elsewhere(name, chunks)
+
+        headers = [] if self._key is None else [("authorization", f"Bearer {self._key}")]
+        follower = Follower(url, self._session, headers, sent)
+        loop = asyncio.get_running_loop()
+        self._watches[name] = [loop.create_task(upstream.watch(checked)), loop.create_task(follower.run())]
         return upstream
 
     def remove(self, name: str) -> None:
         """Remove a replica. Answers that have begun go on."""
-        self._watches.pop(name).cancel()
+        for watch in self._watches.pop(name):
+            watch.cancel()
         del self.upstreams[name]
         self.router.remove(name)
         for replica, result in [key for key in self.counts.answers if key[0] == name]:

@@ -34,7 +34,7 @@ async def routing(
 ) -> AsyncIterator[RouterServer]:
     """A router within the block; at its end it drains. listeners: bound sockets (`listen.bind`). extend: adds routes."""
     access, address = Access(config), Address.read(config)
-    async with Balancer(router, config.max_queue, keyless=access.keys.empty) as balancer:
+    async with Balancer(router, config.max_queue, config.admin_api_key or config.api_key) as balancer:
         app = make_router_app(access, balancer)
         extend(app)
         runner = await listen(app, address, listeners)

@@ -69,6 +69,8 @@ class Upstream:
         self.state = State.DOWN
         self.row_limit = 0
         """Rows of batches that it runs now, as its last health check says."""
+        self.cache_tokens: int | None = None
+        """Tokens that its prefix cache holds, if its health checks say so."""
         self.received = 0
         """Chunks of answers so far."""
         self.exchanges: set[Exchange] = set()
@@ -157,6 +159,7 @@ class Upstream:
             return self._progress.failed()
         self._silent_since = None
         self.row_limit = _number(body, "batch_rows") or 0
+        self.cache_tokens = _number(body, "cache_tokens")
         if reply.status not in _ALIVE:
             self.trouble = f"its health check says: {error_message(body) or reply.status}"
             return self._progress.failed(starting=ENGINE in reply.headers)

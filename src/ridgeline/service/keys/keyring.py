@@ -239,11 +239,6 @@ class Keyring:
         return UsageHolder(name, self.usage, admin=admin, isolated=self._config.isolate_keys)
 
     @property
-    def empty(self) -> bool:
-        """Whether there is no key: everyone is the same client."""
-        return not self._fixed and not self._current
-
-    @property
     def needed(self) -> bool:
         """Whether ordinary routes require a key."""
         return self._config.api_key is not None or self._file is not None
@@ -261,7 +256,7 @@ class Keyring:
             raise Unauthorized(f"The API key {match.name!r} has expired: ask for a new one.")
         if match is not None:
             return match
-        if self.empty:
+        if not self._fixed and not self._current:
             return ANYONE
         if anonymous and not self.needed:
             return UNKNOWN
