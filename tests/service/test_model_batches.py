@@ -81,6 +81,8 @@ def test_each_row_runs_in_the_model_that_it_names(tiny: dict[str, Any], tmp_path
         assert "name one in each row: a, b, broken" in failed["nameless"]["body"]["error"]["message"]
         assert front.models["a"].loads == front.models["b"].loads == 1, "rows are sorted by model"
         assert states(server) == {"a": "asleep", "b": "asleep", "broken": "failed"}
+        taken = {name: rows._taken for name, rows in server.server.rows._engines.items()}
+        assert taken == {"a": 0, "b": 0, "broken": 0}, "every place is given back once"
         series = server.get("/metrics").data.decode()
         assert 'ridgeline:batch_rows_total{result="completed"} 7.0' in series
         assert 'ridgeline:batch_rows_total{result="failed"} 5.0' in series

@@ -55,10 +55,14 @@ class EngineRows:
         allowed = self.look()
         if not allowed or (self._taken and self._taken + choices > allowed):
             return False
+        self.take_anyway(choices)
+        return True
+
+    def take_anyway(self, choices: int) -> None:
+        """Take places without asking for room, for a row that ends at once with an error."""
         if not self._taken:
             self._changed.set()
         self._taken += choices
-        return True
 
     def give_back(self, choices: int, model: str | None = None) -> None:
         self._taken -= choices

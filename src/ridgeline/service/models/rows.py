@@ -41,10 +41,14 @@ class ModelRows:
 
     def take(self, choices: int, model: str | None) -> bool:
         chosen = self._find(model)
-        if chosen is None or self._problem(chosen):
-            return True  # `run` answers with the error
+        if chosen is None:
+            return True  # `run` raises the error
+        engine = self._engines[chosen.name]
+        if self._problem(chosen):
+            engine.take_anyway(choices)  # `run` answers with the problem; `give_back` returns the places
+            return True
         if chosen.awake:
-            return self._engines[chosen.name].take(choices)
+            return engine.take(choices)
         self._raise(chosen)
         return False
 
