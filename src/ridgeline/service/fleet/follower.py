@@ -31,8 +31,6 @@ class Follower:
         headers: Sequence[tuple[str, str]],
         take: Callable[[Sequence[int] | None], None],
     ) -> None:
-        self.events = 0
-        """Events so far."""
         self._url, self._session, self._headers, self._take = url + PATH, session, headers, take
         self._last = ""
         """Id of the last event."""
@@ -62,7 +60,6 @@ class Follower:
                 continue
             self._take(None if fields["event"] == "cleared" else unpack(fields.get("data", "")))
             self._last = fields.get("id", "")
-            self.events += 1
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
