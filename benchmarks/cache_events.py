@@ -8,8 +8,8 @@ The simulation of router.py (eight replicas, policy prefix) with other knowledge
 more), predicted_hit_rate with the index of what was sent, by size of a replica's cache.
 `cache-events-believed-{factor}`: hit_rate if the index takes a cache to be so many times as large as it is.
 `cache-events-routers-{count}`: hit_rate of so many routers, each request at the next one, whose indexes know only what each has
-sent; shared_hit_rate if each also learns what the others send (service/prompt_log.py), one request later, which is 0.15 s on
-average, far more than an event takes. The routers know the load of all replicas.
+sent; shared_hit_rate if each also learns what the others send (service/prompt_log.py), delay_requests requests later: about 1 s,
+the time after which a lost stream of events is opened again. The routers know the load of all replicas.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ridgeline.planner.surrogate import Surrogate
 from ridgeline.service.prefix_index import PrefixIndex
 
 INDEX_BYTES = 1 << 30
+DELAY_REQUESTS = 7
 
 
 class Contents(PrefixIndex):
@@ -148,10 +149,12 @@ def believed(setting: Setting) -> Iterator[dict[str, Any]]:
 def routers(setting: Setting) -> Iterator[dict[str, Any]]:
     tokens, load = setting.cache_tokens, setting.load
     for count in (2, 4):
-        alone, shared = (simulate(setting.fleet(tokens), load, indexes(count, load, delay)) for delay in (None, 1))
+        alone, shared = (
+            simulate(setting.fleet(tokens), load, indexes(count, load, delay)) for delay in (None, DELAY_REQUESTS)
+        )
         yield {
             "row": f"cache-events-routers-{count}", **figures(alone), **figures(shared, "shared_"),
-            "cache_tokens": tokens, **setting.shape,
+            "delay_requests": DELAY_REQUESTS, "cache_tokens": tokens, **setting.shape,
         }  # fmt: skip
 
 
