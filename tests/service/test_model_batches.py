@@ -77,7 +77,9 @@ def test_each_row_runs_in_the_model_that_it_names(tiny: dict[str, Any], tmp_path
             "unknown": 404,
             "nameless": 400,
         }
-        assert "Unheard" in failed["broken0"]["body"]["error"]["message"]
+        message = failed["broken0"]["body"]["error"]["message"]
+        assert message.startswith("The model 'broken' cannot be loaded: ") and message.count("cannot be loaded") == 1
+        assert "Unheard" in message
         assert "name one in each row: a, b, broken" in failed["nameless"]["body"]["error"]["message"]
         assert front.models["a"].loads == front.models["b"].loads == 1, "rows are sorted by model"
         assert states(server) == {"a": "asleep", "b": "asleep", "broken": "failed"}

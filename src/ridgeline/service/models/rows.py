@@ -72,7 +72,7 @@ class ModelRows:
             )
         chosen = self._front.model(str(name))
         if problem := self._problem(chosen):
-            error = EngineFailed(f"The model {chosen.name!r} cannot be loaded: {problem}")
+            error = EngineFailed(problem)
             return RowAnswer(error.status, error_body(error), None)
         if not chosen.awake or chosen.front is None:
             raise Unavailable("The model is not awake: rows of batches wait.")
