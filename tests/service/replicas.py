@@ -37,6 +37,8 @@ class FakeReplica:
         self.health_headers: dict[str, str] = {}
         self.steps = False
         """Whether each health check sees another step."""
+        self.key = ""
+        """What requests must send. "": nothing."""
         self.deaf = False
         """Health checks get no answer."""
         self.gate = asyncio.Event()
@@ -68,6 +70,8 @@ class FakeReplica:
         return web.json_response(body, status=status, headers=self.health_headers)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "no key"}}, status=401)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         return web.json_response({"object": "list", "data": [{"id": "m", "root": "root/m", "max_model_len": 8}]})
 
@@ -195,6 +199,7 @@ async def routed(*scripts: Script, service: dict[str, Any] | None = None, **rout
             server.balancer.add(f"replica-{number}", replica.url)
             async with asyncio.timeout(PATIENCE_S):
                 await server.balancer.until_up(f"replica-{number}")
+            replica.headers.clear()  # of the first health check
         yield running
         for replica in replicas:
             replica.gate.set()

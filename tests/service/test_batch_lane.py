@@ -17,10 +17,9 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.service.access import Access
 from ridgeline.service.batches.input import answered, not_run, row_id
 from ridgeline.service.batches.lane import run_lane
-from ridgeline.service.batches.rows import PRIORITY, NoRoom, RowAnswer, RowRequest
+from ridgeline.service.batches.rows import PRIORITY, LaneCounts, NoRoom, RowAnswer, RowRequest
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.batches.store import Store
-from ridgeline.service.fleet.balancer import LaneCounts
 
 from .live import MODEL, Live, Reply, behaviour, counts, live, says
 from .test_batch_store import BODY, CHAT, add_file, line, stored
@@ -362,10 +361,10 @@ class FullRows:
     def __init__(self) -> None:
         self.ran = 0
 
-    def take(self, choices: int) -> bool:
+    def take(self, choices: int, model: str | None) -> bool:
         return True
 
-    def give_back(self, choices: int) -> None: ...
+    def give_back(self, choices: int, model: str | None) -> None: ...
 
     def wait(self, count: int) -> None: ...
 

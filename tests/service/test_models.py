@@ -26,6 +26,7 @@ from ridgeline.service.listen import bind
 from ridgeline.service.models.file import read_models
 from ridgeline.service.models.front import ModelsFront
 from ridgeline.service.models.model import Model
+from ridgeline.service.models.rows import ModelRows
 from ridgeline.service.server import listen
 
 from .live import Live
@@ -52,9 +53,10 @@ def serving(path: Path, **flags: Any) -> Iterator[Live]:
         config = resolve({"port": 0, "drain_s": 1.0, "batch_dir": "off", **flags}).service
         entries = read_models(path, {"drain_s": 1.0, **flags}, {})
         front = ModelsFront(config, [Model(entry, resolve_model(entry.resolved.model)) for entry in entries])
-        return front, await listen(make_app(front), Address.read(config), bind(config.host, 0))
+        rows = ModelRows(front, None)
+        return front, rows, await listen(make_app(front, rows), Address.read(config), bind(config.host, 0))
 
-    front, runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    front, rows, runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
 
     async def stop() -> None:
         await front.drain()
@@ -62,7 +64,7 @@ def serving(path: Path, **flags: Any) -> Iterator[Live]:
         await front.end()
 
     try:
-        yield Live(runner.addresses[0][1], loop, SimpleNamespace(front=front), None)
+        yield Live(runner.addresses[0][1], loop, SimpleNamespace(front=front, rows=rows), None)
     finally:
         asyncio.run_coroutine_threadsafe(stop(), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)

@@ -9,9 +9,12 @@ import re
 import pytest
 from aiohttp import web
 
+from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.service.fleet.demand import prompt_bytes, read_demand
-from ridgeline.service.fleet.options import read_router, read_url
+from ridgeline.service.fleet.options import RouterConfig, read_router, read_url
+from ridgeline.service.fleet.server import serve_router
+from ridgeline.service.listen import bind
 
 from .replicas import CHAT, EVENTS, FakeReplica, breaks, drops, refuses, routed, streams, thinks, waits
 
@@ -275,6 +278,42 @@ async def test_operators_have_a_key_of_their_own() -> None:
         assert fleet.replicas[0].headers[-1]["authorization"] == SECRET["authorization"]
         assert (await fleet.get("/admin/replicas")).status in (401, 403)
         assert (await fleet.get("/admin/replicas", {"authorization": "Bearer boss"})).status == 200
+
+
+async def test_a_router_without_keys_uses_no_replica_that_has_some() -> None:
+    async with routed(streams, streams) as fleet:
+        replica = fleet.replicas[1]
+        replica.key, replica.health = "secret", (503, {})
+        await fleet.until(lambda: fleet.state(1) == "down")
+        replica.health = (200, {"status": "ok", "step": 0})
+        trouble = fleet.balancer.upstreams["replica-1"]
+        await fleet.until(lambda: trouble.trouble.startswith("it requires an API key and the router has none"))
+        assert [(await fleet.chat()).headers["x-ridgeline-replica"] for _ in range(4)] == ["replica-0"] * 4
+        with pytest.raises(ConfigError, match=f"The replica {replica.url} is not used: it requires an API key"):
+            await fleet.balancer.check_keys()
+        replica.key = ""
+        await fleet.until(lambda: fleet.state(1) == "up")
+        await fleet.balancer.check_keys()
+
+
+@pytest.mark.parametrize("option", ["api_key", "admin_api_key"])
+async def test_a_router_with_a_key_uses_replicas_that_have_some(option: str) -> None:
+    async with routed(streams, service={option: "boss"}) as fleet:
+        fleet.replicas[0].key = "another"
+        fleet.balancer.add("again", fleet.replicas[0].url)
+        async with asyncio.timeout(5):
+            await fleet.balancer.until_up("again")
+        await fleet.balancer.check_keys()
+
+
+async def test_route_ends_at_the_start_before_a_replica_with_keys() -> None:
+    async with FakeReplica(streams) as replica:
+        replica.key = "secret"
+        config, said = ServiceConfig(port=0), []
+        with pytest.raises(ConfigError, match="give the router the replicas' --api-key, or --admin-api-key"):
+            async with asyncio.timeout(5):
+                await serve_router(config, RouterConfig(), [replica.url], bind(config.host, 0), said.append)
+        assert not said
 
 
 async def test_models_and_replicas() -> None:

@@ -31,7 +31,7 @@ from ridgeline.engine.policy import admission
 from ridgeline.hardware.probe import nvidia_gpus
 from ridgeline.models.hub import resolve_model
 from ridgeline.service.address import Address
-from ridgeline.service.batches.settings import OFF, DayWindow, read_impact
+from ridgeline.service.batches.settings import DayWindow, read_impact
 from ridgeline.service.keys.settings import check_keys
 from ridgeline.service.launch import begin_engines, check_engines
 from ridgeline.service.listen import bind
@@ -208,7 +208,7 @@ def _serve_models(args: Arguments, resolved: Resolved) -> int:
         listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]
         placed = [(entry, resolve_model(entry.resolved.model)) for entry in entries]
         serve_models = import_module("ridgeline.service.models.serve").serve_models
-        uvloop.run(serve_models(replace(resolved.service, batch_dir=OFF), placed, listeners, announce))
+        uvloop.run(serve_models(resolved.service, placed, listeners, announce))
     return 0
 
 

@@ -129,7 +129,7 @@ def simulate_fleet(fleet: Fleet, workload: Workload) -> FleetFigures:
             "--surrogate has no --batching but continuous, no --kv-retention and no tiers below the cache: leave one of them out.",
             param="surrogate",
         )
-    return _Simulation(fleet, workload).run()
+    return Simulation(fleet, workload).run()
 
 
 class _Replica:
@@ -148,21 +148,21 @@ class _Replica:
         self.gone = False
 
 
-class _Simulation:
+class Simulation:
     """One run. Events are (time, number, act); the number keeps events of one time in the order in which they were made."""
 
     def __init__(self, fleet: Fleet, workload: Workload) -> None:
         self._fleet, self._requests = fleet, workload.requests
         index = PrefixIndex(fleet.index_bytes, workload.requests[0].block if workload.requests else 512)
-        self._router = Router(POLICIES[fleet.policy], index, seed=fleet.seed, max_waiting=fleet.max_waiting)
+        self.router = Router(POLICIES[fleet.policy], index, seed=fleet.seed, max_waiting=fleet.max_waiting)
         self._autoscaler = Autoscaler(fleet.scaling) if fleet.scaling is not None else None
-        self._capacity, self._result = fleet.capacity, FleetFigures(len(workload.requests))
-        self._replicas: dict[str, _Replica] = {}
+        self.capacity, self._result = fleet.capacity, FleetFigures(len(workload.requests))
+        self.replicas: dict[str, _Replica] = {}
         self._times = StepTimes(fleet.server)
         self._numbers: dict[Ticket, int] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._made, self._names = count(), count()
-        self._arrivals = Arrivals(self._router.totals)
+        self._arrivals = Arrivals(self.router.totals)
 
     def run(self) -> FleetFigures:
         begin = self._requests[0].at_s if self._requests else 0.0
@@ -178,9 +178,9 @@ class _Simulation:
         while self._events and len(result.outcomes) + result.refused + result.failed < result.requests:
             now, _, act = heapq.heappop(self._events)
             act(now)
-        for replica in list(self._replicas.values()):
+        for replica in list(self.replicas.values()):
             self._leave(replica, now)
-        totals = self._router.totals
+        totals = self.router.totals
         result.seconds, result.retried = now - begin, totals.retried
         result.expected_hit_rate = totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else 0.0
         result.figures = Figures.of(list(result.outcomes.values()), result.seconds, result.busy_s)
@@ -195,9 +195,9 @@ class _Simulation:
         spec = self._requests[number]
         if number + 1 < len(self._requests):
             self._at(self._requests[number + 1].at_s, partial(self._arrive, number + 1))
-        demand = Demand(spec.input, _chunks(spec), session=str(spec.session) if spec.session >= 0 else "")
+        demand = Demand(spec.input, chunks_of(spec), session=str(spec.session) if spec.session >= 0 else "")
         try:
-            ticket = self._router.arrive(demand, now)
+            ticket = self.router.arrive(demand, now)
         except (Overloaded, Unavailable):
             self._result.refused += 1
             return
@@ -208,7 +208,7 @@ class _Simulation:
     def _start(self, ticket: Ticket, now: float) -> None:
         """The router has sent a request to a replica."""
         assert ticket.replica is not None
-        replica, number = self._replicas[ticket.replica.name], self._numbers[ticket]
+        replica, number = self.replicas[ticket.replica.name], self._numbers[ticket]
         server, spec = replica.server, self._requests[number]
         replica.tickets[number] = ticket
         if isinstance(server, Surrogate):
@@ -261,12 +261,12 @@ class _Simulation:
             ticket = replica.tickets[event.number]
             if event.first:
                 replica.begun.add(event.number)
-                self._router.first_token(ticket, now)
+                self.router.first_token(ticket, now)
             if event.outcome is not None:
                 del replica.tickets[event.number], self._numbers[ticket]
                 self._result.outcomes[event.number] = event.outcome
-                self._send(self._router.finish(ticket, now), now)
-        if not replica.tickets and self._router.replicas[replica.name].draining:
+                self._send(self.router.finish(ticket, now), now)
+        if not replica.tickets and self.router.replicas[replica.name].draining:
             self._leave(replica, now)
 
     def _send(self, tickets: Sequence[Ticket], now: float) -> None:
@@ -280,17 +280,17 @@ class _Simulation:
         server = self._fleet.server
         made = Surrogate(server, self._times, now) if self._fleet.surrogate else VirtualServer(server, now=now)
         replica = _Replica(f"replica {next(self._names)}", made, began)
-        self._replicas[replica.name] = replica
-        self._result.most = max(self._result.most, len(self._replicas))
-        self._router.add(replica.name, self._capacity)
-        self._send(self._router.set_state(replica.name, State.UP, now), now)
+        self.replicas[replica.name] = replica
+        self._result.most = max(self._result.most, len(self.replicas))
+        self.router.add(replica.name, self.capacity)
+        self._send(self.router.set_state(replica.name, State.UP, now), now)
 
     def _begin(self, cold_start_s: float, now: float) -> None:
         """Start a replica."""
-        self._router.expected += 1
+        self.router.expected += 1
 
         def ready(later: float) -> None:
-            self._router.expected -= 1
+            self.router.expected -= 1
             self._join(now, later)
 
         self._at(now + cold_start_s, ready)
@@ -298,8 +298,8 @@ class _Simulation:
     def _leave(self, replica: _Replica, now: float) -> None:
         """A replica ends."""
         replica.gone = True
-        del self._replicas[replica.name]
-        self._router.remove(replica.name)
+        del self.replicas[replica.name]
+        self.router.remove(replica.name)
         result, (cached, asked) = self._result, replica.server.prefix_tokens
         result.cached_tokens += cached
         result.prompt_tokens += asked
@@ -308,14 +308,14 @@ class _Simulation:
 
     def _lose(self, loss: Loss, now: float) -> None:
         """A replica is gone. Requests without a token go to another one, answers that had begun are cut."""
-        if not self._replicas:
+        if not self.replicas:
             return
-        replica = list(self._replicas.values())[loss.place % len(self._replicas)]
+        replica = list(self.replicas.values())[loss.place % len(self.replicas)]
         self._leave(replica, now)
         self._begin(loss.down_s, now)
         for number, ticket in replica.tickets.items():
-            self._send(self._router.finish(ticket, now, failed=True), now)
-            if number in replica.begun or not self._router.retry(ticket, now):
+            self._send(self.router.finish(ticket, now, failed=True), now)
+            if number in replica.begun or not self.router.retry(ticket, now):
                 self._result.failed += 1
                 del self._numbers[ticket]
             elif ticket.replica is not None:
@@ -325,7 +325,7 @@ class _Simulation:
         """Let the autoscaler decide."""
         assert self._autoscaler is not None
         self._at(now + LOOK_S, self._look)
-        router = self._router
+        router = self.router
         requests_s, tokens_s = self._arrivals.rates(LOOK_S)
         serving = [replica for replica in router.replicas.values() if not replica.draining]
         have = len(serving) + router.expected
@@ -347,11 +347,11 @@ class _Simulation:
             self._begin(self._autoscaler.cold_start_s, now)
         for spare in sorted(serving, key=lambda replica: replica.running)[: max(0, len(serving) - decision.wanted)]:
             spare.draining = True
-            if not (replica := self._replicas[spare.name]).tickets:
+            if not (replica := self.replicas[spare.name]).tickets:
                 self._leave(replica, now)
 
 
-def _chunks(spec: RequestSpec) -> tuple[int, ...]:
+def chunks_of(spec: RequestSpec) -> tuple[int, ...]:
     """Hashes of the full blocks of a prompt, each over all blocks before it."""
     value, chunks = 0, []
     for block in spec.blocks[: spec.input // spec.block]:

@@ -55,12 +55,11 @@ class Prefixes:
 
     def cached(self, spec: RequestSpec) -> int:
         """Tokens of a prompt that are there. The last token is always computed."""
-        tokens = 0
-        for block in spec.blocks:
-            if block not in self._blocks:
-                break
-            tokens += spec.block
-        return min(tokens, spec.input - 1)
+        return min(self.depth(spec.blocks) * spec.block, spec.input - 1)
+
+    def depth(self, blocks: Sequence[int]) -> int:
+        """How many of the first blocks are there."""
+        return next((depth for depth, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def store(self, spec: RequestSpec) -> None:
         for block in reversed(spec.blocks):
@@ -100,7 +99,7 @@ class Surrogate:
         self.busy_s = 0.0
         self.prefix_tokens = 0, 0
         self._tokens = server.pages * server.layout.page_tokens
-        self._prefixes = Prefixes(self._tokens if server.prefix_cache else 0)
+        self.prefixes = Prefixes(self._tokens if server.prefix_cache else 0)
         self._waiting: deque[tuple[int, RequestSpec, float]] = deque()
         self._prompts: deque[_Answer] = deque()
         self._decoding: list[tuple[int, int, _Answer]] = []  # by the step count at which they end
@@ -208,7 +207,7 @@ class Surrogate:
                 return
             self._waiting.popleft()
             self._held += spec.input + spec.output
-            cached = self._prefixes.cached(spec)
+            cached = self.prefixes.cached(spec)
             hits, asked = self.prefix_tokens
             self.prefix_tokens = hits + cached, asked + spec.input
             self._prompts.append(_Answer(number, spec, due, spec.input - cached))
@@ -218,7 +217,7 @@ class Surrogate:
     def _drawn(self, answer: _Answer) -> list[Event]:
         """A prompt is computed, and its first token drawn."""
         answer.first = self.now
-        self._prefixes.store(answer.spec)
+        self.prefixes.store(answer.spec)
         if answer.spec.output == 1:
             return [self._end(answer, True)]
         answer.base = answer.spec.input - self._steps

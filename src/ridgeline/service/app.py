@@ -14,6 +14,7 @@ from ridgeline.service.batches import routes as batch_routes
 from ridgeline.service.batches.admission import LaneAdmission
 from ridgeline.service.batches.engine_rows import ROWS, EngineRows
 from ridgeline.service.batches.lane import run_lane
+from ridgeline.service.batches.rows import WatchedRows
 from ridgeline.service.batches.settings import read_impact
 from ridgeline.service.front import Front
 from ridgeline.service.generate import generate
@@ -21,13 +22,21 @@ from ridgeline.service.guard import ACCESS, FRONT, add_headers, guard
 from ridgeline.service.keys import routes as key_routes
 from ridgeline.service.read_call import CHAT, COMPLETIONS
 
+MODEL_ROWS: web.AppKey[WatchedRows] = web.AppKey("model_rows")
 _TICK_S = 1.0
 
 
-def make_app(front: Front) -> web.Application:
-    """The aiohttp application. Run it with `handler_cancellation`, so that a disconnect ends the request."""
+def make_app(front: Front, rows: WatchedRows | None = None) -> web.Application:
+    """The aiohttp application. Run it with `handler_cancellation`, so that a disconnect ends the request.
+
+    rows: those of several models; without them the front's engine runs rows.
+    """
     app = web.Application(middlewares=[guard])
     app[ACCESS] = app[FRONT] = front
+    if rows is None:
+        app[ROWS] = _engine_rows(front)
+    else:
+        app[MODEL_ROWS] = rows
     app[responses.STORE] = ResponseStore(int(front.config.response_store_mb * (1 << 20)))
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_tick)
@@ -52,6 +61,12 @@ def make_app(front: Front) -> web.Application:
     app.router.add_routes(openapi.ROUTES)
     openapi.add_document(app)
     return app
+
+
+def _engine_rows(front: Front) -> EngineRows:
+    live = front.metrics.live
+    admission = LaneAdmission(live.slo, read_impact(front.config.batch_impact))
+    return EngineRows(lambda: None if front.sleep.away else front, live, admission)
 
 
 async def _tick(app: web.Application) -> AsyncIterator[None]:
@@ -88,13 +103,9 @@ async def _watch_keys(app: web.Application) -> AsyncIterator[None]:
 async def _run_rows(app: web.Application) -> AsyncIterator[None]:
     """Run rows of batches while the application runs: those of a router, and those of the server's own batches."""
     front = app[FRONT]
-    if front.engine_per_model:
-        yield
-        return
-    rows = EngineRows(front, LaneAdmission(front.metrics.live.slo, read_impact(front.config.batch_impact)))
-    app[ROWS] = rows
+    rows = app.get(ROWS) or app[MODEL_ROWS]
     watching = asyncio.create_task(rows.watch())
-    async with run_lane(front, rows, front.metrics) as lane:
+    async with run_lane(front, rows, front.lane) as lane:
         if lane is not None:
             app[batch_routes.LANE] = lane
         yield

@@ -14,7 +14,9 @@ from ridgeline.metrics.exposition import gauge, labelled
 from ridgeline.metrics.metrics import PREFIX
 from ridgeline.service.access import Access
 from ridgeline.service.adapters import AdapterBook
+from ridgeline.service.batches.rows import LaneMetrics
 from ridgeline.service.errors import Starting
+from ridgeline.service.prompt_log import PromptLog
 from ridgeline.service.sleep import Sleep
 from ridgeline.service.state import Service
 from ridgeline.wire.client import Client
@@ -29,14 +31,13 @@ class Front(Access):
     client: of the current engine, or of the last one until the next is started.
     """
 
-    engine_per_model = False
-    """Whether it has an engine for each of several models."""
-
     def __init__(self, config: ServiceConfig, client: Client, metrics: Metrics) -> None:
         super().__init__(config)
         self.client = client
         self.metrics = metrics
-        self.sleep = Sleep(config, lambda: self.client)
+        self.lane: LaneMetrics = metrics
+        self.prompts = PromptLog()
+        self.sleep = Sleep(config, lambda: self.client, forget=self.prompts.clear)
         self.adapters = AdapterBook(lambda: self.client)
         self._lost = ""
         """Why the last engine was lost, while it is being replaced."""
@@ -52,6 +53,7 @@ class Front(Access):
         """Answer with 503 until the next `open`. lost: why the engine is being restarted."""
         self._service = None
         self._lost = lost
+        self.prompts.clear()
 
     def service(self) -> Service:
         """The service. Raises Unavailable while the engine loads or restarts, and while the server drains."""

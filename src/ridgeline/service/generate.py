@@ -27,7 +27,8 @@ async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
         return await answer_row(request, rows)
     declared = read_declared(request.headers.items())
     run_id = read_run_id(request.headers.getall(RUN_ID, []))
-    fields = await read_json(request, endpoint.fields)
+    log = front.prompts
+    fields, chunks = await read_json(request, lambda body: (endpoint.fields(body), log.read(request.headers, body)))
     if declared[1] or fields.ignored:
         request[IGNORED] = (*fields.ignored, *declared[1])
     if (body_id := fields.get("request_id")) is not None and "x-request-id" not in request.headers:
@@ -36,6 +37,7 @@ async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
         call, shape, streaming = await endpoint.call(service, fields, arrival)
         call = replace(call, declared=declared[0], request_id=request[REQUEST_ID], run_id=run_id, trace=request[TRACE])
         call = _admitted(request, service, call, fields.get("model"))
+        log.add(chunks)
         if rows is not None:
             rows.wake()
         with request[HOLDER].running(call):

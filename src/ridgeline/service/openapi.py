@@ -239,6 +239,11 @@ DETAILS: Mapping[str, Details] = {
         answers={_JSON: _ref("KeyUsage")},
         errors=(400, 404),
     ),
+    "get /admin/prompts": Details(
+        {"after": {"type": "string", "description": "Id of the last event that the caller has."}},
+        answers={_EVENTS: {"type": "string"}},
+        errors=(403, 404),
+    ),
     "post /reset_prefix_cache": Details(answers={_JSON: {"type": "object"}}, errors=(403, 503)),
     "post /sleep": Details(
         _SLEEP,

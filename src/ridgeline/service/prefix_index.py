@@ -1,13 +1,14 @@
 """Which replica has computed which prefix: a bounded map from chunks of prompts to replicas. No clock, no asyncio.
 
 A chunk is identified by a hash over itself and all chunks before it, so an equal chunk means an equal prefix. The index is
-an estimate: it records what replicas were sent, not what they keep. It forgets chunks in two ways: the least recently used ones
-when it is full, and those of a replica that has been sent more new chunks since than its cache holds.
+an estimate: it records what replicas were sent, by this router or another one, not what they keep. It forgets chunks in two ways:
+the least recently used ones when it is full, and those of a replica that has been sent more new chunks since than its cache holds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -44,6 +45,14 @@ class PrefixIndex:
     def remove_replica(self, replica: int) -> None:
         """Forget a replica. Its entries are dropped when they are read next."""
         del self._capacity[replica], self._sent[replica]
+
+    def resize(self, replica: int, cache_tokens: float) -> None:
+        """The replica says how many tokens its cache holds."""
+        self._capacity[replica] = cache_tokens / self.chunk_tokens
+
+    def clear_replica(self, replica: int) -> None:
+        """The replica has lost its cache: everything that it was sent so far counts as evicted."""
+        self._sent[replica] += math.ceil(self._capacity[replica])
 
     def hits(self, chunks: Sequence[int]) -> dict[int, int]:
         """Replica -> tokens of the longest prefix of `chunks` that it has."""

@@ -6,6 +6,9 @@ A handler's docstring is the route's text in the API description.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,12 +16,15 @@ import msgspec
 from aiohttp import web
 
 import ridgeline
-from ridgeline.core.errors import ContextTooLong, RequestError, Unavailable
+from ridgeline.core.errors import ContextTooLong, NotFound, RequestError, Unavailable
 from ridgeline.metrics import CONTENT_TYPE
+from ridgeline.service.answer import write
 from ridgeline.service.batches.engine_rows import ROWS
+from ridgeline.service.choices import EVENT_STREAM
 from ridgeline.service.errors import Starting, error_response
 from ridgeline.service.fields import LONG, MAX_MESSAGES
 from ridgeline.service.guard import FRONT, IGNORED, read_json
+from ridgeline.service.prompt_log import LOOK_S, SILENCE_S
 from ridgeline.service.readers import Boolean, Items, Reader, Record, Text, TokenIds
 from ridgeline.service.sampling import encode_chat, tokenize
 from ridgeline.service.state import Service
@@ -49,14 +55,29 @@ def json_response(value: Any) -> web.Response:
 
 @ROUTES.get("/health")
 async def health(request: web.Request) -> web.Response:
-    """200 while the engine makes progress or is idle, otherwise 503 with the reason. batch_rows: rows that it runs now."""
+    """200 while the engine makes progress or is idle, otherwise 503 with the reason.
+
+    batch_rows: rows that it runs now. cache_tokens: those that its prefix cache holds.
+    """
     front = request.app[FRONT]
     if front.trouble is not None:
         kind = Starting if front.starting else Unavailable
         return error_response(kind(f"Not healthy: {front.trouble}."))
     rows = request.app.get(ROWS)
-    room = {} if rows is None else {"batch_rows": rows.look()}
+    room = {} if rows is None else {"batch_rows": rows.look(), **_cache_tokens(front.client.facts)}
     return json_response({"status": "ok", "step": front.client.last_step, **room})
+
+
+def _cache_tokens(facts: Mapping[str, Any]) -> dict[str, int]:
+    """Tokens that the prefix cache and the tiers below it hold; nothing while they are not known."""
+    options, page = facts.get("options") or {}, int(facts.get("page_tokens", 0))
+    if not options.get("enable_prefix_caching", True):
+        return {"cache_tokens": 0}
+    tokens = int(facts.get("blocks", 0)) // int(facts.get("kv_groups", 1)) * page
+    tiers = options.get("kv_offload_gb") or 0.0, options.get("kv_disk_gb", 0.0) if options.get("kv_disk") else 0.0
+    below = sum(tiers) * (1 << 30)
+    per_token = int(facts.get("kv_bytes_per_token", 0))
+    return {"cache_tokens": tokens + (int(below) // per_token if per_token else 0)} if tokens else {}
 
 
 @ROUTES.get("/version")
@@ -141,8 +162,10 @@ async def detokenize(request: web.Request) -> web.Response:
 @ROUTES.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Remove all cached prefixes that no request uses, pinned ones included."""
-    service = request.app[FRONT].of(request.query.get("model")).service()
+    front = request.app[FRONT].of(request.query.get("model"))
+    service = front.service()
     service.pin_book.reset()
+    front.prompts.clear()
     return json_response(await service.client.control("reset_prefix_cache"))
 
 
@@ -150,6 +173,25 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def stats(request: web.Request) -> web.Response:
     """The engine's facts and numbers: free, used and total blocks, running and waiting requests."""
     return json_response(await request.app[FRONT].of(request.query.get("model")).service().client.control("stats"))
+
+
+@ROUTES.get("/admin/prompts")
+async def prompts(request: web.Request) -> web.StreamResponse:
+    """For routers: the prompts that the engine was sent after the event `after`, as events with the hashes of their chunks."""
+    front = request.app[FRONT]
+    if ROWS not in request.app:
+        raise NotFound("A server with several models tells no prompts: start one for each model.")
+    response = web.StreamResponse(headers={"content-type": EVENT_STREAM, "cache-control": "no-cache"})
+    await response.prepare(request)
+    async with contextlib.aclosing(front.prompts.follow(request.query.get("after", ""), LOOK_S)) as batches:
+        silent_since = time.monotonic()
+        async for events in batches:
+            if front.draining:
+                break
+            if events or time.monotonic() - silent_since > SILENCE_S:
+                silent_since = time.monotonic()
+                await write(request, response, b"".join(event.encode() for event in events) or b": \n\n")
+    return response
 
 
 async def _body(request: web.Request, known: dict[str, Reader]) -> dict[str, Any]:

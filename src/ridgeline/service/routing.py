@@ -378,6 +378,14 @@ class Router:
             self.queue.give_back(ticket)
         return True
 
+    def sent_elsewhere(self, name: str, chunks: Sequence[int] | None) -> None:
+        """A replica was sent a prompt, by this router or another one. None: it has lost its cache."""
+        replica = self.replicas[name]
+        if chunks is None:
+            self.index.clear_replica(replica.id)
+        else:
+            self.index.add(replica.id, chunks)
+
     def set_state(self, name: str, state: State, now: float) -> list[Ticket]:
         """The result of a health check. Returns the waiting requests that are sent now."""
         replica = self.replicas[name]

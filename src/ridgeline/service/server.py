@@ -193,7 +193,7 @@ class Server:
         metrics.live.token_prices = TokenPrices.parse(config.token_prices)
         self.front.keys.set_price(metrics.live.ceilings.price)
         if self._reference is not None:
-            shadow = Shadow(config, client, metrics, self._reference, service.limits.request_tokens)
+            shadow = Shadow(client, metrics, self.front.sleep, self._reference, service.limits.request_tokens)
             self._shadowing = asyncio.get_running_loop().create_task(shadow.run())
             service = replace(service, shadow=shadow)
         self._service = service

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import EngineFailed, RidgelineError
 from ridgeline.metrics import Metrics
 from ridgeline.service.reference import Reference, TopLogprobs, scores
+from ridgeline.service.sleep import Sleep
 from ridgeline.wire.client import Client
 
 MAX_WAITING = 64
@@ -61,15 +61,14 @@ def compare(served: Sequence[TopLogprobs], reference: Sequence[TopLogprobs]) -> 
 
 
 class Shadow:
-    """Queue of answers to be scored, and the task that scores them. max_tokens: maximum length of a scored answer, prompt
-    included.
+    """Queue of answers to be scored, and the task that scores them.
+
+    sleep: of the engine; answers wait while it sleeps. max_tokens: maximum length of a scored answer, prompt included.
     """
 
-    def __init__(
-        self, config: ServiceConfig, client: Client, metrics: Metrics, reference: Reference, max_tokens: int
-    ) -> None:
-        self._config, self._client, self._metrics = config, client, metrics
-        self._reference, self._max_tokens = reference, max_tokens
+    def __init__(self, client: Client, metrics: Metrics, sleep: Sleep, reference: Reference, max_tokens: int) -> None:
+        self._config, self._client, self._metrics = sleep.config, client, metrics
+        self._sleep, self._reference, self._max_tokens = sleep, reference, max_tokens
         self._waiting: deque[tuple[list[int], int]] = deque(maxlen=MAX_WAITING)
         self._recent: deque[Comparison] = deque(maxlen=MEAN_WINDOW)
         self._random = random.Random()
@@ -93,7 +92,7 @@ class Shadow:
             self._max_tokens = min(self._max_tokens, await self._reference.open(self._client.facts))
             while True:
                 await asyncio.sleep(LOOK_S)
-                if self._waiting and not self._client.open_choices:
+                if self._waiting and not self._client.open_choices and not self._sleep.away:
                     await self._score(*self._waiting.popleft())
         except RidgelineError as error:
             self._max_tokens = 0

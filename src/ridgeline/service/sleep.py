@@ -28,12 +28,17 @@ class Sleep:
     """
 
     def __init__(
-        self, config: ServiceConfig, client: Callable[[], Client], clock: Callable[[], float] = time.monotonic
+        self,
+        config: ServiceConfig,
+        client: Callable[[], Client],
+        clock: Callable[[], float] = time.monotonic,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
+        """forget: called when the engine has dropped its cached prefixes."""
         self.level = self.users = 0
         self.used = clock()
         self.folder = ""
-        self._config, self._client, self._clock = config, client, clock
+        self.config, self._client, self._clock, self._forget = config, client, clock, forget
         self._changing = asyncio.Lock()
 
     @property
@@ -58,7 +63,7 @@ class Sleep:
     async def awake(self) -> AsyncIterator[None]:
         """Wake the engine, and keep it awake. Raises Unavailable if it cannot wake, or if requests may not wake it."""
         if self.away:
-            if self.level and self._config.asleep_requests == "refuse":
+            if self.level and self.config.asleep_requests == "refuse":
                 raise Unavailable("The model sleeps: wake it up with POST /wake_up, then send the request again.")
             await self.wake()
         self.users += 1
@@ -88,6 +93,7 @@ class Sleep:
             if self.level >= level:
                 return {"level": self.level}
             await self._end_requests(abort, wait_s)
+            self._forget()
             return await self._order("sleep", str(level))
 
     async def update(self, folder: str, *, abort: bool = False, wait_s: float = WAIT_S) -> dict[str, Any]:
@@ -97,6 +103,7 @@ class Sleep:
         """
         async with self._changing:
             await self._end_requests(abort, wait_s)
+            self._forget()
             reply = await self._order("update_weights", folder)
             self.folder = folder
             return reply

@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from ridgeline.core.errors import RequestError, RidgelineError, Unavailable
+from ridgeline.metrics.live import Live
 from ridgeline.service.answer import make_body
 from ridgeline.service.apis.response_items import endpoint
 from ridgeline.service.apis.response_store import ResponseStore
@@ -27,7 +28,7 @@ from ridgeline.service.choices import usage_dict
 from ridgeline.service.embeddings import EMBEDDINGS
 from ridgeline.service.endpoint import Endpoint
 from ridgeline.service.front import Front
-from ridgeline.service.guard import HOLDER, REQUEST_ID, read_json
+from ridgeline.service.guard import FRONT, HOLDER, REQUEST_ID, read_json
 from ridgeline.service.read_call import CHAT, COMPLETIONS
 from ridgeline.service.state import Service
 
@@ -40,27 +41,30 @@ log = logging.getLogger(__name__)
 
 
 class EngineRows:
-    """See `Rows`. The engine is that of a front."""
+    """See `Rows`. front: that of the engine; None while it is not awake. live: its figures."""
 
-    def __init__(self, front: Front, admission: LaneAdmission) -> None:
-        self._front, self._admission = front, admission
+    def __init__(self, front: Callable[[], Front | None], live: Live, admission: LaneAdmission) -> None:
+        self._front, self._live, self._admission = front, live, admission
         self._taken = 0
         self._scopes: dict[asyncio.Timeout, int] = {}
         """Rows that run, the oldest first, and their choices. A scope whose time is set to now withdraws its row."""
         self._changed = asyncio.Event()
-        live = front.metrics.live
         self._totals, self._gaps, self._verdicts = live.totals, live.token_gaps, live.verdicts
 
-    def take(self, choices: int) -> bool:
+    def take(self, choices: int, model: str | None = None) -> bool:
         allowed = self.look()
         if not allowed or (self._taken and self._taken + choices > allowed):
             return False
+        self.take_anyway(choices)
+        return True
+
+    def take_anyway(self, choices: int) -> None:
+        """Take places without asking for room, for a row that ends at once with an error."""
         if not self._taken:
             self._changed.set()
         self._taken += choices
-        return True
 
-    def give_back(self, choices: int) -> None:
+    def give_back(self, choices: int, model: str | None = None) -> None:
         self._taken -= choices
 
     def wait(self, count: int) -> None:
@@ -99,14 +103,15 @@ class EngineRows:
 
     def _service(self) -> Service | None:
         """The service, if rows may run now."""
+        front = self._front()
         try:
-            return None if self._front.sleep.away else self._front.service()
+            return None if front is None else front.service()
         except RidgelineError:
             return None
 
     def _learn(self, now: float) -> None:
         """Tell the admission what has happened since the last look."""
-        live = self._front.metrics.live
+        live = self._live
         totals, verdicts, gaps = live.totals, live.verdicts, live.token_gaps
         work, count = totals.since(self._totals), gaps[0] - self._gaps[0]
         if work.device_s and count:
@@ -126,9 +131,10 @@ class EngineRows:
 
     async def run(self, row: RowRequest) -> RowAnswer:
         fields = await asyncio.to_thread(_READERS[row.endpoint].fields, row.body)
-        service = self._front.service().named(fields.get("model"))
-        if self._front.sleep.away:
+        front = self._front()
+        if front is None:
             raise Unavailable("The model sleeps: rows of batches wait.")
+        service = front.service().named(fields.get("model"))
         row.holder.check_model(*service.card.names(fields.get("model")))
         row.holder.check_budget()
         try:
@@ -159,15 +165,17 @@ class EngineRows:
 
 
 ROWS = web.AppKey("rows", EngineRows)
-"""Missing in a server with several models, which runs no rows."""
+"""Missing in a server with several models, which runs no rows of a router."""
 
 
 async def answer_row(request: web.Request, rows: EngineRows) -> web.Response:
     """Answer a row of a router's batch, or refuse it if there is no room."""
-    body = await read_json(request, lambda body: body)
+    log = request.app[FRONT].prompts
+    body, chunks = await read_json(request, lambda body: (body, log.read(request.headers, body)))
     choices = choices_of(body)
     if not rows.take(choices):
         raise NoRoom
+    log.add(chunks)
     try:
         answer = await rows.run(RowRequest(request.path, body, choices, request[HOLDER], request[REQUEST_ID]))
     finally:

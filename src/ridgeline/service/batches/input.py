@@ -52,14 +52,14 @@ class BadRow:
 class InputIndex:
     """The lines of an input file, by row number: the line's number from 0. Blank lines are no rows. Bodies stay in the file.
 
-    spans: offset and length of each row. order: row numbers, sorted by shared prefix. bad: rows that fail without being run.
-    models: names of the models that rows ask for. choices: of rows that ask for more than one.
+    spans: offset and length of each row. order: row numbers, sorted by model, then by shared prefix. bad: rows that fail without
+    being run. models: the model that each row names. choices: of rows that ask for more than one.
     """
 
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
     bad: dict[int, BadRow] = field(default_factory=dict)
-    models: set[str] = field(default_factory=set)
+    models: dict[int, str] = field(default_factory=dict)
     choices: dict[int, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     """Why the whole file is not valid; empty if it is."""
@@ -117,7 +117,8 @@ def read_span(file: BinaryIO, span: tuple[int, int]) -> bytes:
 def scan(path: Path, endpoint: str, max_row_bytes: int) -> InputIndex:
     """Index an input file. Its time grows with the file: call it in a thread."""
     index = InputIndex()
-    prefixes: list[tuple[bytes, int, int]] = []
+    prefixes: list[tuple[str, bytes, int, int]] = []
+    names: dict[str, str] = {}
     first_lines: dict[bytes, int] = {}
     with path.open("rb") as file:
         for number, offset, length in _lines(file):
@@ -139,11 +140,11 @@ def scan(path: Path, endpoint: str, max_row_bytes: int) -> InputIndex:
                 index.bad[row] = value
                 continue
             if isinstance(model := value.body.get("model"), str):
-                index.models.add(model)
+                index.models[row] = names.setdefault(model, model)
             if (choices := choices_of(value.body)) > 1:
                 index.choices[row] = choices
-            prefixes.append((prefix_key(value.body), length, row))
-    index.order = [row for _, _, row in sorted(prefixes)]
+            prefixes.append((index.models.get(row, ""), prefix_key(value.body), length, row))
+    index.order = [row for *_, row in sorted(prefixes)]
     index.problems = _problems(index)
     return index
 

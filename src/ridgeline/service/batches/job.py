@@ -78,6 +78,10 @@ class Job:
         """Choices that a row asks for."""
         return self.index.choices.get(row, 1)
 
+    def place(self, row: int) -> tuple[int, str | None]:
+        """The choices that a row asks for, and the model that it names (`Rows.take`)."""
+        return self.choices(row), self.index.models.get(row)
+
     def due(self, now: float) -> bool:
         """Whether the state of the batch has to change now."""
         if time.monotonic() < self.retry_at:
@@ -102,7 +106,8 @@ class Job:
             if index.problems:
                 batch.fail(index.problems, now)
                 return
-            batch.model = next(iter(index.models)) if len(index.models) == 1 else None
+            models = set(index.models.values())
+            batch.model = next(iter(models)) if len(models) == 1 else None
             batch.move("in_progress", now)
             await asyncio.to_thread(self._store.save, self.current())
         await asyncio.to_thread(self._open_results)

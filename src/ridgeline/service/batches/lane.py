@@ -254,7 +254,7 @@ class Lane:
                 if starts == _STARTS:
                     self._changed.set()  # the rest follows when the event loop has served others
                     return
-                if not self._rows.take(job.choices(row)):
+                if not self._rows.take(*job.place(row)):
                     return
                 self._start(job)
                 starts += 1
@@ -280,7 +280,7 @@ class Lane:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A row has ended. Without a result (it was withdrawn, or its engine was lost) it is to be run again."""
         job, row = self._running.pop(task)
-        self._rows.give_back(job.choices(row))
+        self._rows.give_back(*job.place(row))
         job.running.discard(row)
         lost = job.results is not None and row not in job.results.done
         if lost:

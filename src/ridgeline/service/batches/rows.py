@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ridgeline.core.errors import Overloaded
+from ridgeline.metrics.exposition import gauge, head, labelled, sample
+from ridgeline.metrics.metrics import PREFIX
 from ridgeline.service.fields import MAX_CHOICES
 from ridgeline.service.keys.keyring import Holder
 
@@ -47,16 +49,57 @@ class RowAnswer(NamedTuple):
 class Rows(Protocol):
     """Runs rows in the place that online requests leave. Places are counted in choices."""
 
-    def take(self, choices: int) -> bool:
-        """Take places for a row, which `give_back` returns. False: there is no room now."""
+    def take(self, choices: int, model: str | None) -> bool:
+        """Take places for a row, which `give_back` returns. model: that it names. False: there is no room now."""
 
-    def give_back(self, choices: int) -> None: ...
+    def give_back(self, choices: int, model: str | None) -> None: ...
 
     def wait(self, count: int) -> None:
         """So many rows wait for a place."""
 
     async def run(self, row: RowRequest) -> RowAnswer:
         """Answer a row whose places were taken. Raises RidgelineError: NoRoom and Unavailable say nothing about the row."""
+
+
+class WatchedRows(Rows, Protocol):
+    """Rows that engines of this server run."""
+
+    async def watch(self) -> None:
+        """Withdraw rows when online requests need their places, until cancelled."""
+
+
+@dataclass(slots=True)
+class LaneCounts:
+    """See `LaneMetrics`. The first three count what is now, the others what has ended."""
+
+    queued: int = 0
+    running: int = 0
+    batches: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    def batch_lane(self, queued: int, running: int, batches: int) -> None:
+        self.queued, self.running, self.batches = queued, running, batches
+
+    def batch_rows(self, completed: int, failed: int) -> None:
+        self.completed += completed
+        self.failed += failed
+
+    def render(self) -> str:
+        """The series as Prometheus text."""
+        ended = f"{PREFIX}:batch_rows_total"
+        return "".join(
+            [
+                gauge(
+                    f"{PREFIX}:batch_rows_queued", "Rows of batches that wait for the batch lane.", [("", self.queued)]
+                ),
+                gauge(f"{PREFIX}:batch_rows_running", "Rows of batches in flight.", [("", self.running)]),
+                gauge(f"{PREFIX}:batches_open", "Batches that have not ended.", [("", self.batches)]),
+                head(ended, "counter", "Rows of batches that have ended, by result."),
+                sample(ended, labelled({"result": "completed"}), self.completed),
+                sample(ended, labelled({"result": "failed"}), self.failed),
+            ]
+        )
 
 
 class LaneMetrics(Protocol):

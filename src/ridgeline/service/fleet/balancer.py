@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
 from aiohttp import AddrInfoType
 
+from ridgeline.core.errors import ConfigError
 from ridgeline.metrics.catalogue import FIRST_TOKEN_SECONDS
 from ridgeline.metrics.metrics import Histogram
-from ridgeline.service.batches.rows import NoRoom
+from ridgeline.service.batches.rows import LaneCounts, NoRoom
 from ridgeline.service.fleet.demand import CHUNK_TOKENS
+from ridgeline.service.fleet.follower import Follower
 from ridgeline.service.fleet.options import RouterConfig
-from ridgeline.service.fleet.upstream import Upstream
+from ridgeline.service.fleet.upstream import KEYS_MISSING, Upstream
 from ridgeline.service.listen import Probes
 from ridgeline.service.prefix_index import PrefixIndex
 from ridgeline.service.routing import POLICIES, Demand, Router, State, Ticket
@@ -41,24 +43,6 @@ def probed_socket(address: AddrInfoType) -> socket.socket:
 
 
 @dataclass(slots=True)
-class LaneCounts:
-    """See `LaneMetrics`. The first three count what is now, the others what has ended."""
-
-    queued: int = 0
-    running: int = 0
-    batches: int = 0
-    completed: int = 0
-    failed: int = 0
-
-    def batch_lane(self, queued: int, running: int, batches: int) -> None:
-        self.queued, self.running, self.batches = queued, running, batches
-
-    def batch_rows(self, completed: int, failed: int) -> None:
-        self.completed += completed
-        self.failed += failed
-
-
-@dataclass(slots=True)
 class Counts:
     """Counts since the start, by replica and result where a dictionary."""
 
@@ -68,10 +52,14 @@ class Counts:
 
 
 class Balancer:
-    """The replicas of a router, and the requests that wait for them. Use it as an async context manager."""
+    """The replicas of a router, and the requests that wait for them. Use it as an async context manager.
 
-    def __init__(self, config: RouterConfig, max_queue: int) -> None:
+    key: that of operators at the replicas; None: the router has no API key.
+    """
+
+    def __init__(self, config: RouterConfig, max_queue: int, key: str | None) -> None:
         self.config = config
+        self._key = key
         index = PrefixIndex(int(config.index_mb * (1 << 20)), CHUNK_TOKENS)
         self.router = Router(POLICIES[config.policy], index, max_waiting=max_queue)
         self.upstreams: dict[str, Upstream] = {}
@@ -79,7 +67,7 @@ class Balancer:
         self.asleep = False
         """The fleet has no replica because none is needed: the next request starts one."""
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, list[asyncio.Task[None]]] = {}
 
     async def __aenter__(self) -> Balancer:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=probed_socket)
@@ -97,21 +85,30 @@ class Balancer:
 
     def add(self, name: str, url: str) -> Upstream:
         """Add a replica. It gets requests after its first good health check."""
-        config = self.config
-        upstream = Upstream(url, self._session, stall_s=config.stall_s, idle_s=config.idle_s)
+        upstream = Upstream(url, self._session, self.config, keyless=self._key is None)
         self.upstreams[name] = upstream
-        self.router.add(name, config.capacity)
+        self.router.add(name, self.config.capacity)
 
         def checked(state: State) -> None:
-            self.router.replicas[name].row_limit = upstream.row_limit
+            replica = self.router.replicas[name]
+            replica.row_limit = upstream.row_limit
+            if upstream.cache_tokens is not None:
+                self.router.index.resize(replica.id, upstream.cache_tokens)
             self._wake(self.router.set_state(name, state, self._clock()))
 
-        self._watches[name] = asyncio.get_running_loop().create_task(upstream.watch(checked))
+        def sent(chunks: Sequence[int] | None) -> None:
+            self.router.sent_elsewhere(name, chunks)
+
+        headers = [] if self._key is None else [("authorization", f"Bearer {self._key}")]
+        follower = Follower(url, self._session, headers, sent)
+        loop = asyncio.get_running_loop()
+        self._watches[name] = [loop.create_task(upstream.watch(checked)), loop.create_task(follower.run())]
         return upstream
 
     def remove(self, name: str) -> None:
         """Remove a replica. Answers that have begun go on."""
-        self._watches.pop(name).cancel()
+        for watch in self._watches.pop(name):
+            watch.cancel()
         del self.upstreams[name]
         self.router.remove(name)
         for replica, result in [key for key in self.counts.answers if key[0] == name]:
@@ -124,6 +121,16 @@ class Balancer:
         deadline = self._clock() + patience_s
         while replica.running and self._clock() < deadline:
             await asyncio.sleep(0.02)
+
+    async def check_keys(self) -> None:
+        """Raises ConfigError for a replica that requires an API key while the router has none. Health checks find those that do
+        not answer yet.
+        """
+        upstreams = tuple(self.upstreams.values())
+        answers = await asyncio.gather(*(each.refuses_router() for each in upstreams), return_exceptions=True)
+        for upstream, refuses in zip(upstreams, answers, strict=True):
+            if refuses is True:
+                raise ConfigError(f"The replica {upstream.url} is not used: {KEYS_MISSING}.", param="api_key")
 
     async def until_up(self, name: str) -> None:
         """Wait until a replica is up."""

@@ -49,7 +49,9 @@ class RouterConfig:
     prefill_rate: float = option(
         10_000.0, "prompt tokens per second of a replica, as a first guess; measured first tokens correct it"
     )
-    cache_tokens: int = option(1_000_000, "tokens that the prefix cache of a replica is assumed to hold")
+    cache_tokens: int = option(
+        1_000_000, "tokens that the prefix cache of a replica is assumed to hold, if it does not say"
+    )
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

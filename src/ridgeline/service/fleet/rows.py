@@ -27,14 +27,14 @@ class ReplicaRows:
             self._headers.append(("authorization", f"Bearer {api_key}"))
         self._taken = 0
 
-    def take(self, choices: int) -> bool:
+    def take(self, choices: int, model: str | None) -> bool:
         limit = self._balancer.row_limit
         if not limit or (self._taken and self._taken + choices > limit):
             return False
         self._taken += choices
         return True
 
-    def give_back(self, choices: int) -> None:
+    def give_back(self, choices: int, model: str | None) -> None:
         self._taken -= choices
 
     def wait(self, count: int) -> None:

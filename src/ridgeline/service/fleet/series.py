@@ -14,7 +14,6 @@ def render(balancer: Balancer) -> str:
     router, counts = balancer.router, balancer.counts
     replicas = {labelled({"replica": name}): replica for name, replica in router.replicas.items()}
     totals = router.totals
-    lane, rows = counts.lane, f"{PREFIX}:batch_rows_total"
     parts = [
         gauge(
             _name("replica_up"),
@@ -50,12 +49,7 @@ def render(balancer: Balancer) -> str:
         ),
         head(_name("queue_seconds"), "histogram", "Time that requests waited in the router."),
         counts.queue_seconds.render_samples(_name("queue_seconds"), labelled({"router": "0"})),
-        gauge(f"{PREFIX}:batch_rows_queued", "Rows of batches that wait for the batch lane.", [("", lane.queued)]),
-        gauge(f"{PREFIX}:batch_rows_running", "Rows of batches in flight.", [("", lane.running)]),
-        gauge(f"{PREFIX}:batches_open", "Batches that have not ended.", [("", lane.batches)]),
-        head(rows, "counter", "Rows of batches that have ended, by result."),
-        sample(rows, labelled({"result": "completed"}), lane.completed),
-        sample(rows, labelled({"result": "failed"}), lane.failed),
+        counts.lane.render(),
     ]
     return "".join(parts)
 

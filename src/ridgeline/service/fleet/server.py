@@ -34,7 +34,7 @@ async def routing(
 ) -> AsyncIterator[RouterServer]:
     """A router within the block; at its end it drains. listeners: bound sockets (`listen.bind`). extend: adds routes."""
     access, address = Access(config), Address.read(config)
-    async with Balancer(router, config.max_queue) as balancer:
+    async with Balancer(router, config.max_queue, config.admin_api_key or config.api_key) as balancer:
         app = make_router_app(access, balancer)
         extend(app)
         runner = await listen(app, address, listeners)
@@ -53,10 +53,14 @@ async def serve_router(
     listeners: Sequence[socket.socket],
     announce: Callable[[str], None],
 ) -> None:
-    """Route to replicas with known addresses until SIGTERM or SIGINT. announce: called with the router's address."""
+    """Route to replicas with known addresses until SIGTERM or SIGINT. announce: called with the router's address.
+
+    Raises ConfigError if a replica requires a key and the router has none.
+    """
     async with routing(config, router, listeners) as server:
         stopped = stop_signals(server.access)
         for number, url in enumerate(replicas):
             server.balancer.add(f"replica-{number}", url)
+        await server.balancer.check_keys()
         announce(server.url)
         await stopped.wait()

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from ridgeline.service.errors import ENGINE
+from ridgeline.service.fleet.options import RouterConfig
 from ridgeline.service.progress import Progress
 from ridgeline.service.routing import State
 
@@ -24,6 +25,13 @@ _SWEEP_CHECKS = 4
 """Health checks between two looks at every answer."""
 _ALIVE = frozenset({200, 204, 404, 405})
 """Statuses of a server that works. One without /health answers 404."""
+_SERVING = (State.UP, State.STALLED)
+_GUARDED = "/v1/models"
+"""A route that needs a key on every server that has keys; /health needs none."""
+KEYS_MISSING = (
+    "it requires an API key and the router has none, so clients would share files, batches and stored responses: "
+    "give the router the replicas' --api-key, or --admin-api-key if they have --api-keys"
+)
 
 
 class ReplicaLost(Exception):
@@ -51,22 +59,24 @@ class Exchange:
 class Upstream:
     """One replica over HTTP. `watch` runs its health checks and reports each change of state.
 
-    stall_s, idle_s: as in `RouterConfig`.
+    config: stall_s and idle_s. keyless: the router has no API key; a replica that requires one stays down.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, *, stall_s: float, idle_s: float) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, config: RouterConfig, *, keyless: bool) -> None:
         self.url = url
         self.trouble = "it was not checked yet"
         """Why it is not up."""
         self.state = State.DOWN
         self.row_limit = 0
         """Rows of batches that it runs now, as its last health check says."""
+        self.cache_tokens: int | None = None
+        """Tokens that its prefix cache holds, if its health checks say so."""
         self.received = 0
         """Chunks of answers so far."""
         self.exchanges: set[Exchange] = set()
-        self._session = session
-        self._stall_s, self._idle_s = stall_s, idle_s
-        self._progress = Progress(stall_s)
+        self._session, self._keyless = session, keyless
+        self._stall_s, self._idle_s = config.stall_s, config.idle_s
+        self._progress = Progress(config.stall_s)
         self._silent_since: float | None = None
         """Time of the first of the last health checks without any answer."""
 
@@ -128,10 +138,18 @@ class Upstream:
             reply.raise_for_status()
             return msgspec.json.decode(await reply.read())
 
+    async def refuses_router(self) -> bool:
+        """Whether it requires a key and the router has none. Raises aiohttp.ClientError or OSError."""
+        if not self._keyless:
+            return False
+        async with asyncio.timeout(self._stall_s), self._session.get(self.url + _GUARDED) as reply:
+            return reply.status == 401
+
     async def _check(self, clock: Callable[[], float]) -> State:
         try:
             async with asyncio.timeout(self._stall_s), self._session.get(self.url + "/health") as reply:
                 body = await reply.read()
+            refused = self.state not in _SERVING and reply.status in _ALIVE and await self.refuses_router()
         except (aiohttp.ClientError, OSError) as error:
             self.row_limit = 0
             if self._silent_since is None:
@@ -141,9 +159,13 @@ class Upstream:
             return self._progress.failed()
         self._silent_since = None
         self.row_limit = _number(body, "batch_rows") or 0
+        self.cache_tokens = _number(body, "cache_tokens")
         if reply.status not in _ALIVE:
             self.trouble = f"its health check says: {error_message(body) or reply.status}"
             return self._progress.failed(starting=ENGINE in reply.headers)
+        if refused:
+            self.trouble = KEYS_MISSING
+            return self._progress.failed()
         state = self._progress.checked(clock(), _number(body, "step"), self.received, len(self.exchanges))
         self.trouble = f"no step and no byte for {self._stall_s:g} s" if state is State.STALLED else ""
         return state

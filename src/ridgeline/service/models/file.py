@@ -13,6 +13,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig, opti
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import Resolved, read_file, resolve, split_options
 from ridgeline.service.batches.settings import OFF
+from ridgeline.service.reference import EngineReference, make_reference
 
 SERVICE_OPTIONS = (
     "chat_template",
@@ -21,6 +22,10 @@ SERVICE_OPTIONS = (
     "tool_call_parser",
     "warm_prefix",
     "pooling",
+    "shadow_rate",
+    "shadow_url",
+    "shadow_model",
+    "shadow_limit",
     "idle_sleep_minutes",
     "asleep_requests",
 )
@@ -29,7 +34,6 @@ EVICTIONS = ("sleep", "unload")
 _NOT_TOGETHER = {
     "model": "name the models in the file",
     "served_model_name": "the keys of the file are the names",
-    "shadow_rate": "leave it out",
     "node_rank": "leave it out",
 }
 """Options that exclude --models, with the remedy."""
@@ -100,8 +104,6 @@ def _check_shared(shared: Resolved) -> None:
     for name, remedy in _NOT_TOGETHER.items():
         if values[name]:
             raise ConfigError(f"--{name.replace('_', '-')} and --models exclude each other: {remedy}.", param=name)
-    if shared.service.batch_dir not in ("", OFF):
-        raise ConfigError("--batch-dir needs a server with one model: leave --models out.", param="batch_dir")
 
 
 def vars_of(config: object) -> dict[str, Any]:
@@ -123,6 +125,7 @@ def _read(
         resolved = read(options)
         if resolved.model.enable_lora or resolved.model.lora_modules:
             raise ConfigError("adapters need a server with one model: leave --models out.", param="enable_lora")
+        _check_shadow(resolved)
         refused = _cannot_sleep(resolved, has_gpu)
         evict = placed.evict or ("unload" if refused else "sleep")
         if evict == "sleep" and (refused or options.get("enable_sleep_mode") is False):
@@ -147,6 +150,17 @@ def _check(options: Mapping[str, Any], placed: Placed) -> None:
         raise ConfigError(f"evict is {placed.evict!r}: give {' or '.join(EVICTIONS)}.", param="evict")
     if placed.memory_gb is not None and not 0 < placed.memory_gb < 1 << 20:
         raise ConfigError(f"memory_gb is {placed.memory_gb}: give a positive number of GiB.", param="memory_gb")
+
+
+def _check_shadow(resolved: Resolved) -> None:
+    """Raise ConfigError for a reference that is not a server: its weights would stay in memory while the model sleeps."""
+    reference = make_reference(resolved.service, resolved.model, resolved.engine)
+    if isinstance(reference, EngineReference):
+        raise ConfigError(
+            "shadow_rate with several models needs the reference on another server, because reference weights here would keep "
+            "memory that the model gives back: give its address (http://...) as shadow_url.",
+            param="shadow_url",
+        )
 
 
 def _cannot_sleep(resolved: Resolved, has_gpu: bool) -> str:

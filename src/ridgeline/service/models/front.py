@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -12,6 +13,7 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ModelNotFound, RidgelineError, Unavailable
 from ridgeline.metrics import Metrics
 from ridgeline.metrics.exposition import merged
+from ridgeline.service.batches.rows import LaneCounts
 from ridgeline.service.front import Front
 from ridgeline.service.models.model import STATES, Model
 from ridgeline.service.models.no_engine import NoEngine
@@ -30,11 +32,10 @@ class ModelsFront(Front):
     was used least recently gives way. client, metrics and sleep are those of the model that was used last.
     """
 
-    engine_per_model = True
-
     def __init__(self, config: ServiceConfig, models: Sequence[Model]) -> None:
         super().__init__(config, NoEngine(), Metrics(", ".join(model.name for model in models)))
         self.models = {model.name: model for model in models}
+        self.lane = self._lane = LaneCounts()
         self._last: Model | None = None
         self._changing = asyncio.Lock()
         self._letting_in: asyncio.Task[None] | None = None
@@ -107,7 +108,11 @@ class ModelsFront(Front):
     def render(self) -> bytes:
         texts = [model.metrics.render().decode() for model in self.models.values()]
         return merged(
-            [*texts, self._states({model.name: model.state for model in self.models.values()}, STATES)]
+            [
+                *texts,
+                self._states({model.name: model.state for model in self.models.values()}, STATES),
+                self._lane.render(),
+            ]
         ).encode()
 
     # --- who is awake -------------------------------------------------------------------------------------------------
@@ -177,11 +182,25 @@ class ModelsFront(Front):
 
     def _in_the_way(self, model: Model) -> list[Model]:
         """The models that are awake, by their last use, if there is no room for another one."""
+        others = self._others(model)
+        return [] if self._fit([*others, model]) else others
+
+    def _others(self, model: Model) -> list[Model]:
+        """The other models that are awake, by their last use."""
         others = [other for other in self.models.values() if other is not model and other.takes_memory]
-        others.sort(key=lambda other: other.front.sleep.used if other.front is not None else 0.0)
-        if self._limit is not None and sum(other.entry.memory for other in [*others, model]) <= self._limit:
-            return []
-        return others
+        return sorted(others, key=lambda other: other.used)
+
+    def _fit(self, models: Sequence[Model]) -> bool:
+        """Whether models may be awake together."""
+        if self._limit is None:
+            return len(models) <= 1
+        return sum(model.entry.memory for model in models) <= self._limit
+
+    def has_room(self, model: Model, idle_s: float) -> bool:
+        """Whether a model can be awake if only those give way that no request has used for idle_s."""
+        since = time.monotonic() - idle_s
+        kept = [other for other in self._others(model) if other.busy or other.used > since]
+        return not self._changing.locked() and self._fit([*kept, model])
 
     def tick(self) -> None:
         for model in self.models.values():

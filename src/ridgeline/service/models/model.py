@@ -14,6 +14,7 @@ from ridgeline.metrics import Metrics
 from ridgeline.service.engines import launch_engines
 from ridgeline.service.front import Front
 from ridgeline.service.models.file import ModelEntry
+from ridgeline.service.reference import make_reference
 from ridgeline.service.server import Server
 from ridgeline.service.supervisor import Supervisor
 
@@ -64,6 +65,11 @@ class Model:
         return front is not None and (front.sleep.users > 0 or front.client.open_choices > 0)
 
     @property
+    def used(self) -> float:
+        """When its last request ended, in the seconds of `time.monotonic`. 0: it is not loaded."""
+        return 0.0 if self.front is None else self.front.sleep.used
+
+    @property
     def takes_memory(self) -> bool:
         return self.front is not None and not self.front.sleep.level
 
@@ -81,7 +87,8 @@ class Model:
         start = partial(launch_engines, resolved, self.metrics)
         try:
             self._supervisor = Supervisor(await start(), start, resolved.service)
-            self._server = Server(resolved.service, self._supervisor, self.metrics)
+            reference = make_reference(resolved.service, resolved.model, resolved.engine)
+            self._server = Server(resolved.service, self._supervisor, self.metrics, reference)
             await self._server.open(self.folder, self.name)
             self._server.front.sleep.folder = self._weights
             await self._server.front.sleep.restored()

@@ -10,9 +10,11 @@ from pathlib import Path
 from ridgeline.core.config import ServiceConfig
 from ridgeline.service.address import Address
 from ridgeline.service.app import make_app
+from ridgeline.service.batches.settings import read_impact
 from ridgeline.service.models.file import ModelEntry
 from ridgeline.service.models.front import ModelsFront
 from ridgeline.service.models.model import Model
+from ridgeline.service.models.rows import ModelRows
 from ridgeline.service.server import listen, stop_signals
 
 
@@ -24,9 +26,10 @@ async def serve_models(
 ) -> None:
     """Run until SIGTERM or SIGINT. entries: each model with its folder. announce: called with the address once it listens."""
     front = ModelsFront(config, [Model(entry, folder) for entry, folder in entries])
+    rows = ModelRows(front, read_impact(config.batch_impact))
     stopped = stop_signals(front)
     address = Address.read(config)
-    runner = await listen(make_app(front), address, listeners)
+    runner = await listen(make_app(front, rows), address, listeners)
     try:
         announce(address.url(runner.addresses[0][1]))
         await stopped.wait()
