@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine.executor import CapturedExecutor
+from ridgeline.engine.graphs import GraphExecutor, GraphKey
 from ridgeline.engine.local import LocalEngine
+from ridgeline.engine.runner import Runner
+from ridgeline.engine.shape import StepShape
+from ridgeline.ops.capture import Uncaptured
 from ridgeline.wire.messages import Control, Reply, Submit
 from tests.models.adapter_files import merge, write_adapter
 from tests.models.families import save
@@ -107,6 +113,60 @@ def test_many_adapters_in_a_batch_equal_merged_models(root: Path) -> None:
     same(run(engine, ["all", "", "some", "patterns"]), expected)
     same(run(engine, ["patterns"]), {"patterns": expected["patterns"]})
     same(run(engine, [""]), {"": expected[""]})
+    engine.close()
+
+
+def test_a_step_has_the_kernels_of_adapters_if_a_row_has_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of a graph says so. A step without adapters replays the graph of a server without adapters."""
+    expected = alone(root, ["", *ADAPTERS])
+    engine = start(root / "base", lora_modules=modules(root), max_num_batched_tokens=64)
+    runner = engine.engine.loop.runner
+    assert isinstance(runner, Runner)
+    runner.executor = graphs = GraphExecutor(runner._step, runner._sizes, Uncaptured)
+    with torch.inference_mode():
+        graphs.capture(lambda stage, done, total: None)
+    keys = set(graphs._captured)
+    assert {key._replace(adapted=False) for key in keys if key.adapted} == {
+        key for key in keys if key.kind in ("step", "forward") and not key.adapted
+    }
+    replayed: list[tuple[str, bool]] = []
+    monkeypatch.setattr(graphs, "_captured", {key: Noted(key, graphs._captured[key], replayed) for key in keys})
+    same(run(engine, [""]), {"": expected[""]})
+    assert set(replayed) == {("forward", False)}, "log-probabilities need the logits"
+    replayed.clear()
+    same(run(engine, ["all", "", "some", "patterns"]), expected)
+    assert set(replayed) == {("forward", True)}
+    for name in ("", "all"):
+        replayed.clear()
+        engine.submit(Submit(name or "base", PROMPTS[0], replace(SAMPLING, logprobs=None), 0.0, adapter=name))
+        tokens = [token for delta in engine.deltas() for token in delta.tokens]
+        assert tokens == expected[name][0]
+        assert ("step", bool(name)) in replayed and ("step", not name) not in replayed
+    engine.close()
+
+
+class Noted:
+    """Captured work that notes its replays."""
+
+    def __init__(self, key: GraphKey, captured: Any, replayed: list[tuple[str, bool]]) -> None:
+        self._kind, self._captured, self._replayed = (key.kind, key.adapted), captured, replayed
+
+    def replay(self, *arguments: Any) -> Any:
+        self._replayed.append(self._kind)
+        return self._captured.replay(*arguments)
+
+
+def test_a_cpu_records_steps_without_adapters(root: Path) -> None:
+    """Also while adapters are loaded; steps with adapters are not recorded."""
+    engine = start(root / "base", lora_modules=modules(root))
+    executor = engine.engine.loop.runner.executor
+    assert isinstance(executor, CapturedExecutor)
+    sampling, expected = replace(SAMPLING, logprobs=None), alone(root, ["", "all"])
+    for name in ("all", ""):
+        engine.submit(Submit("x", PROMPTS[0], sampling, 0.0, adapter=name))
+        assert [token for delta in engine.deltas() for token in delta.tokens] == expected[name][0]
+        assert [key[0] for key in executor._kept] == ([] if name else [StepShape.decoding(1)])
+    assert all(loaded.captured is not None for loaded in executor._kept.values())
     engine.close()
 
 
