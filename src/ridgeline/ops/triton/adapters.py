@@ -147,10 +147,11 @@ def _make(
 ):  # fmt: skip
     """inner [token, WIDE] = A x over `size` inputs, and an arrival, if any of the rows exists."""
     at, place = tl.arange(0, WIDE), tl.arange(0, BLOCK)
-    # The first weights come while the previous kernel ends.
-    a = _factors(a_ptr, at, place, rows, size, inputs)
-    await_inputs(PDL)
+    # Without rows a program ends at once, also before earlier kernels have completed: users wait for those.
     if rows > 0:
+        # The first weights come while the previous kernel ends.
+        a = _factors(a_ptr, at, place, rows, size, inputs)
+        await_inputs(PDL)
         x = _inputs(x_ptr, token, inside, place, size, inputs)
         total = tl.zeros((token.shape[0], WIDE), dtype=tl.float32)
         for start in range(BLOCK, size + BLOCK, BLOCK):
