@@ -3,7 +3,8 @@
     python benchmarks/lora_kernels.py --set MAKER_ELEMENTS=8192 --set MANY_PIECES=2
 
 Random adapters in slots of the largest rank, tokens in turn; CUDA graphs of many layers, each with adapters of its own, so that the
-L2 cache does not hold them. --set tries another value of a constant of ops.triton.adapters in a run of its own.
+L2 cache does not hold them. The result of the first layer is compared with products of PyTorch. --set tries another value of a
+constant of ops.triton.adapters in a run of its own.
 """
 
 from __future__ import annotations
@@ -46,6 +47,21 @@ def layers(name: str, args: argparse.Namespace) -> Iterator[Pairs]:
         yield Pairs(a, b, inputs, tuple(ends), ranks.tolist(), ranks)
 
 
+def check(got: torch.Tensor, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, slots: list[int]) -> None:
+    """Compare what the kernel made of y and x with products of each token, computed in float32. Raises AssertionError."""
+    tokens, parts = [], len(pairs.ends)
+    for token, slot in enumerate(slots):
+        a, b = pairs.of(slot)
+        inner = (a.float() @ x[token].float()).bfloat16().float().view(parts, -1)
+        pieces = b.float().split([end - begin for begin, end in zip((0, *pairs.ends), pairs.ends, strict=False)])
+        tokens.append(y[token].float() + torch.cat([piece @ inner[part] for part, piece in enumerate(pieces)]))
+    expected = torch.stack(tokens)
+    if got.shape != y.shape:
+        gate, up = expected.chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(got.float(), expected, rtol=3e-2, atol=6e-2)
+
+
 def kernel_us(name: str, args: argparse.Namespace) -> float:
     """Median microseconds of the kernel of one layer."""
     inputs, outputs, kind = LINEARS[name]
@@ -57,6 +73,9 @@ def kernel_us(name: str, args: argparse.Namespace) -> float:
     assert group is not None
     x = torch.randn(args.batch, inputs, device="cuda").bfloat16()
     y = torch.randn(args.batch, sum(outputs), device="cuda").bfloat16()
+
+    got = ops.add(y.clone(), x, many[0], group) if kind is None else ops.activate(y, x, many[0], group, kind)
+    check(got, y, x, many[0], slots.tolist())
 
     def work() -> None:
         for pairs in many:
