@@ -64,7 +64,6 @@ def fill(model: LoadedModel, adapters: int, rank: int) -> None:
         factors[module] = a, torch.randn(outputs, rank, dtype=dtype, device=a.device).mul_(0.01)
     for slot in range(1, adapters + 1):
         linears.store(slot, Adapter(Path(), rank, "", factors))
-        linears.weights[0][0].bank.loaded.add(slot)
 
 
 def step_s(runner: Runner, args: argparse.Namespace, adapters: int, generation: int) -> float:

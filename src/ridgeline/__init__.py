@@ -5,9 +5,14 @@ from typing import Any
 
 from ridgeline.core.version import VERSION as __version__
 
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "LoRARequest", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "ridgeline.llm", "Completion": "ridgeline.llm", "SamplingParams": "ridgeline.core.sampling"}
+_HOMES = {
+    "LLM": "ridgeline.llm",
+    "Completion": "ridgeline.llm",
+    "LoRARequest": "ridgeline.llm",
+    "SamplingParams": "ridgeline.core.sampling",
+}
 
 
 def __getattr__(name: str) -> Any:

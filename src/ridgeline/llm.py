@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import EngineFailed, RequestError
 from ridgeline.core.plan import TokenLogprobs
+from ridgeline.core.plural import counted
 from ridgeline.core.resolve import split_options
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
@@ -23,7 +25,27 @@ from ridgeline.text.detokenize import Detokenizer
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.stops import StopStrings
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.wire.messages import Delta, Submit
+from ridgeline.wire.messages import Control, Delta, Reply, Submit
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The LoRA adapter of a request, with the fields of vLLM's class: its name, a number, and its folder as PEFT saves it.
+
+    The first request loads the folder; an adapter that `LLM(lora=...)` loads needs none. Adapters are told apart by name, so the
+    number has no effect.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str | PathLike[str] = ""
+
+
+AnyLora = LoRARequest | str | None
+"""Of a request: the adapter, the name of one that is loaded, or none."""
+
+_READING_S = 0.005
+"""Between two looks whether an adapter's files are read."""
 
 
 @dataclass(slots=True)
@@ -64,6 +86,7 @@ class LLM:
         *,
         progress: Callable[[str, int, int], None] | None = None,
         allow_special_in_content: bool = False,
+        lora: Mapping[str, str | PathLike[str]] | None = None,
         **options: Any,
     ) -> None:
         """Load the model and start the engine.
@@ -73,8 +96,11 @@ class LLM:
             progress: Called with (stage, done, total) while the model loads.
             allow_special_in_content: Message text that spells a special token becomes that token. By default it stays text.
                 Text prompts of `generate` and `stream` always keep their special tokens.
+            lora: LoRA adapters to load at the start: folders by name. The option lora_modules has the same as text.
             options: Fields of ModelConfig and EngineConfig.
         """
+        if lora is not None:
+            options["lora_modules"] = ",".join(f"{name}={fspath(folder)}" for name, folder in lora.items())
         model_options, engine_options = split_options(options, ModelConfig, EngineConfig)
         config = ModelConfig(model=fspath(model or ""), **model_options)
         folder = resolve_model(config)
@@ -85,46 +111,72 @@ class LLM:
         self._answering = False
 
     def generate(
-        self, prompts: str | Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        sampling: SamplingParams | None = None,
+        lora_request: AnyLora | Sequence[AnyLora] = None,
     ) -> list[Completion]:
         """Complete each prompt (text or token ids) and return the completions in the order of the prompts.
 
         A prompt that cannot run, for example one longer than the context, does not stop the others: its choices finish with
         "refused".
 
+        Args:
+            lora_request: LoRA adapter of all prompts, or a list with one entry for each. `lora` or the option enable_lora of LLM
+                make room for it.
+
         Raises:
-            RequestError: A prompt is neither text nor token ids, or `sampling` names a token id outside the vocabulary.
+            RequestError: A prompt is neither text nor token ids, `sampling` names a token id outside the vocabulary, or an adapter
+                cannot be loaded.
         """
         if not isinstance(prompts, Iterable):
             raise RequestError(f"prompts is {reprlib.repr(prompts)}: give a text or a list of prompts.", param="prompt")
         prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
+        loras: Sequence[Any] = (
+            lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(prompt_list)
+        )
+        if len(loras) != len(prompt_list):
+            raise RequestError(
+                f"lora_request has {len(loras)} adapters for {counted(len(prompt_list), 'prompt')}: give one for each.",
+                param="lora_request",
+            )
+        adapters = [self._adapter(lora) for lora in loras]
         return self._complete(
             [
-                _PromptRun(self, self._ids(prompt), sampling or SamplingParams(), continues_prompt=True)
-                for prompt in prompt_list
+                _PromptRun(
+                    self, self._ids(prompt), sampling or SamplingParams(), continues_prompt=True, adapter=adapter
+                )
+                for prompt, adapter in zip(prompt_list, adapters, strict=True)
             ]
         )
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None, **template: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        lora_request: AnyLora = None,
+        **template: Any,
     ) -> Completion:
         """Answer a conversation.
 
         Args:
             messages: Dicts with "role" and "content".
+            lora_request: As in `generate`.
             template: Variables for the chat template.
         """
-        ids = self._chat_ids(messages, template)
-        return self._complete([_PromptRun(self, ids, sampling or SamplingParams(), continues_prompt=False)])[0]
+        adapter, ids = self._adapter(lora_request), self._chat_ids(messages, template)
+        run = _PromptRun(self, ids, sampling or SamplingParams(), continues_prompt=False, adapter=adapter)
+        return self._complete([run])[0]
 
     def stream(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         sampling: SamplingParams | None = None,
+        lora_request: AnyLora = None,
     ) -> Iterator[str]:
         """Yield the text of one answer in pieces as they arrive. Closing the iterator cancels the request.
 
-        Only one stream can be open at a time.
+        Only one stream can be open at a time. lora_request: as in `generate`.
 
         Raises:
             RequestError: The prompt is refused, or `sampling.n` is above 1.
@@ -132,7 +184,8 @@ class LLM:
         """
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self._chat_ids(prompt, {}) if is_chat else self._ids(prompt)  # type: ignore[arg-type]
-        run = _PromptRun(self, ids, sampling or SamplingParams(), continues_prompt=not is_chat)
+        adapter = self._adapter(lora_request)
+        run = _PromptRun(self, ids, sampling or SamplingParams(), continues_prompt=not is_chat, adapter=adapter)
         if run.sampling.n > 1:
             raise RequestError(
                 f"n is {run.sampling.n}, but a stream has one answer: set n to 1, or use `generate`.", param="n"
@@ -183,6 +236,32 @@ class LLM:
             if unknown := [token for token in ids if not 0 <= token <= max_id]:
                 raise RequestError(f"{name} has the token id {unknown[0]}: give 0 to {max_id}.", param=name)
 
+    def _adapter(self, lora: AnyLora) -> str:
+        """The name of the adapter of a request, which is loaded then; "" for none. Raises RequestError."""
+        if not lora:
+            return ""
+        asked = LoRARequest(lora) if isinstance(lora, str) else lora
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(
+                f"lora_request is {reprlib.repr(lora)}: give a LoRARequest or a name.", param="lora_request"
+            )
+        name, folder, engine = asked.lora_name, asked.lora_path, self._engine.engine
+        roots = {adapter["name"]: Path(adapter["root"]) for adapter in engine.setup.adapters.listed()}
+        if name in roots and (not folder or Path(folder) == roots[name]):
+            return name
+        if name in roots or not folder:
+            problem = f"is loaded from {roots[name]}" if name in roots else "is not loaded"
+            remedy = "give its folder, or an adapter another name"
+            raise RequestError(f"The adapter {name!r} {problem}: {remedy}.", param="lora_request")
+        while True:
+            (reply,) = engine.handle(Control("local", "load_adapter", f"{name}={fspath(folder)}"))
+            assert isinstance(reply, Reply)
+            if "error" in reply.facts:
+                raise RequestError(reply.facts["error"], param="lora_request")
+            if not reply.facts.get("busy"):
+                return name
+            time.sleep(_READING_S)
+
     def _next_id(self) -> str:
         self._count += 1
         return f"local-{self._count}"
@@ -198,7 +277,8 @@ class LLM:
         by_id = {prompt.id: prompt for prompt in prompts}
         try:
             for prompt in prompts:
-                self._engine.submit(Submit(prompt.id, prompt.completion.prompt_ids, prompt.sampling, time.monotonic()))
+                ids, now = prompt.completion.prompt_ids, time.monotonic()
+                self._engine.submit(Submit(prompt.id, ids, prompt.sampling, now, adapter=prompt.adapter))
             for delta in self._engine.deltas():
                 prompt = by_id[delta.id]
                 yield delta.choice, prompt.take(delta)
@@ -213,13 +293,15 @@ class LLM:
 class _PromptRun:
     """One running prompt: detokenizes its deltas and detects stop strings."""
 
-    def __init__(self, llm: LLM, ids: list[int], sampling: SamplingParams, *, continues_prompt: bool) -> None:
-        """continues_prompt: The answer continues the prompt's text, as in /v1/completions."""
+    def __init__(
+        self, llm: LLM, ids: list[int], sampling: SamplingParams, *, continues_prompt: bool, adapter: str = ""
+    ) -> None:
+        """continues_prompt: The answer continues the prompt's text, as in /v1/completions. adapter: name of its LoRA adapter."""
         if not ids:
             raise RequestError("The prompt is empty: give at least one token.", param="prompt")
         llm._check(sampling)
         self.id = llm._next_id()
-        self.sampling = sampling
+        self.sampling, self.adapter = sampling, adapter
         self.completion = Completion(ids, [Choice(index) for index in range(sampling.n)])
         self.stopped_choice: int | None = None
         """The choice that the last delta ended with a stop string."""

@@ -74,6 +74,7 @@ def test_mistakes() -> None:
 
 
 OWN = {
+    "calc": {"max_loras", "max_lora_rank", "tensor_parallel_size"},
     "bench": {"model", "api_key", "seed", "slo", "host", "port"},
     "compare": {"dtype", "quantization"},
     "roofline": {"calibration"},

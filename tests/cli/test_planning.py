@@ -91,6 +91,15 @@ def test_roofline_of_a_device_that_does_not_serve(capsys: pytest.CaptureFixture[
     assert "does not run" not in run(capsys, "roofline", LLAMA, "--on", "h200")
 
 
+def test_adapters_take_memory_on_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("fit", LLAMA, "--on", "l40s", "--enable-lora", "--max-loras", "64", "--max-lora-rank", "64")
+    assert "64 slots of rank 64" in run(capsys, *words, "--tensor-parallel-size", "2")
+    assert "adapters" not in run(capsys, "fit", LLAMA, "--on", "l40s")
+    assert main(words) == 1
+    message = " ".join(capsys.readouterr().out.split())
+    assert "64 slots of rank 64 for LoRA adapters take 20.00 GiB of it: lower --max-loras" in message
+
+
 def test_roofline_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "roofline", LLAMA, "--on", "4090", "--batch", "64", "--context", "4096")
     assert "capacity-bound" in out and "times slower" in out
@@ -240,6 +249,12 @@ CHARACTER_AI = (
             {"payback_requests": 100_000, "pays": 1},
         ),
         (("training", "--training-usd", "1000", "--saved-usd", "0.01", "--requests", "99999"), {"pays": 0}),
+        (("lora", LLAMA), {"adapter_bytes": 83_886_080, "slots_bytes": 8 * 83_886_080}),
+        (
+            ("lora", LLAMA, "--max-loras", "32", "--max-lora-rank", "60", "--tensor-parallel-size", "2"),
+            # Inputs of q, k, v, gate and up, and outputs of out and down are whole on each rank.
+            {"slots_bytes": 32 * 64 * 2 * 32 * (7 * 4096 + (4096 + 2 * 1024 + 4096 + 3 * 14336) // 2)},
+        ),
     ],
 )
 def test_calculators(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: dict[str, float]) -> None:
@@ -280,6 +295,7 @@ def test_owning_that_never_pays_says_so(capsys: pytest.CaptureFixture[str]) -> N
             ("calc", "kv", "--layers", "3", "--heads", "6", "--kv-heads", "2", "--head-dim", "8", "--latent", "9"),
             "leave --kv-heads out",
         ),
+        (("calc", "lora", LLAMA, "--max-lora-rank", "300"), "--max-lora-rank is 300"),
         (("calc", "cost", "--tokens-s", "100"), "give --usd-hour"),
         (("calc", "cost", "--usd-hour", "2"), "--tokens-s is missing"),
         (("calc", "cost", "--usd-hour", "-2", "--tokens-s", "1"), "--usd-hour is -2: give a number above 0"),

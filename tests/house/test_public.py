@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ridgeline
 
-PUBLIC = {"LLM", "Completion", "SamplingParams", "__version__"}
+PUBLIC = {"LLM", "Completion", "LoRARequest", "SamplingParams", "__version__"}
 
 
 def test_names() -> None:

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import re
+import struct
 from array import array
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import openai
 import pytest
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.service.pooling import read_embedder
+from ridgeline.service.pooling import read_embedder, read_judge
 from ridgeline.service.state import Embedder
 
-from .live import MODEL, Live, behaviour, counts, ids, live
+from .live import MODEL, Live, behaviour, counts, ids, live, tokenizer
 
 
 def client_of(server: Live) -> openai.OpenAI:
@@ -143,3 +144,53 @@ def test_files_of_sentence_transformers(config: dict[str, Any], expected: Any, t
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(bad))
         with pytest.raises(ConfigError, match="give --pooling last, mean or cls"):
             read_embedder("auto", tmp_path)
+
+
+HEAD = array("f", range(400))
+"""Of 100 tokens, four numbers each."""
+
+
+def write_reranker(folder: Path, kind: str = "BF16", **config: Any) -> None:
+    """The files of Qwen3-Reranker that are read, with sentence-transformers' modules."""
+    rows = HEAD.tobytes() if kind == "F32" else b"".join(struct.pack("<f", number)[2:] for number in HEAD)
+    rows = struct.pack("<400e", *HEAD) if kind == "F16" else rows
+    header = json.dumps(
+        {"lm_head.weight": {"dtype": kind, "shape": [100, 4], "data_offsets": [8, 8 + len(rows)]}}
+    ).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8) + rows)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **config}))
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "b.LogitScore", "path": "1_LogitScore"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_LogitScore").mkdir(exist_ok=True)
+    (folder / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 40, "false_token_id": 3}))
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])
+def test_a_reranker_names_its_tokens(kind: str, tmp_path: Path):
+    write_reranker(tmp_path, kind)
+    assert read_embedder("auto", tmp_path) == read_embedder("yes-no", tmp_path) == Embedder("last", False)
+    judge = read_judge("auto", tmp_path, tokenizer())
+    assert judge is not None and list(judge.weights) == [148.0] * 4
+    assert judge.score([1.0, -1.0, 1.0, -1.0]) == 0.5
+    assert judge.score([0.01, 0.0, 0.0, 0.0]) == pytest.approx(1 / (1 + math.exp(-1.48)))
+    assert (judge.score([-1e9] * 4), judge.score([1e9] * 4)) == (0.0, 1.0)
+    assert read_judge("last", tmp_path, tokenizer()) is None
+
+
+def test_what_cannot_be_asked(tmp_path: Path):
+    assert read_judge("auto", tmp_path, tokenizer()) is None
+    write_reranker(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="embed_tokens"):
+        read_judge("auto", tmp_path, tokenizer())
+    write_reranker(tmp_path, architectures=["LlamaForCausalLM"])
+    with pytest.raises(ConfigError, match="is a LlamaForCausalLM"):
+        read_judge("auto", tmp_path, tokenizer())
+    write_reranker(tmp_path)
+    with pytest.raises(ConfigError, match='no tokens for "yes"'):
+        read_judge("yes-no", tmp_path, tokenizer())
+    for wrong, message in (((1, None), 'no tokens for "yes"'), ((1, 100), "token 100 of 100")):
+        (tmp_path / "1_LogitScore" / "config.json").write_text(
+            json.dumps(dict(zip(("true_token_id", "false_token_id"), wrong, strict=True)))
+        )
+        with pytest.raises(ConfigError, match=message):
+            read_judge("auto", tmp_path, tokenizer())

@@ -1,5 +1,5 @@
-"""Calculators: KV cache of a model (kv), cost of tokens and requests (cost), energy (energy), renting or buying (breakeven),
-cost of a training and when it pays (training), region and hours for batch work (schedule).
+"""Calculators: KV cache of a model (kv), LoRA adapters (lora), cost of tokens and requests (cost), energy (energy), renting or
+buying (breakeven), cost of a training and when it pays (training), region and hours for batch work (schedule).
 
 Names of options and the output contain the units. `ridgeline calc kv --help` lists the options of one calculator.
 """
@@ -21,6 +21,8 @@ from ridgeline.bench.record import read_run
 from ridgeline.cli.calc_kv import OPTIONS as KV_OPTIONS
 from ridgeline.cli.calc_kv import kv
 from ridgeline.cli.calc_lines import Line, Option, flag, number, rent, usd
+from ridgeline.cli.calc_lora import OPTIONS as LORA_OPTIONS
+from ridgeline.cli.calc_lora import lora
 from ridgeline.cli.calc_schedule import OPTIONS as SCHEDULE_OPTIONS
 from ridgeline.cli.calc_schedule import schedule
 from ridgeline.cli.calc_training import OPTIONS as TRAINING_OPTIONS
@@ -45,7 +47,7 @@ def parser() -> Parser:
         )
         if kind in _OF_MODELS:
             subparser.add_argument(
-                "given_model", nargs="?", metavar="MODEL", help=f"model folder or hub name (or give {_OF_MODELS[kind]})"
+                "given_model", nargs="?", metavar="MODEL", help=f"model folder or hub name{_OF_MODELS[kind]}"
             )
         for name, (value_type, help_text) in options.items():
             subparser.add_argument(
@@ -261,6 +263,7 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str,
         },
         cost,
     ),
+    "lora": ("memory of the slots of LoRA adapters", LORA_OPTIONS, lora),
     "energy": (
         "energy per token, energy and CO2 per year",
         {
@@ -282,5 +285,5 @@ KINDS: dict[str, tuple[str, dict[str, Option], Callable[[Arguments, Mapping[str,
     "schedule": ("region and hours for batch work, by price, carbon and latency", SCHEDULE_OPTIONS, schedule),
 }
 """Calculator -> help, options (name -> type, help), function."""
-_OF_MODELS = {"kv": "--layers, --heads and --head-dim", "training": "--params"}
-"""Calculators that take a model -> the options that replace it."""
+_OF_MODELS = {"kv": " (or give --layers, --heads and --head-dim)", "lora": "", "training": " (or give --params)"}
+"""Calculators that take a model -> help about the options that replace it."""

@@ -16,6 +16,7 @@ from rich.table import Table
 from ridgeline.cli.flags import Arguments, Parser, parser_for
 from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import bytes_text, count_text
+from ridgeline.core.adapters import plan_adapters, with_adapters
 from ridgeline.core.calibration import load_calibration
 from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
@@ -61,6 +62,7 @@ def run(args: Arguments) -> int:
     memory = Memory(device.kind, total, 0 if device.kind == "cpu" else total - device.free_bytes)
     wanted, beside = memory_of_drafters(engine, spec, folder, memory.kind)
     check_together(choice_of(model, engine, spec, wanted, memory.kind))
+    beside = with_adapters(beside, model, spec, engine.tensor_parallel_size)
     if device.accelerator is not None:
         device = replace(device, row=with_measured_rates(device.accelerator, spec.dtype))
     space = search_space(device, checkpoint.quantization)
@@ -161,6 +163,10 @@ def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:
             "host memory", f"{bytes_text(plan.host_bytes)} of the weights, copied to the device in every step"
         )
     table.add_row("working memory", bytes_text(plan.workspace_bytes + plan.graph_bytes))
+    adapters, ranks = plan_adapters(deployment.model), deployment.engine.tensor_parallel_size
+    if adapters.slots:
+        size = bytes_text(adapters.bytes(deployment.spec, ranks))
+        table.add_row("adapters", f"{size}, {counted(adapters.slots, 'slot')} of rank {adapters.rank}")
     blocks = f"{counted(plan.n_pages, 'block')} of {counted(plan.page_tokens, 'token')}"
     table.add_row("KV cache", f"{bytes_text(plan.kv_bytes)}, {blocks} ({bytes_text(plan.layout.page_bytes)} each)")
     full = counted(plan.sequences, "sequence")

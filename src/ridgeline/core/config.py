@@ -296,8 +296,8 @@ class ServiceConfig:
     )
     pooling: str = option(
         "auto",
-        "tokens whose hidden states make an embedding: last, mean or cls (default: those that the model's modules.json names, else "
-        "last)",
+        "tokens whose hidden states make an embedding: last, mean or cls; yes-no: last, and rerank and score ask the model as "
+        "Qwen3-Reranker is asked (default: what the model's modules.json names, else last)",
     )
     models: str = option(
         "", "YAML, TOML or JSON file of several models, which are loaded when a request names them (default: one model)"

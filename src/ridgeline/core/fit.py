@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from itertools import product
 
+from ridgeline.core.adapters import plan_adapters
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel, WorkMeter
 from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.host_weights import least_host_bytes
+from ridgeline.core.plural import counted
 from ridgeline.core.sizing import GIB, MIN_CONTEXT, DrafterMemory, Memory, MemoryPlan, Planner, hardware_defaults
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, ModelSpec
 
@@ -316,9 +318,19 @@ def _shortage(plan: MemoryPlan, missing: int, deployment: Deployment) -> str:
         cache_text = f"{_gib(requested)} for --kv-cache-memory"
     return (
         f"The model does not fit: it needs {_gib(plan.weight_bytes)} for weights, {_gib(fixed - plan.weight_bytes)} for working "
-        f"memory and {cache_text}, but only {_gib(plan.usable_bytes)} of {_gib(memory.total)} {memory_name} may be used: "
-        f"{_gib(missing)} are missing."
+        f"memory and {cache_text}, but only {_gib(max(0, plan.usable_bytes))} of {_gib(memory.total)} {memory_name} may be used: "
+        f"{_gib(missing)} are missing.{_adapters(deployment)}"
     )
+
+
+def _adapters(deployment: Deployment) -> str:
+    """What slots of LoRA adapters take, in words."""
+    adapters = plan_adapters(deployment.model)
+    if not adapters.slots:
+        return ""
+    taken = _gib(adapters.bytes(deployment.spec, deployment.engine.tensor_parallel_size))
+    size = f"{counted(adapters.slots, 'slot')} of rank {adapters.rank}"
+    return f" {size} for LoRA adapters take {taken} of it: lower --max-loras or --max-lora-rank."
 
 
 def _no_remedy(deployment: Deployment) -> str:

@@ -41,7 +41,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "remote_engines": ("", "prefill", "decode"),
     "log_format": FORMATS,
     "log_level": LEVELS,
-    "pooling": ("auto", "last", "mean", "cls"),
+    "pooling": ("auto", "last", "mean", "cls", "yes-no"),
 }
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_model_len": (1, 1 << 30),

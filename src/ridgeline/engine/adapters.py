@@ -87,7 +87,6 @@ class LoadedAdapters(Adapters):
         except Exception as error:
             log.exception("the order %s failed", order)
             return {"error": f"{order} failed: {type(error).__name__}: {error}", "status": 503}
-        self._bank.loaded.intersection_update(self._taken() | set(used))
         return {"adapters": self.listed()}
 
     def _load(self, name: str, folder: str, used: Collection[int]) -> bool:
@@ -128,7 +127,6 @@ class LoadedAdapters(Adapters):
     def store(self, name: str, slot: int, adapter: Adapter) -> None:
         """Write an adapter to a slot that no request uses. Its factors in host memory are not kept."""
         self._linears.store(slot, adapter)
-        self._bank.loaded.add(slot)
         self._loaded[name] = _Loaded(slot, adapter._replace(factors={}))
         log.info("The adapter %s of rank %d is loaded from %s", name, adapter.rank, adapter.folder)
 

@@ -76,7 +76,7 @@ class Batch:
 
     packed: int32, all of them in one array (see `unpack`). rows int32 [B]: device rows. sampled int32 [S]: device rows that draw.
     ragged: None if every row has one query token and draws. inputs: of logits processors. scores: query tokens to score. greedy:
-    every row takes its most probable token. ahead: as in StepPlan.
+    every row takes its most probable token. ahead: as in StepPlan. adapted: a row has an adapter.
     """
 
     shape: StepShape
@@ -88,6 +88,7 @@ class Batch:
     scores: Scores | None = None
     greedy: bool = False
     ahead: int = 0
+    adapted: bool = False
 
     @property
     def nodes(self) -> Nodes | None:
@@ -180,7 +181,7 @@ class BatchBuilder:
         self._where = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.int8))
         drawing = self._rows[self._where]
         self._nodes = 1 + self._n_draft[self._where]
-        self._greedy = bool(table.greedy[drawing].all())
+        self._greedy, self._adapted = bool(table.greedy[drawing].all()), bool(table.adapted[self._rows].any())
         self._inputs = self._scores = None
         if plan.masks or plan.biases or not table.fused_sampling[drawing].all():
             self._inputs = LogitsInputsBuilder(plan, table, drawing, self._nodes)
@@ -269,4 +270,5 @@ class BatchBuilder:
             scores=None if self._scores is None else self._scores.build(tensors),
             greedy=self._greedy,
             ahead=self._plan.ahead,
+            adapted=self._adapted,
         )

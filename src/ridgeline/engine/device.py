@@ -22,6 +22,7 @@ from ridgeline.engine.logits_inputs import NO_INPUTS, LogitsInputs, Scores
 from ridgeline.engine.row_table import RowTable
 from ridgeline.kv.compact import attention_mass, choose, keys_of, move, slots_needed
 from ridgeline.kv.store import KvStore
+from ridgeline.models.adapters import Linears
 from ridgeline.models.build import LoadedModel
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Gathered, Int, Knob, Spread
@@ -93,6 +94,8 @@ class DeviceStep:
         self._drafter_views = partial(self._views, drafter_layers)
         """Views of the drafter's own layers, then of the target's layers that it attends to."""
         self.longest = rows.tables.shape[2] * rows.page_tokens
+        self.has_adapters = bool(Linears.of(self.decoder).weights)
+        """Steps of adapted batches run other kernels."""
 
     def one_layer_of_each_kind(self) -> DeviceStep:
         """A step through one layer of each kind, for warm-up: it launches the same kernels, and its results are meaningless."""
@@ -160,7 +163,7 @@ class DeviceStep:
             batch.shape.max_query,
             max_length,
             ancestors,
-            adapters=self.rows.adapters,
+            adapters=self.rows.adapters if batch.adapted else None,
         )
         return gathered, step
 

@@ -105,7 +105,7 @@ class Executor:
 
 class CapturedExecutor(Executor):
     """Captures steps on a CPU, one for each shape. Later steps of the shape are copied to its memory and replay it. A step with a
-    prompt chunk, logits processors or prompt scores runs eagerly."""
+    prompt chunk, logits processors, prompt scores or adapters runs eagerly."""
 
     def __init__(self, step: DeviceStep) -> None:
         super().__init__(step)
@@ -124,7 +124,7 @@ class CapturedExecutor(Executor):
 
     def load(self, plan: StepPlan, batch: Batch, padded: bool) -> LoadedStep:
         loaded = super().load(plan, batch, padded)
-        if batch.shape.chunked or not batch.fused_sampling or is_behind(plan):
+        if batch.shape.chunked or not batch.fused_sampling or batch.adapted or is_behind(plan):
             return loaded
         key = batch.shape, batch.ahead, batch.greedy
         if (kept := self._kept.pop(key, None)) is None:

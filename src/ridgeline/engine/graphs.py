@@ -35,12 +35,13 @@ class GraphKey(NamedTuple):
     """Key of a captured graph.
 
     kind: see GraphExecutor. shape: of the step; for "draw" and "draft" StepShape.decoding of the rows. variant: for "step" the most
-    slots of a row, for "draft" the nodes per row.
+    slots of a row, for "draft" the nodes per row. adapted: the graph has the kernels of adapters ("step" and "forward" only).
     """
 
     kind: str
     shape: StepShape
     variant: int = 0
+    adapted: bool = False
 
 
 class GraphExecutor(Executor):
@@ -115,10 +116,10 @@ class GraphExecutor(Executor):
     def _run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
         batch, draws, shape = loaded.batch, loaded.draws, loaded.batch.shape
         if loaded.padded and batch.fused_sampling and not shape.chunked:
-            packed = self._replay("step", shape, self._slots(shape, plan.bound))
+            packed = self._replay("step", shape, self._slots(shape, plan.bound), batch.adapted)
         else:
             if loaded.padded and batch.scores is None:
-                self._replay("forward", shape)
+                self._replay("forward", shape, adapted=batch.adapted)
                 hidden = self._hidden[: shape.draws]
             else:
                 hidden = self._step.forward(batch, plan.bound)
@@ -157,8 +158,8 @@ class GraphExecutor(Executor):
         else:
             self._replay("draft", rows, nodes)
 
-    def _replay(self, kind: str, shape: StepShape, variant: int = 0) -> Any:
-        return self._captured[GraphKey(kind, shape, variant)].replay()
+    def _replay(self, kind: str, shape: StepShape, variant: int = 0, adapted: bool = False) -> Any:
+        return self._captured[GraphKey(kind, shape, variant, adapted)].replay()
 
     # --- capture ------------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,13 @@ class GraphExecutor(Executor):
 
     def all_keys(self) -> Iterator[GraphKey]:
         """Keys of all graphs, in the order of `capture`."""
+        for key in self._keys():
+            if self._step.has_adapters and key.kind in ("step", "forward"):
+                yield key._replace(adapted=True)
+            yield key
+
+    def _keys(self) -> Iterator[GraphKey]:
+        """Keys of the graphs without adapters."""
         longest = self._step.longest
         yield from (GraphKey("forward", shape) for shape in reversed(self._mixed))
         for shape in reversed(self._buckets):
@@ -199,8 +207,9 @@ class GraphExecutor(Executor):
 
     def work(self, key: GraphKey) -> Callable[[DeviceStep], torch.Tensor | None]:
         """The function that the graph captures, over static memory. It returns Outcome.packed or None."""
-        kind, shape, variant = key
-        batch, hidden, drawing = self._batches[shape], self._hidden[: shape.draws], self._drawing[: shape.draws]
+        kind, shape, variant, adapted = key
+        batch = replace(self._batches[shape], adapted=adapted)
+        hidden, drawing = self._hidden[: shape.draws], self._drawing[: shape.draws]
 
         def step(device: DeviceStep) -> torch.Tensor | None:
             # ahead is a flag here: any value above 0 makes finish return the last hidden states.

@@ -52,7 +52,8 @@ class RowTable:
     """`rows` usable rows (1 .. rows) and the scratch row, for requests of at most `max_len` tokens over `vocab` tokens.
 
     Host columns, by row: generation [rows + 2], 0 for a free row, -1 in the first and the last element, to which numbers out of
-    range are clipped; greedy [rows + 1]; fused_sampling [rows + 1], the request needs only temperature, top_k, top_p and min_p.
+    range are clipped; greedy [rows + 1]; fused_sampling [rows + 1], the request needs only temperature, top_k, top_p and min_p;
+    adapted [rows + 1], it has an adapter.
     """
 
     def __init__(self, layout: KvLayout, rows: int, max_len: int, vocab: int, device: torch.device) -> None:
@@ -87,6 +88,7 @@ class RowTable:
         self.generation[[0, -1]] = -1
         self.greedy = np.ones(rows + 1, dtype=bool)
         self.fused_sampling = np.ones(rows + 1, dtype=bool)
+        self.adapted = np.zeros(rows + 1, dtype=bool)
         self._requests: dict[int, RowRequest] = {}
 
     # --- which request holds a row ------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ class RowTable:
         self._free(row)
         self._requests[row] = RowRequest(join, allowed)
         self.generation[row], self.greedy[row] = join.generation, sampling.greedy
-        self.fused_sampling[row] = sampling.fused
+        self.fused_sampling[row], self.adapted[row] = sampling.fused, join.adapter > 0
 
     def _free(self, row: int) -> None:
         if self._requests.pop(row, None) is not None:

@@ -157,6 +157,8 @@ def warm_up_forward(
     if not shape.decode:
         pack_rows(part, np.zeros(len(counts), dtype=np.int32), np.array(counts, dtype=np.int32))
     batch = unpack(torch.from_numpy(packed).to(step.rows.ints.device), shape)
+    if step.has_adapters:
+        step.forward(replace(batch, adapted=True), step.longest)
     for bound in length_bounds(step) if bounds is None else bounds:
         step.forward(batch, bound)
 

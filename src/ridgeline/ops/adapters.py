@@ -10,23 +10,21 @@ This module is the path of a CPU and the definition. ops.triton.adapters has the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from ridgeline.ops.capture import Capture, Captured
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import LayerParts, Ops, RunLayers
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Bank:
-    """The slots of adapters, numbered from 1; 0 means none. rank: the largest possible. loaded: slots that hold an adapter."""
+    """The slots of adapters, numbered from 1; 0 means none. rank: the largest possible."""
 
     slots: int
     rank: int
-    loaded: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,9 @@ class AdapterOps(Protocol):
     def add(self, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, group: Any) -> torch.Tensor:
         """y [T, outputs] plus what the adapters add for x [T, inputs]. May overwrite y. group: of the step of these tokens."""
 
+    def activate(self, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, group: Any, kind: str) -> torch.Tensor:
+        """TokenwiseOps.activate of `add`, [T, outputs / 2]."""
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -71,11 +72,14 @@ class Groups:
     parts: Sequence[tuple[int, int, int]]
 
 
+@dataclass(frozen=True, slots=True)
 class HostGroups:
-    """AdapterOps of a device whose host may read which adapters a step uses."""
+    """AdapterOps of a device whose host may read which adapters a step uses. gated: TokenwiseOps.activate."""
+
+    gated: Callable[[torch.Tensor, str], torch.Tensor]
 
     def group(self, bank: Bank, step: StepInputs) -> Groups | None:
-        if not bank.loaded or step.adapters is None:
+        if step.adapters is None:
             return None
         if (cached := step.derived.get("adapters")) is None:
             step.derived["adapters"] = cached = (_groups(step, step.adapters),)
@@ -96,6 +100,9 @@ class HostGroups:
                 begin = stop
         return y if group.tokens is None else y.index_add_(0, group.tokens, added)
 
+    def activate(self, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, group: Groups, kind: str) -> torch.Tensor:
+        return self.gated(self.add(y, x, pairs, group), kind)
+
 
 def _groups(step: StepInputs, adapters: torch.Tensor) -> Groups | None:
     slots = adapters[step.rows[step.row_of_inputs()]]
@@ -113,7 +120,7 @@ def _groups(step: StepInputs, adapters: torch.Tensor) -> Groups | None:
 
 
 def adapting(ops: Ops, bank: Bank, groups: AdapterOps) -> Ops:
-    """Operations of a decoder with adapters: programs that run whole layers, and captured steps, serve only steps without them."""
+    """Operations of a decoder with adapters: programs that run whole layers serve only steps without them."""
 
     def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
         program = ops.programs.layers(parts, run)
@@ -123,25 +130,4 @@ def adapting(ops: Ops, bank: Bank, groups: AdapterOps) -> Ops:
 
         return chosen
 
-    return replace(ops, programs=replace(ops.programs, layers=layers), capture=_Capture(ops.capture, bank))
-
-
-@dataclass(frozen=True, slots=True)
-class _Capture:
-    """Captured work is replayed while no adapter is loaded, and runs anew otherwise. Implements Capture."""
-
-    base: Capture
-    bank: Bank
-
-    def __call__(self, work: Callable[..., Any]) -> Captured:
-        return _WithoutAdapters(self.base(work), work, self.bank)
-
-
-class _WithoutAdapters:
-    __slots__ = ("_bank", "_captured", "_work")
-
-    def __init__(self, captured: Captured, work: Callable[..., Any], bank: Bank) -> None:
-        self._captured, self._work, self._bank = captured, work, bank
-
-    def replay(self, *arguments: Any) -> Any:
-        return (self._work if self._bank.loaded else self._captured.replay)(*arguments)
+    return replace(ops, programs=replace(ops.programs, layers=layers))

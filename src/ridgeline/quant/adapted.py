@@ -72,9 +72,11 @@ class AdaptedWeight(Weight):
         return self._ops.add(self._base.add(_once(x, tensor), stream, step), tensor, self.pairs, group)
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
-        if step is None or self._ops.group(self.bank, step) is None:
+        group = None if step is None else self._ops.group(self.bank, step)
+        if group is None:
             return self._base.activate(x, kind, step)
-        return self._tokenwise.activate(self.apply(x, step), kind)
+        tensor = self._tensor(x)
+        return self._ops.activate(self._base.apply(_once(x, tensor), step), tensor, self.pairs, group, kind)
 
     def _tensor(self, x: Activation) -> torch.Tensor:
         if isinstance(x, Scaled):
@@ -111,10 +113,10 @@ class AdaptedFormat:
         return AdaptedWeight(self, shape, share)
 
 
-def adapter_ops(device: torch.device) -> AdapterOps:
+def adapter_ops(device: torch.device, tokenwise: TokenwiseOps) -> AdapterOps:
     """The operations of a device."""
     if device.type != "cuda":
-        return HostGroups()
+        return HostGroups(tokenwise.activate)
     from ridgeline.ops.triton.adapters import TritonAdapters
 
     return TritonAdapters()
@@ -126,6 +128,6 @@ def adapted(
     """Format and operations of a model with slots for adapters; those given if it has none."""
     if not plan.slots:
         return base, ops
-    bank, groups = Bank(plan.slots, plan.rank), adapter_ops(device)
+    bank, groups = Bank(plan.slots, plan.rank), adapter_ops(device, ops.tokenwise)
     form = AdaptedFormat(base, bank, groups, ops.tokenwise, dtype, device)
     return form, adapting(ops, bank, groups)

@@ -23,6 +23,8 @@ from ridgeline.service.fields import Fields
 from ridgeline.service.piece import Piece
 from ridgeline.service.sampling import tokenize_texts
 from ridgeline.service.state import Embedder, Service
+from ridgeline.service.yes_no import YesNo, read_yes_no
+from ridgeline.text.tokenizer import Tokenizer
 
 _MODES: dict[str, Pooling] = {
     "lasttoken": "last",
@@ -35,30 +37,52 @@ _MODES: dict[str, Pooling] = {
 """Modes of a sentence-transformers Pooling module that are supported, as `pooling_mode` or as flags."""
 
 
+_MODULES, _SCORE = "modules.json", "LogitScore"
+YES_NO = "yes-no"
+"""Value of --pooling for models that answer yes or no."""
+
+
 def read_embedder(option: str, folder: Path) -> Embedder:
     """The pooling of --pooling. For "auto", of the modules that the model's sentence-transformers files list: modules.json, and
     config.json of its Pooling module. A model without them takes the last token, normalised.
 
     Raises ConfigError for modules whose result the server cannot compute.
     """
-    modules = folder / "modules.json"
-    if not modules.is_file():
-        return Embedder("last") if option == "auto" else Embedder(option)  # type: ignore[arg-type]
+    kinds = _modules(folder)
+    normalize = not kinds or "Normalize" in kinds
+    if option != "auto":
+        return Embedder("last" if option == YES_NO else option, normalize)  # type: ignore[arg-type]
+    others = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize", _SCORE})
+    if others:
+        raise ConfigError(
+            f"{folder / _MODULES} has the modules {', '.join(others)}, which are not computed here: serve another model, or give "
+            "--pooling to embed without them.",
+            param="pooling",
+        )
+    return Embedder(_mode(kinds["Pooling"] / "config.json") if "Pooling" in kinds else "last", normalize)
+
+
+def read_judge(option: str, folder: Path, tokenizer: Tokenizer) -> YesNo | None:
+    """What answers yes or no to a pair of texts: with --pooling yes-no, or for "auto" if sentence-transformers' files have a
+    LogitScore, which names the two tokens. Raises ConfigError for a model that cannot be asked."""
+    if option == YES_NO:
+        return read_yes_no(folder, tokenizer)
+    path = _modules(folder).get(_SCORE) if option == "auto" else None
+    if path is None:
+        return None
+    config = _read(path / "config.json")
+    return read_yes_no(folder, tokenizer, (config.get("true_token_id"), config.get("false_token_id")))
+
+
+def _modules(folder: Path) -> dict[str, Path]:
+    """The folder of each module that modules.json lists, by its kind; {} without the file."""
+    path = folder / _MODULES
+    if not path.is_file():
+        return {}
     try:
-        kinds = {module["type"].rpartition(".")[2]: folder / module["path"] for module in _read(modules)}
-        normalize = "Normalize" in kinds
-        if option != "auto":
-            return Embedder(option, normalize)  # type: ignore[arg-type]
-        others = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
-        if others:
-            raise ConfigError(
-                f"{modules} has the modules {', '.join(others)}, which are not computed here: serve another model, or give "
-                "--pooling to embed without them.",
-                param="pooling",
-            )
-        return Embedder(_mode(kinds["Pooling"] / "config.json") if "Pooling" in kinds else "last", normalize)
+        return {module["type"].rpartition(".")[2]: folder / module["path"] for module in _read(path)}
     except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{modules} is not a list of modules ({error!r}): download the model again.") from None
+        raise ConfigError(f"{path} is not a list of modules ({error!r}): download the model again.") from None
 
 
 def _read(path: Path) -> Any:

@@ -34,7 +34,7 @@ from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.launch import Begun
 from ridgeline.service.listen import cannot_listen
 from ridgeline.service.moderation.watch import Moderation, make_moderation
-from ridgeline.service.pooling import read_embedder
+from ridgeline.service.pooling import read_embedder, read_judge
 from ridgeline.service.reference import Reference, make_reference
 from ridgeline.service.shadow import Shadow
 from ridgeline.service.state import Limits, ModelCard, Service
@@ -136,6 +136,7 @@ class Server:
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         templates = await asyncio.to_thread(_read_templates, config, tokenizer)
         embedder = await asyncio.to_thread(read_embedder, config.pooling, folder)
+        judge = await asyncio.to_thread(read_judge, config.pooling, folder, tokenizer)
         facts = await client.wait_ready()
         card = ModelCard(
             config.served_model_name or name,
@@ -146,7 +147,7 @@ class Server:
         )
         await self.front.adapters.restored(client)
         service = _make_service(self.front, card, folder, (tokenizer, templates), self._moderation)
-        service = replace(service, embedder=embedder)
+        service = replace(service, embedder=embedder, judge=judge)
         self._service = service
         if config.warm_prefix:
             self._prefixes = await asyncio.to_thread(read_prefixes, Path(config.warm_prefix))

@@ -17,6 +17,7 @@ from ridgeline.service.grammar_checks import GrammarChecks
 from ridgeline.service.moderation.watch import Moderation
 from ridgeline.service.pin_book import PinBook
 from ridgeline.service.shadow import Shadow
+from ridgeline.service.yes_no import YesNo
 from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import Client
@@ -152,6 +153,8 @@ class Service:
     pin_book: PinBook = field(default_factory=PinBook)
     answers: AnswerCache = field(default_factory=AnswerCache)
     embedder: Embedder = Embedder()
+    judge: YesNo | None = None
+    """What scores pairs of texts; None: the cosine of their vectors does."""
 
     def named(self, model: str | None) -> Service:
         """The service for a request for a model: an adapter has a card of its own."""
