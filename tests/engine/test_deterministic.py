@@ -25,7 +25,7 @@ from ridgeline.wire.messages import Submit
 Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
 VOCAB = 8192
 PREFIX = [random.Random(7).randrange(4, VOCAB) for _ in range(70)]
-ANSWER = 24
+ANSWER = 16
 ROOM = EngineConfig(
     max_num_seqs=8,
     max_num_batched_tokens=512,
