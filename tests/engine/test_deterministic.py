@@ -140,7 +140,17 @@ def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("device", "dtype"), kinds(*BUILT))
+LONG = ("float32", "int4", "w8a8")
+"""On a CPU the others stand for them, with float products, products of 8 bits and integer products beside outliers."""
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        *kinds(*(name for name in BUILT if name not in LONG)),
+        *(pytest.param("cpu", name, marks=pytest.mark.long) for name in LONG),
+    ],
+)
 def test_after_preemption(device: str, dtype: str) -> None:
     """Tokens that were decoded one by one are recomputed as parts of chunks."""
     given = [replace_prompt(request, 5 + number) for number, request in enumerate(requests(answer=50))]
