@@ -48,9 +48,8 @@ def second_host(config: EngineConfig, folder: Path) -> Iterator[subprocess.Popen
         assert process.wait(10) == 0
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_two_hosts_say_what_one_process_says(sizes: dict[str, int], tmp_path: Path) -> None:
     """The second host has its own copy of the model, at another path. A second engine finds it again."""
     here, there = tmp_path / "here", tmp_path / "there"
