@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -363,6 +360,8 @@ def test_compress_writes_a_card(
     tiny: Path,
     model: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
@@ -380,21 +379,11 @@ def test_compress_writes_a_card(
     words = ["--length", "64", "--calibration-tokens", "700", "--judged-tokens", "200", "--device", "cpu"]
     words += ["--calibration", str(sample)]
     words += ["--tasks", str(tasks), "--speed-tokens", "4"]
-    command = [
-        sys.executable,
-        "-m",
-        "ridgeline",
-        "compress",
-        str(source),
-        "--recipe",
-        "awq-int4-g32",
-        "--out",
-        str(out),
-    ]
-    environ = {**os.environ, "RIDGELINE_THREADS": "1", "RIDGELINE_KV_CACHE_MEMORY": "1M"}
-    ended = subprocess.run([*command, *words], capture_output=True, text=True, check=False, env=environ)
-    assert ended.returncode == 0, ended.stderr
-    assert "perplexity" in ended.stdout and "correct answers to 2 questions" in ended.stdout
+    monkeypatch.setenv("RIDGELINE_THREADS", "1")
+    monkeypatch.setenv("RIDGELINE_KV_CACHE_MEMORY", "1M")
+    assert main(["compress", str(source), "--recipe", "awq-int4-g32", "--out", str(out), *words]) == 0
+    said = capsys.readouterr().out
+    assert "perplexity" in said and "correct answers to 2 questions" in said
     card = json.loads((out / "compression.json").read_text())
     assert (card["recipe"], card["bits"], card["group"]) == ("awq-int4-g32", 4, 32)
     assert card["size_bytes"]["after"] == sum(path.stat().st_size for path in out.glob("*.safetensors"))

@@ -105,7 +105,7 @@ def together() -> list[frozenset[str]]:
 
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(names, marks=pytest.mark.long if at % 3 else ()) for at, names in enumerate(together())],
+    [pytest.param(names, marks=pytest.mark.long if at % 6 else ()) for at, names in enumerate(together())],
     ids=lambda names: " ".join(sorted(names)),
 )
 def test_features_answer_together(names: frozenset[str], folders: Path) -> None:

@@ -24,6 +24,7 @@ from ridgeline.speculation.lookahead import DraftShape, Lookahead
 from ridgeline.speculation.ngram import NGram
 from ridgeline.speculation.recycling import Recycling
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
+from tests.combinations import crossed
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, pair
 from tests.engine.test_drafters import Scripted, drafters, speculating
 
@@ -107,11 +108,13 @@ class Guesses:
         """Learns nothing."""
 
 
-DRAFTING = ("guesses", "quotes", "lookahead", "guesses+itself", "itself", "medusa", "recurrent-tree", "recycling")
+DRAFTING = ("guesses", "guesses+itself", "recurrent-tree", "recycling", "quotes", "lookahead", "itself", "medusa")
+"""The first four are quick: drafts of the host, of the device and of both, chains and trees, learned and copied."""
 
 
-@pytest.mark.parametrize("name", DRAFTING)
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize(
+    ("name", "depth"), crossed(DRAFTING, (0, 1), quick=lambda name, depth: name < 4 and depth == 1)
+)
 def test_no_step_with_drafts_runs_without_a_graph(name: str, depth: int) -> None:
     """Requests come while others verify drafts, prompts are read in pieces, and one needs logits processors for a while."""
     bench = with_limits(name, depth)

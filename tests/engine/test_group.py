@@ -220,6 +220,7 @@ def test_norms_of_all_heads_over_several_ranks(family: str, sizes: dict[str, obj
         assert answers(ranks) == expected, "from cached prefixes"
 
 
+@pytest.mark.long
 def test_grammars_and_a_draft_model_over_two_ranks() -> None:
     encode = Tokenizer.load(shipped_model()).encode
     sampling = SamplingParams(temperature=0.8, seed=2, max_tokens=40, grammar=Grammar("regex", "[a-z ]{30,40}"))

@@ -12,6 +12,7 @@ import torch
 from ridgeline.core.draft import Draft
 from ridgeline.core.plan import StepPlan
 from ridgeline.speculation.interface import Speculation
+from tests.combinations import crossed
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, answer, layout_of, pair
 
 FAMILIES = ["llama-gqa", "mistral-window", "gemma3", "mixtral", "qwen3-moe"]
@@ -33,6 +34,10 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
+AT_EITHER_DEPTH = crossed(FAMILIES, (0, 1), quick=lambda family, depth: (family + depth) % 2 == 0)
+"""Each family with one number of steps in flight, in turns: what a layer computes does not depend on it."""
+
+
 def prompts(count: int, longest: int = 50) -> list[list[int]]:
     draw = random.Random(1)
     return [[draw.randrange(3, 320) for _ in range(draw.randrange(1, longest))] for _ in range(count)]
@@ -49,8 +54,7 @@ def test_greedy_equals_transformers(family: str) -> None:
     assert alone(family=family, max_tokens=40) == out[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("family", "depth"), AT_EITHER_DEPTH)
 def test_chunked_is_unchunked(family: str, depth: int) -> None:
     prompt = prompts(1, 120)[0] * 3
     bench = DeviceBench(family, step_tokens=7, depth=depth)
@@ -71,8 +75,7 @@ def test_each_kind_in_one_batch_is_as_alone(depth: int) -> None:
     assert len({tuple(tokens) for tokens in bench.tokens.values()}) == len(KINDS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("family", "depth"), AT_EITHER_DEPTH)
 def test_preempted_is_never_preempted(family: str, depth: int) -> None:
     given = {f"r{number}": prompt for number, prompt in enumerate(prompts(4, 30))}
     longest = max(map(len, given.values())) + 40
@@ -87,8 +90,7 @@ def test_preempted_is_never_preempted(family: str, depth: int) -> None:
         assert bench.tokens[name, 0] == alone(prompt, family, seed=number, **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("family", "depth"), AT_EITHER_DEPTH)
 def test_choices_share_a_prompt_and_part_ways(family: str, depth: int) -> None:
     bench = DeviceBench(family, depth=depth)
     bench.submit("many", n=4, temperature=1.5, seed=2)
@@ -201,11 +203,16 @@ class Guesser(Speculation):
         return draft.chain() if request.sampling.penalized else draft
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, pytest.param("gpt-oss", marks=pytest.mark.long)])
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("skill", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
-def test_speculated_is_plain(family: str, depth: int, skill: float, trees: bool) -> None:
+def all_pairs(family: int, skill: int, depth: int, trees: int) -> bool:
+    """Each family with each skill once, and every other pair of values at least once."""
+    return family < len(FAMILIES) and trees == (family + skill) % 2 and depth == (family // 2 + skill) % 2
+
+
+@pytest.mark.parametrize(
+    ("family", "skill", "depth", "trees"),
+    crossed([*FAMILIES, "gpt-oss"], (0.0, 0.6, 1.0), (0, 1), (False, True), quick=all_pairs),
+)
+def test_speculated_is_plain(family: str, skill: float, depth: int, trees: bool) -> None:
     """Sampled, penalized and stopped rows too: the draw at a position is the one that plain decoding makes."""
     options: dict[str, dict[str, object]] = {
         "greedy": {},

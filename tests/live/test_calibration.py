@@ -33,6 +33,7 @@ def rests_on(server: Served) -> str:
     return str(label)
 
 
+@pytest.mark.long
 def test_predictions_follow_the_calibration(calibration: Path, tmp_path: Path) -> None:
     facts = json.loads(calibration.read_text())
     with served(tmp_path, *FLAGS, "--calibration", str(calibration)) as server:

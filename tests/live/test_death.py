@@ -95,6 +95,7 @@ def test_an_engine_that_is_killed_while_idle_comes_back(tmp_path: Path):
         assert server.process.wait(TIMEOUT_S) == 0
 
 
+@pytest.mark.long
 def test_an_engine_that_is_killed_with_requests_in_flight_comes_back(tmp_path: Path):
     """Two stream answers of thousands of tokens, three wait."""
     with served(tmp_path, "--max-model-len", "4096", "--max-num-seqs", "2") as server:
@@ -142,6 +143,7 @@ def test_sigterm_ends_a_restart(tmp_path: Path):
         assert "ready again" not in server.log.read_text()
 
 
+@pytest.mark.long
 def test_sigterm_ends_the_loading_of_a_restart(tmp_path: Path):
     with served(tmp_path, "--max-model-len", "512") as server:
         first = server.engine_pid

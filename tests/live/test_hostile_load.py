@@ -107,7 +107,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [10, 200])
 def test_hostile_grammars_leave_memory_and_blocks_as_they_were(server: Served, count: int) -> None:
     ask(server, {"guided_regex": "[a-z]{5}"})  # what every grammar needs is loaded
     pids = (server.process.pid, server.engine_pid)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import UnsupportedModel
@@ -95,6 +94,9 @@ def test_what_is_not_published_is_refused(change: dict[str, object], said: str) 
 
 def in_mxfp4(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(tensors of a checkpoint with random experts in MXFP4, the same dequantized by transformers)."""
+    # Not for all who collect tests: it takes seconds, more than transformers itself.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     codes = torch.Generator().manual_seed(5)
     stored = load_file(folder / "model.safetensors")
     floats = dict(stored)

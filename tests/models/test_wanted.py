@@ -16,12 +16,14 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
+from tests.combinations import crossed
 from tests.models.families import FAMILIES, OTHER_LAYERS, SHARING, save
 from tests.models.paged import PagedRows
 
 PROMPTS = [list(range(3, 32)), list(range(50, 61))]
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 WANTED = [[], [39], [28, 39], [3, 4, 5, 28, 0]]
+MODELS = sorted([*FAMILIES, *OTHER_LAYERS, *SHARING])
 
 
 Load = Callable[[str, bool], LoadedModel]
@@ -64,7 +66,7 @@ def counted(load: Load) -> Counted:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["reference", "compiled"])
-@pytest.mark.parametrize("family", sorted([*FAMILIES, *OTHER_LAYERS, *SHARING]))
+@pytest.mark.parametrize("family", MODELS)
 def test_the_wanted_are_what_they_are_among_all(family: str, compiled: bool, load: Load) -> None:
     model = load(family, compiled)
     work = list(enumerate(PROMPTS))
@@ -79,14 +81,14 @@ def test_the_wanted_are_what_they_are_among_all(family: str, compiled: bool, loa
         torch.testing.assert_close(rows.step(behind), then)
 
 
-@pytest.mark.parametrize("family", sorted([*FAMILIES, *OTHER_LAYERS, *SHARING]))
+@pytest.mark.parametrize("family", crossed(MODELS, quick=lambda family: family % 3 == 0))
 def test_what_is_multiplied(family: str, load: Load, counted: Counted) -> None:
     for places in WANTED:
         products = counted(family, PROMPTS, places)
         assert sum(products.get(name, 0) for name in PRODUCTS) == load(family, False).spec.linear_flops(40, len(places))
 
 
-@pytest.mark.parametrize("family", sorted([*FAMILIES, *OTHER_LAYERS, *SHARING]))
+@pytest.mark.parametrize("family", crossed(MODELS, quick=lambda family: family % 3 == 1))
 def test_few_of_a_long_chunk_attend_alone(family: str, load: Load, counted: Counted) -> None:
     """But no more of them than there are rows."""
     long = [list(range(3, 60)), list(range(50, 61))]

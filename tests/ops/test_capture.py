@@ -203,13 +203,13 @@ def test_an_engine_says_the_same(engines: tuple[LocalEngine, LocalEngine], rows:
         texts: dict[str, list[int]] = {}
         for at, text in enumerate(PROMPTS[:rows]):
             tokens = tokenizer.encode(text, add_special_tokens=False)
-            wish = SamplingParams(**sampling, max_tokens=60 + 10 * at, ignore_eos=True, seed=at)
+            wish = SamplingParams(**sampling, max_tokens=30 + 10 * at, ignore_eos=True, seed=at)
             engine.submit(Submit(f"{at}", tokens, wish, time.monotonic(), cache=False))
         for delta in engine.deltas():
             texts.setdefault(delta.id, []).extend(delta.tokens)
         said.append(texts)
     assert said[0] == said[1]
-    assert {len(tokens) for tokens in said[0].values()} == {60 + 10 * at for at in range(rows)}
+    assert {len(tokens) for tokens in said[0].values()} == {30 + 10 * at for at in range(rows)}
 
 
 def test_requests_that_follow_are_served_by_what_was_captured(

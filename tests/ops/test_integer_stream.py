@@ -3,6 +3,7 @@ other, and on a Hopper GPU results, and weights to the bit."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,12 +50,11 @@ def of(bits: int, group: int, n: int, k: int) -> IntMatrix:
     return IntMatrix(none, none, None, bits, group, n, k)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16, 17, 32, 33, 64])
-@pytest.mark.parametrize(("n", "k"), SIZES)
-@pytest.mark.parametrize("group", [32, 96, 128, 1 << 20])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("gate", [False, True])
-def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, gate: bool, bits: int) -> None:
+COUNTS = [1, 2, 5, 8, 9, 16, 17, 32, 33, 64]
+GROUPS = [32, 96, 128, 1 << 20]
+
+
+def check_configuration(tokens: int, n: int, k: int, group: int, gate: bool, bits: int) -> None:
     """A processor's programs fit its memory; those that wait for each other all run; tokens are one tile; a thread holds
     scales of no more than four spans."""
     tile = stream_for(tokens, n, k, gate, bits, group)
@@ -71,6 +71,14 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, group: int, ga
     assert tile.split == 1 or tile.split * tiles <= tile.each * PROCESSORS
     assert tile.split == 1 or not gate
     assert tile.step % 128 == 0 and (group >= k or tile.step // min(tile.step, group & -group) <= 4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("gate", [False, True])
+def test_configurations_fit_the_chip(gate: bool, bits: int) -> None:
+    """Of every product with every number of tokens: see check_configuration."""
+    for tokens, (n, k), group in itertools.product(COUNTS, SIZES, GROUPS):
+        check_configuration(tokens, n, k, group, gate, bits)
 
 
 def test_who_takes_what(hopper: Callable[[bool], None]) -> None:

@@ -5,6 +5,7 @@ Gluon has no interpreter: without such a GPU, only the division of the work and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,15 +49,12 @@ def test_every_block_is_computed_once(
     assert sorted(assigned) == [(tile, block) for tile in range(tiles) for block in range(blocks)]
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 160, 192, 256, 300])
-@pytest.mark.parametrize(
-    ("n", "k"),
-    [(48, 64), (512, 14336), (4096, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (151936, 1024)]
-    + [(2560, 9728), (5120, 17408), (16384, 3072)],
-)
-@pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("eight", [False, True])
-def test_configurations_fit_the_chip(tokens: int, n: int, k: int, gate: bool, eight: bool) -> None:
+COUNTS = [1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 160, 192, 256, 300]
+SIZES = [(48, 64), (512, 14336), (4096, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (151936, 1024)]
+SIZES += [(2560, 9728), (5120, 17408), (16384, 3072)]
+
+
+def check_configuration(tokens: int, n: int, k: int, gate: bool, eight: bool) -> None:
     """A ring and what turns the layout of results fit a processor's memory; programs that wait for each other all run."""
     tile = (ring8_for if eight else ring_for)(tokens, n, k, gate)
     if tile is None:
@@ -70,6 +68,14 @@ def test_configurations_fit_the_chip(tokens: int, n: int, k: int, gate: bool, ei
         assert tile.split <= ring.ROUND.value
         assert tile.split == 1 or tile.split * -(-n // tile.rows) * -(-tokens // tile.batch) <= 132
         assert tile.rows >= (128 if gate else 64)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("eight", [False, True])
+def test_configurations_fit_the_chip(gate: bool, eight: bool) -> None:
+    """Of every product with every number of tokens: see check_configuration."""
+    for tokens, (n, k) in itertools.product(COUNTS, SIZES):
+        check_configuration(tokens, n, k, gate, eight)
 
 
 @pytest.mark.parametrize(

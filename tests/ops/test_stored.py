@@ -15,6 +15,7 @@ from ridgeline.ops.cpu import CPU
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView
 from ridgeline.ops.table import Ops
+from tests.combinations import crossed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = [(40, 7), (1, 1), (45, 30), (33, 1)]
@@ -137,7 +138,13 @@ def test_operations_without_a_compiler(case: Any, kv_format: KvFormat, shape: Ca
     check_write(CPU, case, kv_format, shape)
 
 
+def all_of_two_cases(case: int, kv_format: int) -> bool:
+    """The first two cases in all formats, the others in one each, in turns: masks do not depend on how codes are read."""
+    return case < 2 or kv_format == case % len(FORMATS)
+
+
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.long)], ids=["fast", "invariant"])
+@pytest.mark.parametrize(("case", "kv_format"), crossed(list(CASES), FORMATS, quick=all_of_two_cases), indirect=True)
 def test_triton(invariant: bool, case: Any, kv_format: KvFormat, shape: Callable[..., Any]) -> None:
     pytest.importorskip("triton")
     from ridgeline.ops.triton.invariant import INVARIANT

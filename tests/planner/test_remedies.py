@@ -136,7 +136,7 @@ def test_fewer_kept_tokens_are_a_remedy_where_long_answers_fill_the_cache() -> N
 
 @pytest.mark.parametrize("options", [{"speculate": "draft:FOLDER"}, {"deterministic": True}])
 def test_what_the_server_would_refuse_is_not_proposed(options: dict[str, Any]) -> None:
-    now = situation(steady(16, 512, 1000, 100), EngineConfig(**options), pages=40)
+    now = situation(steady(4, 512, 1000, 100), EngineConfig(**options), pages=40)
     names = {remedy.technique.name for remedy in predict(now, "e2e").offered}
     assert "weight format" in names and "KV retention" not in names
 

@@ -81,7 +81,10 @@ def awq(group: int, **other: Any) -> dict[str, Any]:
     return {**said, "modules_to_not_convert": None, **other}
 
 
-@pytest.mark.parametrize(("place", "name"), list(enumerate(sorted(FAMILIES))))
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[0] % 3 != 0)) for case in enumerate(sorted(FAMILIES))],
+)
 def test_predicted_bytes_equal_real_tensors(place: int, name: str, tmp_path: Path) -> None:
     """Two of the four formats for each family, in turn."""
     save(name, tmp_path, torch.bfloat16)
@@ -270,7 +273,10 @@ def test_a_tokens_result_is_its_own_where_it_is_asked_for(quantization: str) -> 
     assert torch.equal(PagedRows(alone).step([(0, tokens)]), want)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "int3", "w8a8", "llm-int8"])
+@pytest.mark.parametrize(
+    "quantization",
+    ["int4", "llm-int8", *(pytest.param(name, marks=pytest.mark.long) for name in ("int8", "int3", "w8a8"))],
+)
 def test_the_shipped_model_answers(quantization: str) -> None:
     """Through the engine, token for token what its decoder says."""
     prompt = [5, 300, 12, 77, 1030, 42, 9]

@@ -146,7 +146,8 @@ def test_outlier_features_served(tmp_path: Path) -> None:
     assert perplexity(tmp_path / "odd", "w8a8") > 10 * plain
 
 
-@pytest.mark.parametrize("quantization", ["w8a8", pytest.param("llm-int8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("quantization", ["w8a8", "llm-int8"])
 def test_integer_products_score_texts_as_well_as_pytorch(quantization: str) -> None:
     """The compiled operations sum integers, PyTorch multiplies the rounded inputs in floating point. An input between two steps may
     fall to either side, so single scores differ, but not their distance from the scores of the unquantized model."""

@@ -120,6 +120,7 @@ def children() -> set[str]:
     return names
 
 
+@pytest.mark.long
 def test_a_stopped_process_is_silent_and_is_killed(tmp_path: Path):
     write_checkpoint(tmp_path)
 

@@ -87,5 +87,6 @@ async def scenario() -> None:
     assert pause > 0.5 * waited, "the prompt took the steps of the reader, who was ahead"
 
 
+@pytest.mark.long
 def test_a_stream_ahead_of_its_reader_waits_for_a_prompt_and_ends_with_the_same_text() -> None:
     asyncio.run(scenario())

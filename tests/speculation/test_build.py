@@ -45,10 +45,10 @@ PROMPTS = (
     "Once upon a time there was",
 )
 KINDS = (
-    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0.8, max_tokens=40, seed=5, logprobs=2),
-    SamplingParams(temperature=1.0, max_tokens=40, seed=8, top_k=40, top_p=0.9, min_p=0.01),
-    SamplingParams(temperature=0.9, max_tokens=30, seed=6, top_p=0.9, repetition_penalty=1.2, min_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.8, max_tokens=24, seed=5, logprobs=2),
+    SamplingParams(temperature=1.0, max_tokens=24, seed=8, top_k=40, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=0.9, max_tokens=20, seed=6, top_p=0.9, repetition_penalty=1.2, min_tokens=12),
     SamplingParams(
         temperature=0.7,
         seed=7,
