@@ -14,8 +14,9 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.models.build import build
 from ridgeline.models.config import read_spec
-from ridgeline.models.mxfp4 import dequantized
+from ridgeline.models.mxfp4 import in_blocks
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.quant.blocks import read_blocks
 from tests.models.families import save
 from tests.models.paged import PagedRows
 
@@ -77,7 +78,7 @@ def test_published_sizes(config: dict[str, object], billions: float) -> None:
     assert round(spec.params / 1e9, 2) == billions
     assert [layer.window for layer in spec.layers[:4]] == [128, None] * 2
     assert spec.sinks and spec.qkv_bias and spec.out_bias and not spec.plain
-    assert (spec.max_len, spec.layers[0].rope.truncate, spec.quantization) == (131072, False, "")
+    assert (spec.max_len, spec.layers[0].rope.truncate, spec.quantization) == (131072, False, "mxfp4")
 
 
 @pytest.mark.parametrize(
@@ -131,4 +132,16 @@ def test_experts_in_mxfp4_equal_those_that_transformers_dequantizes(tmp_path: Pa
 
 def test_other_shapes_are_no_mxfp4() -> None:
     with pytest.raises(UnsupportedModel, match="is not MXFP4"):
-        dequantized(torch.zeros(2, 3, 8, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.uint8))
+        in_blocks(torch.zeros(2, 3, 8, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.uint8))
+
+
+def test_blocks_equal_the_dequantization_of_transformers() -> None:
+    """Every code and every scale that is a number."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(255, 1, 1).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8).view(255, 1).repeat(1, 16)
+    expected = convert_moe_packed_tensors(blocks.unsqueeze(0), scales.unsqueeze(0), dtype=torch.float32)[0].t()
+    read = read_blocks(in_blocks(blocks, scales), 512)
+    assert torch.equal(read.dequantized(), expected) and read.scales.dtype is torch.uint8
+    scales[3, 4] = 255
+    with pytest.raises(UnsupportedModel, match="NaN or infinite"):
+        read_blocks(in_blocks(blocks, scales), 512)

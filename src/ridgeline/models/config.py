@@ -151,6 +151,8 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
     layers = [
         replace(layer, d_ff=experts.active_width, experts=experts) if experts else layer for layer, experts in blocks
     ]
+    if stored.layers:
+        layers = [replace(layer, formats=formats) for layer, formats in zip(layers, stored.layers, strict=True)]
     bias = bool(values.get("attention_bias"))
     traits: dict[str, Any] = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(values.get("mlp_bias"))}
     traits["activation"] = _activation(values, UNGATED if family.traits.get("gated") is False else ACTIVATIONS)

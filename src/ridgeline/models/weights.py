@@ -286,7 +286,7 @@ def _check(name: str, tensor: torch.Tensor, expected: Expected) -> None:
     """Raise UnsupportedModel for a tensor of another shape or dtype."""
     shape, dtypes = expected.shape, expected.dtypes
     is_scalar = tensor.numel() == math.prod(shape) == 1
-    if tuple(tensor.shape) != shape and not is_scalar:
+    if expected.shape_of(tensor) != shape and not is_scalar:
         raise UnsupportedModel(
             f"The tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}."
         )
