@@ -12,6 +12,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from ridgeline.cli.main import main
+from ridgeline.cli.show import bytes_text
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, RidgelineError, UnsupportedModel
 from ridgeline.gguf.file import TYPES, read_file
@@ -341,9 +343,23 @@ def test_folder_follows_the_file(tmp_path):
         model_folder(written.path, tmp_path / "file")
 
 
-def test_end_to_end(tmp_path):
-    """An engine serves the file: greedy tokens are those of the reference operations."""
-    folder = folder_of(write(tmp_path, Options(kind=Kind.Q8_0)))
+def test_fit_names_the_types(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = Options(kind=Kind.Q4_K, kinds={"v_proj": Kind.Q6_K, "o_proj": Kind.Q6_K})
+    for kind, formats in ((Kind.Q6_K, "q4_k, q6_k, embedding and head in"), (Kind.F16, "q4_k, the rest in")):
+        options.kinds["o_proj"] = options.kinds["v_proj"] = kind
+        written = write(tmp_path, options)
+        assert main(("fit", str(written.path), "--on", "h200")) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        size = read_model(folder_of(written))[0].weight_bytes
+        assert f"weights {bytes_text(size)} in {formats} bfloat16" in out
+
+
+@pytest.mark.parametrize("kinds", [{}, MIXTURES["as Q4_K_M"]], ids=["Q8_0", "as Q4_K_M"])
+def test_end_to_end(kinds, tmp_path):
+    """An engine serves the file: greedy tokens are those of the dequantized weights with the reference operations."""
+    written = write(tmp_path, Options(kind=Kind.Q4_K if kinds else Kind.Q8_0, head=Kind.Q6_K, kinds=kinds))
+    folder = folder_of(written)
     model = LLM(folder, dtype="float32", max_model_len=64)
     try:
         answer = model.generate(["hello world"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))[0]
@@ -351,6 +367,6 @@ def test_end_to_end(tmp_path):
         model.close()
     expected = []
     for _ in range(4):
-        served = build(folder, model=ModelConfig(dtype="float32"), ops=REFERENCE, device=CPU)
+        served = build(written.folder, model=ModelConfig(dtype="float32"), ops=REFERENCE, device=CPU)
         expected.append(int(PagedRows(served).step([(1, [*answer.prompt_ids, *expected])])[-1].argmax()))
     assert answer.choices[0].token_ids == expected and answer.choices[0].finish == "length"

@@ -65,7 +65,7 @@ def read_blocks(tensor: torch.Tensor, inputs: int) -> Blocks:
     kind = _KINDS.get((inputs // count if count and not inputs % count else 0, size))
     if kind is None:
         raise UnsupportedModel(
-            f"has {count} blocks of {size} bytes for {inputs} inputs, which is no known kind of blocks."
+            f"has {count} blocks of {size} bytes for {inputs} inputs. Known kinds: {', '.join(_READERS)}."
         )
     read = _READERS[kind](tensor.flatten(0, 1))
     scales = [read.scales, *([] if read.extra is None else [read.extra])]
