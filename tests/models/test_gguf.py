@@ -355,10 +355,12 @@ def test_fit_names_the_types(tmp_path, monkeypatch, capsys):
         assert f"weights {bytes_text(size)} in {formats} bfloat16" in out
 
 
-@pytest.mark.parametrize("kinds", [{}, MIXTURES["as Q4_K_M"]], ids=["Q8_0", "as Q4_K_M"])
-def test_end_to_end(kinds, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "kinds"), [(Kind.Q8_0, {}), (Kind.Q4_K, {}), (Kind.Q6_K, {}), (Kind.Q4_K, MIXTURES["as Q4_K_M"])]
+)
+def test_end_to_end(kind, kinds, tmp_path):
     """An engine serves the file: greedy tokens are those of the dequantized weights with the reference operations."""
-    written = write(tmp_path, Options(kind=Kind.Q4_K if kinds else Kind.Q8_0, head=Kind.Q6_K, kinds=kinds))
+    written = write(tmp_path, Options(kind=kind, head=Kind.Q6_K, kinds=kinds))
     folder = folder_of(written)
     model = LLM(folder, dtype="float32", max_model_len=64)
     try:
