@@ -94,7 +94,7 @@ def models(folder: Path, repeats: int) -> list[dict[str, Any]]:
     for name in ("bf16", *PLAIN, *MODELS):
         place = folder / name
         place.mkdir()
-        stored = {"quant_method": "gguf", "format": MODELS.get(name), "layers": []}
+        stored = {"quant_method": "gguf", "format": MODELS.get(name), "layers": [], "head": ""}
         section = {"quantization_config": stored} if name in MODELS else {}
         (place / "config.json").write_text(json.dumps(config | section))
         quantization = name if name in PLAIN else ""

@@ -19,12 +19,13 @@ from ridgeline.core.errors import ConfigError, RidgelineError, UnsupportedModel
 from ridgeline.gguf.file import TYPES, read_file
 from ridgeline.gguf.folder import model_folder
 from ridgeline.llm import LLM, SamplingParams
-from ridgeline.models.build import build
+from ridgeline.models.build import build, load
 from ridgeline.models.config import read_model
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.hub import resolve_model
 from ridgeline.ops import native_cpu
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.parallel.mesh import Mesh
 from ridgeline.quant.blocks import dequantize
 from ridgeline.text.tokenizer import Tokenizer
 from tests.models.gguf_files import BOS, END, TOKENS, TOOL, Options, Written, write
@@ -114,6 +115,10 @@ def layer_bytes(path: Path) -> int:
     return sum(tensor.size for name, tensor in file.tensors.items() if name.startswith("blk."))
 
 
+def head_bytes(path: Path) -> int:
+    return read_file(path).tensors["output.weight"].size
+
+
 MIXTURES = {
     "as Q4_K_M": {"v_proj": Kind.Q6_K, "down_proj": Kind.Q6_K},
     "each another": {
@@ -143,6 +148,8 @@ def test_files_with_several_types(kinds, tmp_path):
     if native is None:
         pytest.skip(detail)
     model = build(folder, model=ModelConfig(dtype="float32"), ops=native, device=CPU)
+    assert sum(tensor.nbytes for tensor in model.decoder.head.tensors()) == head_bytes(written.path)
+    assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
     blocks = [part for layer in model.decoder.layers for part in (layer.attention, layer.feed_forward)]
     held = sum(tensor.nbytes for block in blocks for _, weight in block.linears() for tensor in weight.tensors())
     assert abs(held / in_file - 1) < 0.02
@@ -158,6 +165,26 @@ def test_one_float_makes_its_linear_float(tmp_path):
     ours, theirs = logits(folder), logits(written.folder)
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
     assert read_model(folder)[0].layers[0].formats == ("", "", "", *["int8-g32"] * 4)
+
+
+def test_a_head_in_blocks_beside_layers_in_floats(tmp_path):
+    written = write(tmp_path, Options(kind=Kind.F16, head=Kind.Q6_K))
+    folder = folder_of(written)
+    ours, theirs = logits(folder), logits(written.folder)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    spec = read_model(folder)[0]
+    assert (spec.quantization, spec.head_format, set(spec.layers[0].formats)) == ("q6_k", "q6_k", {""})
+
+
+def test_ranks_share_a_head_in_blocks(tmp_path):
+    """270 tokens over four ranks: the last one has two rows of zeros."""
+    folder = folder_of(write(tmp_path, Options(kind=Kind.Q8_0, head=Kind.Q6_K)))
+    options = {"model": ModelConfig(dtype="float32"), "ops": REFERENCE, "device": CPU}
+    x, size = torch.randn(3, 256), len(TOKENS)
+    parts = [load(folder, mesh=Mesh(rank, 4), **options).decoder.head.apply(x) for rank in range(4)]
+    together = torch.cat(parts, 1)
+    torch.testing.assert_close(together[:, :size], load(folder, **options).decoder.head.apply(x))
+    assert together.shape == (3, 272) and not together[:, size:].any()
 
 
 def test_blocks_are_not_quantized_again(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ridgeline.core.formats import NUMBER_FORMATS, NumberFormat
+from ridgeline.ops import blocks as formulas
 from ridgeline.ops.blocks import SCALINGS, Blocks, arrays, chained, pack_six
 from ridgeline.ops.reference import REFERENCE, block_pack, block_unpack
 from ridgeline.ops.table import Normed, Ops
@@ -162,6 +163,22 @@ def test_triton_matrices_of_several_formats() -> None:
         result = ops.linear_activate(x, matrix, bias, "silu")
         assert close(result, gate * torch.sigmoid(gate) * up, TOLERANCE)
         assert ops.linear(Normed(x, weight, 1e-5, False), matrix, bias).shape == (3, 128)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "int8-g32"])
+def test_large_matrices_are_dequantized_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from ridgeline.ops.triton.blocks import BLOCK_TRITON, MOST_TOKENS
+    from ridgeline.ops.triton.invariant import INVARIANT
+
+    monkeypatch.setattr(formulas, "MOST_WEIGHTS", 32 * 256)
+    blocks = on_device(random_blocks(NUMBER_FORMATS[name], 80, 256))
+    x = gpu_inputs(MOST_TOKENS + 1, 256)
+    bias = torch.randn(80, device=DEVICE, dtype=x.dtype)
+    for ops in (BLOCK_TRITON, INVARIANT.matmul.blocks):
+        matrix = ops.pack(blocks)
+        assert [piece.out for piece in formulas.pieces_of(matrix)] == [32, 32, 16]
+        assert close(ops.linear(x, matrix, bias), in_float64(blocks, x) + bias, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -161,9 +161,10 @@ def _formats(spec: ModelSpec) -> str:
         return spec.dtype
     if NUMBER_FORMATS[spec.quantization].experts:
         return f"{spec.quantization} (experts) and {spec.dtype}"
-    stored = dict.fromkeys((spec.quantization, *chain.from_iterable(layer.formats for layer in spec.layers)))
-    rest = "the rest" if "" in stored else "embedding and head"
-    return f"{', '.join(filter(None, stored))}, {rest} in {spec.dtype}"
+    layers = dict.fromkeys((spec.quantization, *chain.from_iterable(layer.formats for layer in spec.layers)))
+    rest = "the rest" if "" in layers else "embedding" if spec.head_format else "embedding and head"
+    names = filter(None, dict.fromkeys((*layers, spec.head_format)))
+    return f"{', '.join(names)}, {rest} in {spec.dtype}"
 
 
 def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ridgeline.core.errors import ConfigError
 
-MatrixName = Literal["qkv", "out", "router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate"]
+MatrixName = Literal["qkv", "out", "router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate", "head"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,7 @@ class ModelSpec:
     """One decoder-only model. `dtype` is that of the checkpoint's weights.
 
     `quantization`: the number format of the layers' matrices, a name of NUMBER_FORMATS; "" means `dtype`.
+    `head_format`: likewise of a head that is not tied.
     `kv_format`: the format of the cache, a name of KV_FORMATS; "" means `dtype`.
     `vocabulary_ranks`: ranks that share the rows of embedding and head. `host_bytes`: of weights that stay in host memory.
 
@@ -194,6 +195,7 @@ class ModelSpec:
     final_softcap: float | None = None
     dtype: str = "bfloat16"
     quantization: str = ""
+    head_format: str = ""
     kv_format: str = ""
     vocabulary_ranks: int = 1
     host_bytes: int = 0
@@ -314,15 +316,21 @@ class ModelSpec:
         return total
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of the head, those of the embedding if it is tied."""
+        return self.matrix_bytes(
+            Matrix("head", self.vocabulary_rows, self.d_model, parts=((self.vocabulary_rows, self.head_format),))
+        )
+
+    @property
     def weight_bytes(self) -> int:
-        vectors = self.outer_params + self.embedding_params * (1 if self.tied else 2)
-        return self.layer_bytes + vectors * DTYPE_BYTES[self.dtype]
+        outer = (self.outer_params + self.embedding_params) * DTYPE_BYTES[self.dtype]
+        return self.layer_bytes + outer + (0 if self.tied else self.head_bytes)
 
     @property
     def step_weight_bytes(self) -> int:
         """Bytes of weights that a step reads: layers with all their experts, final norm, head. Embedding rows are not counted."""
-        outer = self.norm_vectors * self.d_model + self.embedding_params
-        return self.layer_bytes + outer * DTYPE_BYTES[self.dtype]
+        return self.layer_bytes + self.norm_vectors * self.d_model * DTYPE_BYTES[self.dtype] + self.head_bytes
 
     def idle_bytes(self, tokens: int, logits: int) -> int:
         """Expected bytes of step_weight_bytes that a step does not read: experts that none of its tokens uses. See linear_flops."""

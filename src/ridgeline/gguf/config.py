@@ -48,29 +48,31 @@ def required(file: GgufFile, key: str) -> Any:
 
 
 def _stored(file: GgufFile, layers: int) -> dict[str, Any] | None:
-    """The quantization_config: the number format that holds most bytes of the layers, and those of all matrices if there are
-    several. None: all are floats. Of matrices that are multiplied together all are floats if one is (quant.blocks)."""
+    """The quantization_config: the number format that holds most bytes of the layers, those of all matrices if they have others,
+    and that of the head. None: all are floats. Of matrices that are multiplied together all are floats if one is (quant.blocks)."""
     sizes: Counter[str] = Counter()
     formats = []
     for layer in range(layers):
         names = []
         for linear in _LINEARS:
             stored = [file.tensors.get(f"blk.{layer}.{name}.weight") for name in linear]
-            kinds = ["" if tensor is None else tensor.kind.name for tensor in stored]
-            forms = [_FORMATS.get(kind, kind.lower()) for kind in kinds]
+            forms = ["" if tensor is None else _format(tensor.kind.name) for tensor in stored]
             names += forms if all(forms) else [""] * len(forms)
             for form, tensor in zip(forms, stored, strict=True):
                 sizes[form] += tensor.size if tensor else 0
         formats.append(names)
-    quantized = {name for names in formats for name in names if name}
+    output = file.tensors.get("output.weight")
+    head = "" if output is None else _format(output.kind.name)
+    kinds = {name for names in formats for name in names}
+    quantized = {*kinds, head} - {""}
     if not quantized:
         return None
-    several = len({name for names in formats for name in names}) > 1
-    return {
-        "quant_method": "gguf",
-        "format": max(quantized, key=lambda name: sizes[name]),
-        "layers": formats if several else [],
-    }
+    most = max(quantized, key=lambda name: sizes[name])
+    return {"quant_method": "gguf", "format": most, "layers": [] if kinds == {most} else formats, "head": head}
+
+
+def _format(kind: str) -> str:
+    return _FORMATS.get(kind, kind.lower())
 
 
 def make_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:

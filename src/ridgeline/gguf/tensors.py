@@ -14,6 +14,7 @@ from ridgeline.gguf.config import PERMUTED, required
 from ridgeline.gguf.file import read_file
 from ridgeline.quant.blocks import dequantize
 
+HEAD = "lm_head.weight"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -46,8 +47,8 @@ _INTO_CONFIG = ("rope_freqs.weight",)
 class GgufTensors:
     """Reads tensors by memory map, with the methods of safetensors' `safe_open`.
 
-    The layers' matrices are given in their blocks, uint8 [outputs, blocks, bytes of a block], as quant.blocks reads them. Embedding
-    and head become float32 from blocks.
+    The matrices of layers and head are given in their blocks, uint8 [outputs, blocks, bytes of a block], as quant.blocks reads
+    them. An embedding in blocks becomes float32.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +75,7 @@ class GgufTensors:
         blocks = torch.from_numpy(np.array(self._content[stored.start : stored.start + stored.size]))
         if stored.kind.name in _DTYPES:
             tensor = blocks.view(_DTYPES[stored.kind.name]).view(stored.shape)
-        elif name.endswith("_proj.weight"):
+        elif name.endswith(("_proj.weight", HEAD)):
             tensor = blocks.view(stored.shape[0], -1, stored.kind.size)
         else:
             tensor = dequantize(stored.kind.name, blocks.view(-1, stored.kind.size)).view(stored.shape)

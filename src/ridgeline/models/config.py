@@ -174,6 +174,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         final_softcap=values.get("final_logit_softcapping"),
         dtype=_dtype(text, outer),
         quantization=stored.quantization,
+        head_format=stored.head,
         bos_id=_first(text.get("bos_token_id"), outer.get("bos_token_id")),
         eos_ids=_eos(generation, outer, text),
         **{**traits, **family.traits},

@@ -29,7 +29,7 @@ _KNOWN = {
     "awq": "bits group_size zero_point version modules_to_not_convert backend do_fuse fuse_max_seq_len exllama_config "
     "modules_to_fuse lm_head",
     "mxfp4": "modules_to_not_convert",
-    "gguf": "format layers",
+    "gguf": "format layers head",
 }
 _ALWAYS = ("quant_method", "dequantize")
 _EMPTY: tuple[Any, ...] = (None, {}, [])
@@ -39,13 +39,14 @@ _EMPTY: tuple[Any, ...] = (None, {}, [])
 class StoredAs:
     """Number format of stored linears. quantization: name of the format as in --quantization, "" if not quantized. scales:
     what an fp8 scale covers. integers: layout of integers; None for other formats. blocks: linears may be in blocks (quant.blocks).
-    layers: LayerSpec.formats of each layer; () if all linears are in `quantization`."""
+    layers: LayerSpec.formats of each layer; () if all linears are in `quantization`. head: ModelSpec.head_format."""
 
     quantization: str = ""
     scales: Stored = "float"
     integers: Published | None = None
     blocks: bool = False
     layers: tuple[tuple[str, ...], ...] = ()
+    head: str = ""
 
 
 def read_stored(config: Mapping[str, Any]) -> StoredAs:
@@ -63,7 +64,7 @@ def read_stored(config: Mapping[str, Any]) -> StoredAs:
         "awq": _awq,
         # The names of the tensors say which of them are in MXFP4.
         "mxfp4": lambda section: StoredAs("mxfp4", blocks=True),
-        "gguf": lambda section: StoredAs(section["format"], blocks=True, layers=tuple(map(tuple, section["layers"]))),
+        "gguf": _gguf,
     }
     if method not in readers:
         raise _refused("quant_method", method, f". Supported: {', '.join(readers)}")
@@ -151,6 +152,11 @@ def _fp8(section: Mapping[str, Any]) -> StoredAs:
     for key in ("ignored_layers", "modules_to_not_convert"):
         _layers(section.get(key), key, head_is_unquantized=True)
     return StoredAs("fp8", "tensor")
+
+
+def _gguf(section: Mapping[str, Any]) -> StoredAs:
+    layers = tuple(tuple(formats) for formats in section["layers"])
+    return StoredAs(section["format"], blocks=True, layers=layers, head=section["head"])
 
 
 def _gptq(section: Mapping[str, Any]) -> StoredAs:

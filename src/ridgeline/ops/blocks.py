@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ridgeline.ops.table import FloatInput, FloatOps, IntMatrix, IntOps, Normed, TokenwiseOps
+from ridgeline.ops.table import FloatInput, FloatOps, IntMatrix, IntOps, TokenwiseOps, apply_norm
 
 SCALINGS = ("", "float16_minimum", "super_6bit", "super_8bit", "e8m0")
 SUPER = 256
@@ -30,6 +30,8 @@ SUPER = 256
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_CODES = (*E2M1, *(-value for value in E2M1))
 EXPONENT_BIAS = 127
+MOST_WEIGHTS = 1 << 27
+"""Weights that are dequantized at a time. More is the head of a large vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,29 @@ def parts_of(matrix: IntMatrix) -> list[IntMatrix]:
     return [replace(matrix, more=None), *(parts_of(matrix.more) if matrix.more else ())]
 
 
+def pieces_of(matrix: IntMatrix) -> list[IntMatrix]:
+    """The matrices of a chain, in pieces of at most MOST_WEIGHTS weights. Their arrays have a row for each output."""
+    made, rows = [], max(1, MOST_WEIGHTS // matrix.d_in)
+    for part in parts_of(matrix):
+        for first in range(0, part.out, rows):
+            end = min(first + rows, part.out)
+            extra = None if part.extra is None else part.extra[first:end]
+            held = {"codes": part.codes[first:end], "scales": part.scales[first:end], "extra": extra}
+            made.append(replace(part, **held, out=end - first))  # type: ignore[arg-type]
+    return made
+
+
+def joined_products(
+    product: Callable[[IntMatrix, torch.Tensor | None], torch.Tensor],
+    pieces: list[IntMatrix],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """product(piece, its bias) [T, out] of all pieces, side by side."""
+    biases = [None] * len(pieces) if bias is None else bias.split([piece.out for piece in pieces])
+    products = [product(piece, part) for piece, part in zip(pieces, biases, strict=True)]
+    return products[0] if len(products) == 1 else torch.cat(products, 1)
+
+
 def arrays(matrix: IntMatrix) -> list[torch.Tensor]:
     """The memory of a matrix in blocks."""
     stored = [matrix.codes, matrix.scales, *(() if matrix.extra is None else (matrix.extra,))]
@@ -132,9 +157,12 @@ def widened_blocks(
     """Linears that dequantize the matrix for every product and multiply with `ops`. They keep the guarantees of `ops`."""
 
     def linear(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-        source = x.x if isinstance(x, Normed) else x
-        weight = torch.cat([dequantize(part, source.dtype) for part in parts_of(matrix)])
-        return ops.linear(x, ops.pack(weight), bias)
+        source = apply_norm(x, tokenwise.rms_norm)
+        return joined_products(
+            lambda piece, part: ops.linear(source, ops.pack(dequantize(piece, source.dtype)), part),
+            pieces_of(matrix),
+            bias,
+        )
 
     def linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
         return stream + linear(x, matrix, bias)

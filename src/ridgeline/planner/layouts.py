@@ -174,7 +174,7 @@ def stage_sizes(spec: ModelSpec, count: int) -> list[int]:
         )
     kinds = {layer: sum(spec.matrix_bytes(matrix) for matrix in spec.matrices(layer)) for layer in set(spec.layers)}
     sizes = [kinds[layer] for layer in spec.layers]
-    sizes[-1] += spec.embedding_params * DTYPE_BYTES[spec.dtype]
+    sizes[-1] += spec.head_bytes
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2

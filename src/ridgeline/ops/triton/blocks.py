@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ridgeline.ops.blocks import SCALINGS, Blocks, parts_of
-from ridgeline.ops.table import FloatInput, IntMatrix, IntOps, Normed, apply_norm
+from ridgeline.ops.blocks import SCALINGS, Blocks, joined_products, parts_of, pieces_of
+from ridgeline.ops.table import FloatInput, IntMatrix, IntOps, apply_norm
 from ridgeline.ops.triton import integer, linears
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer_matrix import dequantize as dequantize_plain
@@ -246,7 +246,9 @@ def _part(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream:
         )
     tokens = len(x)
     if not 0 < tokens <= MOST_TOKENS:
-        product = F.linear(x, dequantize(matrix, x.dtype), bias)
+        product = joined_products(
+            lambda piece, part: F.linear(x, dequantize(piece, x.dtype), part), pieces_of(matrix), bias
+        )
         return product if stream is None else stream.add_(product)
     out = stream if stream is not None else torch.empty((tokens, matrix.out), dtype=x.dtype, device=x.device)
     tile = tile_for(tokens, matrix.out)
@@ -262,10 +264,8 @@ def _part(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream:
 
 def linear(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See MatmulOps.blocks. The matrices of a chain are multiplied one by one."""
-    source, parts = apply_norm(x, rms_norm) if isinstance(x, Normed) else x, parts_of(matrix)
-    biases = [None] * len(parts) if bias is None else bias.split([part.out for part in parts])
-    products = [_part(source, part, part_bias, None) for part, part_bias in zip(parts, biases, strict=True)]
-    return products[0] if len(products) == 1 else torch.cat(products, 1)
+    source = apply_norm(x, rms_norm)
+    return joined_products(lambda part, part_bias: _part(source, part, part_bias, None), parts_of(matrix), bias)
 
 
 def linear_add(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
