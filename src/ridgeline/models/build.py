@@ -143,7 +143,7 @@ def _check_experts(spec: ModelSpec, ops: Ops, device: torch.device) -> None:
     """Raise ConfigError for a number format in which the device cannot multiply by experts."""
     formats = ops.experts.formats if ops.experts else {spec.quantization}
     if device.type == "cuda" and spec.quantization not in formats and any(layer.experts for layer in spec.layers):
-        known = ", ".join(sorted(filter(None, formats)))
+        known = ", ".join(sorted(name for name in formats if name and not NUMBER_FORMATS[name].published))
         raise ConfigError(
             f"A GPU has no products for experts in {spec.quantization}: use --quantization {known}, or none.",
             param="quantization",
