@@ -62,11 +62,13 @@ class Written:
 
 @dataclass
 class Options:
-    """architecture, kind: of the file. head: type of the head; None: tied to the embedding. metadata: added or replaced keys."""
+    """architecture, kind: of the file. head: type of the head; None: tied to the embedding. kinds: type by the name of a module,
+    where it differs. metadata: added or replaced keys."""
 
     architecture: str = "llama"
     kind: Kind = Kind.F32
     head: Kind | None = Kind.F32
+    kinds: dict[str, Kind] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
@@ -91,6 +93,7 @@ def write(folder: Path, options: Options) -> Written:
         if key == "lm_head.weight" and options.head is None:
             continue
         kind = options.head if parts[0] == "lm_head" else options.kind if value.dim() == 2 else Kind.F32
+        kind = options.kinds.get(parts[-2], kind)
         noise = torch.randn_like(value) * (0.3 if value.dim() == 1 else 0.1)
         blocks = stored((value + noise).numpy(), kind or Kind.F32)
         weights[key] = torch.from_numpy(np.array(gguf.quants.dequantize(blocks, kind or Kind.F32)))

@@ -12,17 +12,21 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from ridgeline.cli.main import main
+from ridgeline.cli.show import bytes_text
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, RidgelineError, UnsupportedModel
-from ridgeline.gguf.blocks import READERS, dequantize
-from ridgeline.gguf.file import TYPES
+from ridgeline.gguf.file import TYPES, read_file
 from ridgeline.gguf.folder import model_folder
 from ridgeline.llm import LLM, SamplingParams
-from ridgeline.models.build import build
+from ridgeline.models.build import build, load
 from ridgeline.models.config import read_model
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.hub import resolve_model
+from ridgeline.ops import native_cpu
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.parallel.mesh import Mesh
+from ridgeline.quant.blocks import dequantize
 from ridgeline.text.tokenizer import Tokenizer
 from tests.models.gguf_files import BOS, END, TOKENS, TOOL, Options, Written, write
 from tests.models.paged import PagedRows
@@ -48,21 +52,23 @@ def folder_of(written: Written) -> Path:
         (Kind.BF16, ("bfloat16", "")),
         (Kind.Q8_0, ("bfloat16", "int8-g32")),
         (Kind.Q4_0, ("bfloat16", "int4-g32")),
-        (Kind.Q5_0, ("bfloat16", "")),
-        (Kind.Q4_K, ("bfloat16", "")),
-        (Kind.Q5_K, ("bfloat16", "")),
-        (Kind.Q6_K, ("bfloat16", "")),
+        (Kind.Q4_1, ("bfloat16", "q4_1")),
+        (Kind.Q5_0, ("bfloat16", "q5_0")),
+        (Kind.Q5_1, ("bfloat16", "q5_1")),
+        (Kind.Q4_K, ("bfloat16", "q4_k")),
+        (Kind.Q5_K, ("bfloat16", "q5_k")),
+        (Kind.Q6_K, ("bfloat16", "q6_k")),
     ],
 )
 def test_logits_equal_those_of_the_dequantized_weights(kind, served, tmp_path):
-    """Q8_0 and Q4_0 stay integers: their scales and codes are those of the file."""
+    """Blocks stay blocks: their scales and codes are those of the file."""
     head = kind if served[1] == "" else Kind.Q6_K
     written = write(tmp_path, Options(kind=kind, head=head))
     folder = folder_of(written)
     ours, theirs = logits(folder), logits(written.folder)
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
     spec, _ = read_model(folder)
-    assert (spec.dtype if kind != head or not served[1] else "bfloat16", spec.quantization) == served
+    assert (spec.dtype, spec.quantization) == served
 
 
 @pytest.mark.parametrize(
@@ -103,18 +109,104 @@ def test_families(options, tmp_path):
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
-def test_k_types_are_quantized_while_they_load(tmp_path):
-    folder = folder_of(write(tmp_path, Options(kind=Kind.Q6_K)))
-    quantized = logits(folder, quantization="int8")
-    assert not torch.equal(quantized, logits(folder))
-    with pytest.raises(ConfigError, match="already quantized"):
-        logits(folder_of(write(tmp_path / "q8", Options(kind=Kind.Q8_0))), quantization="int4")
+def layer_bytes(path: Path) -> int:
+    """Bytes of the layers in a file."""
+    file = read_file(path)
+    return sum(tensor.size for name, tensor in file.tensors.items() if name.startswith("blk."))
 
 
-@pytest.mark.parametrize("name", sorted(READERS))
-def test_blocks_equal_llama_cpp(name):
+def head_bytes(path: Path) -> int:
+    return read_file(path).tensors["output.weight"].size
+
+
+MIXTURES = {
+    "as Q4_K_M": {"v_proj": Kind.Q6_K, "down_proj": Kind.Q6_K},
+    "each another": {
+        "q_proj": Kind.Q5_K,
+        "k_proj": Kind.Q8_0,
+        "v_proj": Kind.Q5_0,
+        "gate_proj": Kind.Q4_0,
+        "up_proj": Kind.Q5_1,
+    },
+    "some floats": {"o_proj": Kind.F32, "down_proj": Kind.Q4_1},
+}
+
+
+@pytest.mark.parametrize("kinds", MIXTURES.values(), ids=MIXTURES)
+def test_files_with_several_types(kinds, tmp_path):
+    """Logits of the reference and of compiled operations; the layers take the bytes that they have in the file."""
+    written = write(tmp_path, Options(kind=Kind.Q4_K, head=Kind.Q6_K, kinds=kinds, config={"num_hidden_layers": 2}))
+    folder = folder_of(written)
+    ours, theirs = logits(folder), logits(written.folder)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    spec, _ = read_model(folder)
+    in_file = layer_bytes(written.path)
+    assert spec.quantization == "q4_k" and abs(spec.layer_bytes / in_file - 1) < (
+        0.02 if "o_proj" not in kinds else 0.7
+    )
+    native, detail = native_cpu.load()
+    if native is None:
+        pytest.skip(detail)
+    model = build(folder, model=ModelConfig(dtype="float32"), ops=native, device=CPU)
+    assert sum(tensor.nbytes for tensor in model.decoder.head.tensors()) == head_bytes(written.path)
+    assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
+    blocks = [part for layer in model.decoder.layers for part in (layer.attention, layer.feed_forward)]
+    held = sum(tensor.nbytes for block in blocks for _, weight in block.linears() for tensor in weight.tensors())
+    assert abs(held / in_file - 1) < 0.02
+    assert torch.allclose(
+        PagedRows(model).step([(1, list(range(3, 25)))]), theirs, rtol=0, atol=1e-3 * float(theirs.abs().max())
+    )
+
+
+def test_one_float_makes_its_linear_float(tmp_path):
+    """Queries, keys and values are one matrix, which is either in blocks or in the model's dtype."""
+    written = write(tmp_path, Options(kind=Kind.Q8_0, kinds={"v_proj": Kind.F16}))
+    folder = folder_of(written)
+    ours, theirs = logits(folder), logits(written.folder)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    assert read_model(folder)[0].layers[0].formats == ("", "", "", *["int8-g32"] * 4)
+
+
+def test_a_head_in_blocks_beside_layers_in_floats(tmp_path):
+    written = write(tmp_path, Options(kind=Kind.F16, head=Kind.Q6_K))
+    folder = folder_of(written)
+    ours, theirs = logits(folder), logits(written.folder)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    spec = read_model(folder)[0]
+    assert (spec.quantization, spec.head_format, set(spec.layers[0].formats)) == ("q6_k", "q6_k", {""})
+
+
+def test_ranks_share_a_head_in_blocks(tmp_path):
+    """270 tokens over four ranks: the last one has two rows of zeros."""
+    folder = folder_of(write(tmp_path, Options(kind=Kind.Q8_0, head=Kind.Q6_K)))
+    options = {"model": ModelConfig(dtype="float32"), "ops": REFERENCE, "device": CPU}
+    x, size = torch.randn(3, 256), len(TOKENS)
+    parts = [load(folder, mesh=Mesh(rank, 4), **options).decoder.head.apply(x) for rank in range(4)]
+    together = torch.cat(parts, 1)
+    torch.testing.assert_close(together[:, :size], load(folder, **options).decoder.head.apply(x))
+    assert together.shape == (3, 272) and not together[:, size:].any()
+
+
+def test_blocks_are_not_quantized_again(tmp_path):
+    for kind in (Kind.Q8_0, Kind.Q6_K):
+        with pytest.raises(ConfigError, match="already quantized"):
+            logits(folder_of(write(tmp_path / kind.name, Options(kind=kind))), quantization="int4")
+
+
+def test_scales_that_are_no_numbers_are_refused(tmp_path):
+    written = write(tmp_path, Options(kind=Kind.Q4_K))
+    stored = read_file(written.path).tensors["blk.0.ffn_down.weight"]
+    content = bytearray(written.path.read_bytes())
+    content[stored.start : stored.start + 2] = b"\x00\x7e"
+    written.path.write_bytes(content)
+    with pytest.raises(UnsupportedModel, match="down_proj.weight has scales that are NaN or infinite"):
+        logits(folder_of(written))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES.values() if kind.elements > 1], ids=lambda kind: kind.name)
+def test_blocks_equal_llama_cpp(kind):
     """Random bytes, so that every code, scale and minimum occurs."""
-    kind = next(kind for kind in TYPES.values() if kind.name == name)
+    name = kind.name
     blocks = np.random.default_rng(0).integers(0, 256, (500, kind.size), dtype=np.uint8)
     with np.errstate(all="ignore"):  # some scales are NaN or infinite
         theirs = gguf.quants.dequantize(blocks, Kind[name])
@@ -278,9 +370,25 @@ def test_folder_follows_the_file(tmp_path):
         model_folder(written.path, tmp_path / "file")
 
 
-def test_end_to_end(tmp_path):
-    """An engine serves the file: greedy tokens are those of the reference operations."""
-    folder = folder_of(write(tmp_path, Options(kind=Kind.Q8_0)))
+def test_fit_names_the_types(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = Options(kind=Kind.Q4_K, kinds={"v_proj": Kind.Q6_K, "o_proj": Kind.Q6_K})
+    for kind, formats in ((Kind.Q6_K, "q4_k, q6_k, embedding and head in"), (Kind.F16, "q4_k, the rest in")):
+        options.kinds["o_proj"] = options.kinds["v_proj"] = kind
+        written = write(tmp_path, options)
+        assert main(("fit", str(written.path), "--on", "h200")) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        size = read_model(folder_of(written))[0].weight_bytes
+        assert f"weights {bytes_text(size)} in {formats} bfloat16" in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "kinds"), [(Kind.Q8_0, {}), (Kind.Q4_K, {}), (Kind.Q6_K, {}), (Kind.Q4_K, MIXTURES["as Q4_K_M"])]
+)
+def test_end_to_end(kind, kinds, tmp_path):
+    """An engine serves the file: greedy tokens are those of the dequantized weights with the reference operations."""
+    written = write(tmp_path, Options(kind=kind, head=Kind.Q6_K, kinds=kinds))
+    folder = folder_of(written)
     model = LLM(folder, dtype="float32", max_model_len=64)
     try:
         answer = model.generate(["hello world"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))[0]
@@ -288,6 +396,6 @@ def test_end_to_end(tmp_path):
         model.close()
     expected = []
     for _ in range(4):
-        served = build(folder, model=ModelConfig(dtype="float32"), ops=REFERENCE, device=CPU)
+        served = build(written.folder, model=ModelConfig(dtype="float32"), ops=REFERENCE, device=CPU)
         expected.append(int(PagedRows(served).step([(1, [*answer.prompt_ids, *expected])])[-1].argmax()))
     assert answer.choices[0].token_ids == expected and answer.choices[0].finish == "length"

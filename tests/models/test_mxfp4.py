@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ridgeline.cli.main import main
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import UnsupportedModel
-from ridgeline.models.build import build
+from ridgeline.models.build import LoadedModel, build
 from ridgeline.models.config import read_spec
-from ridgeline.models.mxfp4 import dequantized
+from ridgeline.models.mxfp4 import in_blocks
+from ridgeline.ops.blocks import arrays
 from ridgeline.ops.reference import REFERENCE
+from ridgeline.quant.blocks import read_blocks
 from tests.models.families import save
 from tests.models.paged import PagedRows
 
@@ -76,7 +80,20 @@ def test_published_sizes(config: dict[str, object], billions: float) -> None:
     assert round(spec.params / 1e9, 2) == billions
     assert [layer.window for layer in spec.layers[:4]] == [128, None] * 2
     assert spec.sinks and spec.qkv_bias and spec.out_bias and not spec.plain
-    assert (spec.max_len, spec.layers[0].rope.truncate, spec.quantization) == (131072, False, "")
+    assert (spec.max_len, spec.layers[0].rope.truncate, spec.quantization) == (131072, False, "mxfp4")
+
+
+@pytest.mark.parametrize(("config", "gib"), [(GPT_OSS_20B, 12.8), (GPT_OSS_120B, 60.8)], ids=["20b", "120b"])
+def test_published_bytes(
+    config: dict[str, object], gib: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights take the bytes of the checkpoint (model card, table 1), and `fit` says so."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert abs(read_spec(config).weight_bytes / 2**30 / gib - 1) < 0.005
+    assert main(("fit", str(tmp_path), "--on", "h200", "--max-model-len", "8192")) == 0
+    out = capsys.readouterr().out
+    row = re.search(r"weights +([\d.]+) GiB in mxfp4 \(experts\) and bfloat16", out)
+    assert row is not None and abs(float(row[1]) - gib) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -110,21 +127,40 @@ def in_mxfp4(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     return stored, floats
 
 
-def run(folder: Path) -> torch.Tensor:
-    model = build(folder, model=ModelConfig(), ops=REFERENCE, device=torch.device("cpu"))
-    return PagedRows(model).step([(1, list(range(3, 43)))])
+def run(folder: Path, **options: object) -> tuple[torch.Tensor, LoadedModel]:
+    """Logits of a prompt."""
+    model = build(folder, model=ModelConfig(**options), ops=REFERENCE, device=torch.device("cpu"))
+    return PagedRows(model).step([(1, list(range(3, 43)))]), model
+
+
+def test_dummy_experts_are_in_mxfp4(tmp_path: Path) -> None:
+    save("gpt-oss", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = GPT_OSS_20B["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    logits, model = run(tmp_path, load_format="dummy")
+    assert logits.isfinite().all() and model.spec.quantization == "mxfp4"
+    assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
 
 
 def test_experts_in_mxfp4_equal_those_that_transformers_dequantizes(tmp_path: Path) -> None:
     save("gpt-oss", tmp_path)
     stored, floats = in_mxfp4(tmp_path)
     save_file(floats, tmp_path / "model.safetensors")
-    expected = run(tmp_path)
+    expected = run(tmp_path)[0]
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = GPT_OSS_20B["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(stored, tmp_path / "model.safetensors")
-    assert torch.equal(run(tmp_path), expected)
+    logits, model = run(tmp_path)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
+    experts = [tensor for name, tensor in stored.items() if name.endswith(("_blocks", "_scales"))]
+    held = [pair for layer in model.decoder.layers for pair in layer.feed_forward.experts]
+    matrices = [weight.matrix().packed for pair in held for weight in (pair.gate_up, pair.down)]
+    assert sum(tensor.nbytes for matrix in matrices for tensor in arrays(matrix)) == sum(
+        each.nbytes for each in experts
+    )
     missing = next(name for name in stored if name.endswith("down_proj_scales"))
     save_file({name: tensor for name, tensor in stored.items() if name != missing}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="down_proj_blocks in a file without its blocks or scales"):
@@ -133,4 +169,16 @@ def test_experts_in_mxfp4_equal_those_that_transformers_dequantizes(tmp_path: Pa
 
 def test_other_shapes_are_no_mxfp4() -> None:
     with pytest.raises(UnsupportedModel, match="is not MXFP4"):
-        dequantized(torch.zeros(2, 3, 8, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.uint8))
+        in_blocks(torch.zeros(2, 3, 8, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.uint8))
+
+
+def test_blocks_equal_the_dequantization_of_transformers() -> None:
+    """Every code and every scale that is a number."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(255, 1, 1).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8).view(255, 1).repeat(1, 16)
+    expected = convert_moe_packed_tensors(blocks.unsqueeze(0), scales.unsqueeze(0), dtype=torch.float32)[0].t()
+    read = read_blocks(in_blocks(blocks, scales), 512)
+    assert torch.equal(read.dequantized(), expected) and read.scales.dtype is torch.uint8
+    scales[3, 4] = 255
+    with pytest.raises(UnsupportedModel, match="NaN or infinite"):
+        read_blocks(in_blocks(blocks, scales), 512)

@@ -16,13 +16,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ridgeline.core.config import ModelConfig
+from ridgeline.core.formats import NUMBER_FORMATS
 from ridgeline.models.build import build
+from ridgeline.ops.blocks import arrays
 from ridgeline.ops.experts import Tensors, by_expert, route
 from ridgeline.ops.reference import REFERENCE, activate, clamped_swiglu, quantize
 from ridgeline.ops.triton import experts as kernels
+from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
+from ridgeline.quant.blocks import round_to_blocks
 from tests.models.families import save
 from tests.models.paged import PagedRows
+from tests.ops.test_blocks import on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL, WIDTH, EXPERTS, PER_TOKEN = 48, 40, 6, 3
@@ -96,6 +101,42 @@ def test_biases_and_the_clamped_gate(tokens: int, fp8: bool) -> None:
     got = grouped(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load)
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
     assert len(grouped.tensors()) == (6 if fp8 else 4)
+
+
+@pytest.mark.parametrize("tokens", [1, 11, 50])
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_in_mxfp4(tokens: int, biased: bool) -> None:
+    """Against float64. 96 inputs do not fill their last unit of 64."""
+    d_model, width, numbers = 96, 64, NUMBER_FORMATS["mxfp4"]
+    stored = [
+        [round_to_blocks(torch.randn(*shape) * 0.2, numbers) for _ in range(EXPERTS)]
+        for shape in ((2 * width, d_model), (d_model, width))
+    ]
+    biases = [[torch.randn(len(blocks.codes)) for blocks in side] for side in stored]
+    tensors = [
+        [
+            (*arrays(BLOCK_TRITON.pack(on_device(blocks))), *((bias.to(DEVICE),) if biased else ()))
+            for blocks, bias in zip(side, side_biases, strict=True)
+        ]
+        for side, side_biases in zip(stored, biases, strict=True)
+    ]
+    x, logits = torch.randn(tokens, d_model), torch.randn(tokens, EXPERTS)
+    chosen = route(logits, PER_TOKEN, True)
+    counts = torch.bincount(chosen.experts.flatten(), minlength=EXPERTS)
+
+    def run(expert: int, rows: torch.Tensor | None) -> torch.Tensor:
+        values = (x if rows is None else x[rows]).double()
+        for side in (0, 1):
+            values = values @ stored[side][expert].dequantized().double().T
+            values = values + biases[side][expert].double() if biased else values
+            values = clamped_swiglu(values) if side == 0 else values
+        return values
+
+    expected = by_expert(d_model, chosen, counts.tolist(), run, ALL)
+    grouped = TritonExperts().group(tensors[0], tensors[1], "swiglu_clamped", ALL)
+    load = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    got = grouped(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 11, 50])
@@ -185,6 +226,8 @@ def check_compiles(name: str, weight: str, constants: dict[str, object], tile: k
     """Compile a kernel for a Hopper GPU; the names of its matrix instructions."""
     kernel = getattr(kernels, name)
     known = {**TYPES, "w_ptr": weight, "out_ptr": "*fp32" if name == "_outer" else "*bf16"}
+    if weight == "*u8":
+        known["scale_ptr"] = "*u8"
     signature = {
         argument: "constexpr"
         if argument in constants
@@ -203,7 +246,7 @@ def check_compiles(name: str, weight: str, constants: dict[str, object], tile: k
     return " ".join(part for part in ("wgmma", "mma.sync", "cp.async") if part in made.asm["ptx"])
 
 
-@pytest.mark.parametrize("weight", ["*bf16", pytest.param("*fp8e4nv", marks=pytest.mark.long)])
+@pytest.mark.parametrize("weight", ["*bf16", pytest.param("*fp8e4nv", marks=pytest.mark.long), "*u8"])
 @pytest.mark.parametrize("tile", [pytest.param(kernels.FEW, marks=pytest.mark.long), kernels.MANY], ids=["few", "many"])
 @pytest.mark.parametrize(
     ("name", "more"),
@@ -218,7 +261,8 @@ def test_the_products_compile_for_hopper(
     name: str, more: dict[str, object], weight: str, tile: kernels.Tile, apart
 ) -> None:
     shape = {"ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
-    used = apart(check_compiles, name, weight, {"SCALED": weight != "*bf16", "SORTED": True, **more, **shape}, tile)
+    stored = {"SCALED": weight == "*fp8e4nv", "FOUR_BITS": weight == "*u8"}
+    used = apart(check_compiles, name, weight, {**stored, "SORTED": True, **more, **shape}, tile)
     assert "mma" in used and "cp.async" in used
 
 

@@ -148,6 +148,7 @@ def test_what_cannot_be_names_its_reason() -> None:
         (Layout(tensor=16), MODEL, "16xl40s", "links between 16 devices are unknown"),
         (Layout(), replace(MODEL, layers=(LAYER,) * 400), "h100", "memory: weights and workspace take"),
         (Layout(tensor=32), replace(MODEL, quantization="int4-g256"), "32xh100", "no multiple of the 256 that share a scale"),
+        (Layout(tensor=32), replace(MODEL, quantization="q4_k"), "32xh100", "no multiple of the 256 that share a scale in q4_k"),
         (Layout(pipeline=4), shared, "4xh100", "reads the keys of layer 0, which is in another of 4 stages"),
         (Layout(tensor=12), replace(MODEL, layers=(replace(LAYER, n_heads=48, n_kv_heads=8, d_ff=12288),) * 2), "12xh100",
          "8 heads or blocks cannot be split over 12 devices"),

@@ -18,6 +18,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_dummy
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.parallel.mesh import ONE_DEVICE
+from ridgeline.quant.blocks import BlockFormat
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
 from ridgeline.quant.integer import IntFormat
@@ -46,6 +47,7 @@ FORMATS: dict[str, Callable[[], WeightFormat]] = {
     "": lambda: UnquantizedFormat(REFERENCE.matmul.unquantized, F32, CPU),
     "fp8": lambda: Fp8Format(REFERENCE.matmul.fp8, F32, CPU),
     "int4": lambda: IntFormat(REFERENCE.matmul.integer, NUMBER_FORMATS["int4"], F32, CPU),
+    "q4_1": lambda: BlockFormat(REFERENCE.matmul, F32, CPU, NUMBER_FORMATS["q4_1"]),
     "llm-int8": lambda: MixedFormat(REFERENCE, NUMBER_FORMATS["llm-int8"], F32, CPU),
 }
 

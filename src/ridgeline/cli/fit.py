@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.fit import REQUEST_TOKENS, Deployment, Risk, alternatives, command, flags, size
+from ridgeline.core.formats import NUMBER_FORMATS
 from ridgeline.core.host_weights import LINK_SHARE, HostTimes, streamed_s
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import parse
@@ -146,14 +148,25 @@ def _describe(table: Table, spec: ModelSpec, device: Device) -> None:
         f"{spec.architecture}, {counted(len(spec.layers), 'layer')} of width {spec.d_model}, query/KV heads {heads}",
     )
     table.add_row("parameters", count_text(spec.params))
-    formats = f"{spec.quantization}, embedding and head in {spec.dtype}" if spec.quantization else spec.dtype
-    table.add_row("weights", f"{bytes_text(spec.weight_bytes)} in {formats}")
+    table.add_row("weights", f"{bytes_text(spec.weight_bytes)} in {_formats(spec)}")
     windows = sorted({layer.window for layer in spec.layers if layer.window is not None})
     note = f" (some layers keep the last {', '.join(map(str, windows))} tokens)" if windows else ""
     table.add_row("KV per token", bytes_text(spec.kv_bytes_per_token()) + note)
     table.add_row("context", f"{spec.max_len} tokens, {bytes_text(spec.kv_bytes(spec.max_len))} of KV cache when full")
     free = f", {bytes_text(device.free_bytes)} free" if device.free_bytes != device.memory_bytes else ""
     table.add_row("device", f"{device.name}, {bytes_text(device.memory_bytes)}{free}")
+
+
+def _formats(spec: ModelSpec) -> str:
+    """Number formats of the weights, that of the layers first."""
+    if not spec.quantization:
+        return spec.dtype
+    if NUMBER_FORMATS[spec.quantization].experts:
+        return f"{spec.quantization} (experts) and {spec.dtype}"
+    layers = dict.fromkeys((spec.quantization, *chain.from_iterable(layer.formats for layer in spec.layers)))
+    rest = "the rest" if "" in layers else "embedding" if spec.head_format else "embedding and head"
+    names = filter(None, dict.fromkeys((*layers, spec.head_format)))
+    return f"{', '.join(names)}, {rest} in {spec.dtype}"
 
 
 def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ridgeline.core.errors import ConfigError
 
-MatrixName = Literal["qkv", "out", "router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate"]
+MatrixName = Literal["qkv", "out", "router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate", "head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Matrix:
 
     copies: the layer holds so many, one for each expert. used: a token is multiplied by so many of them, in the mean where ranks
     divide the experts. Both are those of the rank that has most. plain: kept in the model's dtype whatever the number format of the
-    layers is. chosen: of experts that the router chooses; a rank may hold one of them.
+    layers is. chosen: of experts that the router chooses; a rank may hold one of them. parts: (outputs, number format) of the
+    projections in order, where the checkpoint has several formats; (): that of the layers.
     """
 
     name: MatrixName
@@ -28,6 +29,7 @@ class Matrix:
     used: float = 1
     plain: bool = False
     chosen: bool = False
+    parts: tuple[tuple[int, str], ...] = ()
 
     @property
     def elements(self) -> int:

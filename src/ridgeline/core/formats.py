@@ -14,6 +14,9 @@ class NumberFormat:
     the matrix stores an int32 per input, the order of its inputs (act-order). inputs_8bit: products quantize their activations
     too. products: precision of matrix products on a device that has a unit for it; "": the model's dtype. kept: one input of so
     many keeps its weights in the model's dtype, with an int32 index; their number is rounded up to a multiple of `row`. 0: none.
+    scaling: form of the scales, see ops.blocks; "": float16. super_bytes: of scales that 256 inputs of one output channel share.
+    published: only checkpoints have it, --quantization does not. experts: only weights of experts have it, others are in the
+    model's dtype.
     """
 
     bits: int
@@ -25,6 +28,15 @@ class NumberFormat:
     kept: int = 0
     scale_bytes: int = 2
     row: int = 32
+    scaling: str = ""
+    super_bytes: int = 0
+    published: bool = False
+    experts: bool = False
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether only ops.blocks has it."""
+        return bool(self.scaling) or self.bits in (5, 6)
 
     def kept_inputs(self, inputs: int) -> int:
         """The number of inputs, of `inputs`, whose weights stay in the model's dtype."""
@@ -34,11 +46,13 @@ class NumberFormat:
         """Bytes of a matrix without its bias. width: bytes of an element of the model's dtype."""
         elements = -(-inputs // self.row) * self.row * self.bits // 8
         groups = -(-inputs // self.group) if self.group else 1
-        scales = groups * (self.scale_bytes + (1 if self.zeros else 0))
+        scales = groups * (self.scale_bytes + (1 if self.zeros else 0)) + self.super_bytes * -(-inputs // SUPER)
         kept = self.kept_inputs(inputs) * (outputs * width + 4)
         return outputs * (elements + scales) + (4 * inputs if self.ordered else 0) + kept
 
 
+SUPER = 256
+"""Inputs of one output channel that share super_bytes."""
 GROUPS = (32, 64, 128, 256)
 """Group sizes of integer weights, in inputs. A scale may also cover all inputs."""
 
@@ -51,7 +65,7 @@ def _integers() -> dict[str, NumberFormat]:
             for zeros in (False, True):
                 for ordered in (False, True):
                     suffix = ("-zp" if zeros else "") + ("-ordered" if ordered else "")
-                    number_format = NumberFormat(bits, group, zeros, ordered)
+                    number_format = NumberFormat(bits, group, zeros, ordered, published=ordered)
                     formats[f"int{bits}-g{group}{suffix}" if group else f"int{bits}-channel{suffix}"] = number_format
         formats[f"int{bits}"] = NumberFormat(bits, default_group)
     return formats
@@ -64,6 +78,14 @@ NUMBER_FORMATS = {
     # Outlier inputs of a token stay in floating point, so products are in the model's dtype (quant/mixed).
     "llm-int8": NumberFormat(8, inputs_8bit=True, kept=64),
     **_integers(),
+    # The blocks of llama.cpp that the formats above do not have, and the experts of gpt-oss.
+    "q4_1": NumberFormat(4, 32, scale_bytes=4, scaling="float16_minimum", published=True),
+    "q5_0": NumberFormat(5, 32, published=True),
+    "q5_1": NumberFormat(5, 32, scale_bytes=4, scaling="float16_minimum", published=True),
+    "q4_k": NumberFormat(4, 32, scaling="super_6bit", row=SUPER, published=True),
+    "q5_k": NumberFormat(5, 32, scaling="super_6bit", row=SUPER, published=True),
+    "q6_k": NumberFormat(6, 16, scale_bytes=1, scaling="super_8bit", super_bytes=2, row=SUPER, published=True),
+    "mxfp4": NumberFormat(4, 32, scale_bytes=1, scaling="e8m0", published=True, experts=True),
 }
 """Formats by their name in the option `quantization`. Embedding, head, norms and biases stay in the model's dtype."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}

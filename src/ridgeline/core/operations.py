@@ -119,7 +119,7 @@ def _once_per_step(step: _Step) -> Iterator[Operation]:
     yield Operation("norm", 1, 0, d_model * width, 2 * step.logits * d_model * width)
     flops = 2 * step.logits * spec.embedding_params
     scores = step.logits * spec.vocab_size * width
-    yield Operation("head", 1, flops, spec.embedding_params * width, step.logits * d_model * width + scores)
+    yield Operation("head", 1, flops, spec.head_bytes, step.logits * d_model * width + scores)
     yield Operation("sampling", 1, 0, 0, scores + step.logits * ID_BYTES)
 
 

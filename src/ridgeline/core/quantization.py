@@ -22,7 +22,7 @@ def resolve_format(stored: str, requested: str) -> str:
     for one that differs from the checkpoint's.
     """
     known = ("", *NUMBER_FORMATS, *(_CHECKPOINT_FORMATS if stored else ()))
-    if requested not in known or (not stored and requested.endswith("-ordered")):
+    if requested not in known or (not stored and requested in NUMBER_FORMATS and NUMBER_FORMATS[requested].published):
         raise _unknown_format(requested)
     if stored and requested not in ("", stored, *_CHECKPOINT_FORMATS):
         raise ConfigError(
@@ -33,9 +33,13 @@ def resolve_format(stored: str, requested: str) -> str:
     return stored or requested
 
 
+def _offered() -> list[str]:
+    return [name for name, numbers in NUMBER_FORMATS.items() if not numbers.published]
+
+
 def _unknown_format(requested: str) -> ConfigError:
     return ConfigError(
-        f"--quantization {requested!r} is unknown: use {', '.join(name for name in NUMBER_FORMATS if '-' not in name)}, "
+        f"--quantization {requested!r} is unknown: use {', '.join(name for name in _offered() if '-' not in name)}, "
         "fp8-weight, llm-int8, or int4-g64 and the like (3, 4 or 8 bits; g32 to g256 or channel; -zp for zero points).",
         param="quantization",
     )

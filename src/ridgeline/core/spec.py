@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from ridgeline.core.errors import ConfigError
@@ -73,6 +74,8 @@ class LayerSpec:
     whose keys and values this layer reads. It has no weights for keys and values and writes none; n_kv_heads is that layer's.
     d_ff: inner width of the feed-forward block; with experts, of all that one token uses, at most, on this rank.
     budget: slots per KV head that the only query of a row reads, in whole pages (ops.selective); None: all.
+    formats: number formats of q, k, v, out, gate, up and down, where a checkpoint has several (names that NUMBER_FORMATS lacks mean
+    the model's dtype); (): ModelSpec.quantization.
     """
 
     n_heads: int
@@ -85,6 +88,7 @@ class LayerSpec:
     share_from: int | None = None
     experts: ExpertSpec | None = None
     budget: int | None = None
+    formats: tuple[str, ...] = ()
 
     def on_rank(self, ranks: int) -> LayerSpec:
         """The part of the layer on one of `ranks` ranks. Raises ConfigError where it cannot be divided; see units_on_rank."""
@@ -145,6 +149,7 @@ class ModelSpec:
     """One decoder-only model. `dtype` is that of the checkpoint's weights.
 
     `quantization`: the number format of the layers' matrices, a name of NUMBER_FORMATS; "" means `dtype`.
+    `head_format`: likewise of a head that is not tied.
     `kv_format`: the format of the cache, a name of KV_FORMATS; "" means `dtype`.
     `vocabulary_ranks`: ranks that share the rows of embedding and head. `host_bytes`: of weights that stay in host memory.
 
@@ -190,6 +195,7 @@ class ModelSpec:
     final_softcap: float | None = None
     dtype: str = "bfloat16"
     quantization: str = ""
+    head_format: str = ""
     kv_format: str = ""
     vocabulary_ranks: int = 1
     host_bytes: int = 0
@@ -232,22 +238,30 @@ class ModelSpec:
 
     def matrices(self, layer: LayerSpec) -> tuple[Matrix, ...]:
         """The matrices of one layer in the order of their use."""
-        queries, keys_values = layer.n_heads * layer.head_dim, 2 * layer.written_heads * layer.head_dim
-        gate_up = Matrix("gate_up", (1 + self.gated) * layer.d_ff, self.d_model, self.mlp_bias)
-        dense = gate_up, Matrix("down", self.d_model, layer.d_ff, self.mlp_bias)
-        return (
-            Matrix("qkv", queries + keys_values, self.d_model, self.qkv_bias),
+        queries, keys, d_ff = layer.n_heads * layer.head_dim, layer.written_heads * layer.head_dim, layer.d_ff
+        gate_up = Matrix("gate_up", (1 + self.gated) * d_ff, self.d_model, self.mlp_bias)
+        dense = gate_up, Matrix("down", self.d_model, d_ff, self.mlp_bias)
+        matrices = (
+            Matrix("qkv", queries + 2 * keys, self.d_model, self.qkv_bias),
             Matrix("out", self.d_model, queries, self.out_bias),
             *(layer.experts.matrices(self.d_model) if layer.experts else dense),
         )
+        if not layer.formats:
+            return matrices
+        sizes = iter(zip((queries, keys, keys, self.d_model, d_ff, d_ff, self.d_model), layer.formats, strict=True))
+        counts = zip(matrices, (3, 1, 2, 1), strict=True)
+        return tuple(replace(matrix, parts=tuple(islice(sizes, count))) for matrix, count in counts)
 
     def matrix_bytes(self, matrix: Matrix) -> int:
         """Bytes of a stored matrix, all its copies: elements, scales, zero points, bias."""
-        width = DTYPE_BYTES[self.dtype]
-        stored = None if matrix.plain else NUMBER_FORMATS.get(self.quantization)
-        bias = matrix.outputs * width if matrix.bias else 0
-        elements = stored.matrix_bytes(matrix.outputs, matrix.inputs, width) if stored else matrix.elements * width
-        return matrix.copies * (bias + elements)
+        width, total = DTYPE_BYTES[self.dtype], 0
+        for outputs, name in matrix.parts or ((matrix.outputs, "" if matrix.plain else self.quantization),):
+            stored = NUMBER_FORMATS.get(name)
+            if stored is None or (stored.experts and not matrix.chosen):
+                total += outputs * matrix.inputs * width
+            else:
+                total += stored.matrix_bytes(outputs, matrix.inputs, width)
+        return matrix.copies * (total + (matrix.outputs * width if matrix.bias else 0))
 
     def layer_linear_params(self, layer: LayerSpec) -> int:
         """Elements of the weight matrices of one layer (no biases, no norms)."""
@@ -302,15 +316,21 @@ class ModelSpec:
         return total
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of the head, those of the embedding if it is tied."""
+        return self.matrix_bytes(
+            Matrix("head", self.vocabulary_rows, self.d_model, parts=((self.vocabulary_rows, self.head_format),))
+        )
+
+    @property
     def weight_bytes(self) -> int:
-        vectors = self.outer_params + self.embedding_params * (1 if self.tied else 2)
-        return self.layer_bytes + vectors * DTYPE_BYTES[self.dtype]
+        outer = (self.outer_params + self.embedding_params) * DTYPE_BYTES[self.dtype]
+        return self.layer_bytes + outer + (0 if self.tied else self.head_bytes)
 
     @property
     def step_weight_bytes(self) -> int:
         """Bytes of weights that a step reads: layers with all their experts, final norm, head. Embedding rows are not counted."""
-        outer = self.norm_vectors * self.d_model + self.embedding_params
-        return self.layer_bytes + outer * DTYPE_BYTES[self.dtype]
+        return self.layer_bytes + self.norm_vectors * self.d_model * DTYPE_BYTES[self.dtype] + self.head_bytes
 
     def idle_bytes(self, tokens: int, logits: int) -> int:
         """Expected bytes of step_weight_bytes that a step does not read: experts that none of its tokens uses. See linear_flops."""

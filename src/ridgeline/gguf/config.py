@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
+from collections import Counter
 from typing import Any
 
 from ridgeline.core.errors import ConfigError, UnsupportedModel
@@ -20,8 +20,10 @@ ARCHITECTURES = {
 """Architectures that are read, as general.architecture names them, and the name in config.json."""
 PERMUTED = ("llama",)
 """Architectures whose queries and keys llama.cpp stores in another order of their outputs."""
-_BITS = {"Q8_0": 8, "Q4_0": 4}
-_MATRIX = re.compile(r"blk\.\d+\.(attn_(q|k|v|output)|ffn_(gate|up|down))\.weight")
+_FORMATS = {"F32": "", "F16": "", "BF16": "", "Q8_0": "int8-g32", "Q4_0": "int4-g32"}
+"""Number format by type of tensor; other types have their name. "": the model's dtype."""
+_LINEARS = (("attn_q", "attn_k", "attn_v"), ("attn_output",), ("ffn_gate", "ffn_up"), ("ffn_down",))
+"""Matrices that are multiplied together, in the order of LayerSpec.formats."""
 _READ = (
     "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
     "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length",
@@ -45,10 +47,32 @@ def required(file: GgufFile, key: str) -> Any:
     return file.metadata[key]
 
 
-def integer_bits(file: GgufFile) -> int:
-    """Bits if all matrices of the layers are Q8_0 or all are Q4_0: these are served as they are. Otherwise 0."""
-    kinds = {tensor.kind.name for name, tensor in file.tensors.items() if _MATRIX.fullmatch(name)}
-    return _BITS.get(kinds.pop(), 0) if len(kinds) == 1 else 0
+def _stored(file: GgufFile, layers: int) -> dict[str, Any] | None:
+    """The quantization_config: the number format that holds most bytes of the layers, those of all matrices if they have others,
+    and that of the head. None: all are floats. Of matrices that are multiplied together all are floats if one is (quant.blocks)."""
+    sizes: Counter[str] = Counter()
+    formats = []
+    for layer in range(layers):
+        names = []
+        for linear in _LINEARS:
+            stored = [file.tensors.get(f"blk.{layer}.{name}.weight") for name in linear]
+            forms = ["" if tensor is None else _format(tensor.kind.name) for tensor in stored]
+            names += forms if all(forms) else [""] * len(forms)
+            for form, tensor in zip(forms, stored, strict=True):
+                sizes[form] += tensor.size if tensor else 0
+        formats.append(names)
+    output = file.tensors.get("output.weight")
+    head = "" if output is None else _format(output.kind.name)
+    kinds = {name for names in formats for name in names}
+    quantized = {*kinds, head} - {""}
+    if not quantized:
+        return None
+    most = max(quantized, key=lambda name: sizes[name])
+    return {"quant_method": "gguf", "format": most, "layers": [] if kinds == {most} else formats, "head": head}
+
+
+def _format(kind: str) -> str:
+    return _FORMATS.get(kind, kind.lower())
 
 
 def make_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -105,8 +129,8 @@ def make_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if (scaling := _rope_scaling(file, values, config)) is not None:
         config["rope_scaling"] = scaling
-    if bits := integer_bits(file):
-        config["quantization_config"] = _integers(bits)
+    if (stored := _stored(file, config["num_hidden_layers"])) is not None:
+        config["quantization_config"] = stored
     return config | _tokens(file), _generation(file)
 
 
@@ -121,14 +145,6 @@ def _gemma(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> di
         "sliding_window": required(file, "gemma3.attention.sliding_window"),
         "query_pre_attn_scalar": scale if config["num_hidden_layers"] == _GEMMA_27B_LAYERS else config["head_dim"],
     }
-
-
-def _integers(bits: int) -> dict[str, Any]:
-    """The quantization_config of blocks of 32 codes with a scale."""
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    group = {"targets": ["Linear"], "weights": weights}
-    names = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
-    return names | {"config_groups": {"group_0": group}}
 
 
 def _dtype(file: GgufFile) -> str:

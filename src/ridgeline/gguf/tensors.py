@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from ridgeline.core.errors import UnsupportedModel
-from ridgeline.gguf.blocks import READERS, dequantize, signed_codes
-from ridgeline.gguf.config import PERMUTED, integer_bits, required
-from ridgeline.gguf.file import Stored, read_file
-from ridgeline.quant.layouts import Published, encode
+from ridgeline.gguf.config import PERMUTED, required
+from ridgeline.gguf.file import read_file
+from ridgeline.quant.blocks import dequantize
 
-GROUP = 32
-"""Elements of a block of Q8_0 and Q4_0."""
+HEAD = "lm_head.weight"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -49,27 +47,21 @@ _INTO_CONFIG = ("rope_freqs.weight",)
 class GgufTensors:
     """Reads tensors by memory map, with the methods of safetensors' `safe_open`.
 
-    The layers' matrices of a file with integers (see integer_bits) are given as `weight_packed`, `weight_scale` and `weight_shape`
-    of compressed-tensors, with equal numbers. All other blocks become float32.
+    The matrices of layers and head are given in their blocks, uint8 [outputs, blocks, bytes of a block], as quant.blocks reads
+    them. An embedding in blocks becomes float32.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = read_file(path)
         self._content = np.memmap(path, np.uint8, "r")
-        bits, kind = integer_bits(self._file), self._file.metadata["general.architecture"]
-        self._published = Published("pack-quantized", bits, GROUP) if bits else None
+        kind = self._file.metadata["general.architecture"]
         self._sources: dict[str, str] = {}
         """Name in the file by the name that is given."""
         for name in self._file.tensors:
             if name in _INTO_CONFIG:
                 continue
             given = _hugging_face(name, _INSIDE | (_GEMMA if kind == "gemma3" else {}))
-            parts = ("weight_packed", "weight_scale", "weight_shape") if self._published and _is_linear(given) else ()
-            for part in parts:
-                self._sources[given.removesuffix("weight") + part] = name
-            if not parts:
-                self._sources[given] = name
-        self._encoded: tuple[str, dict[str, torch.Tensor]] = "", {}
+            self._sources[given] = name
 
     def offset_keys(self) -> list[str]:
         """Names in the order of the file."""
@@ -81,23 +73,13 @@ class GgufTensors:
         source = self._sources[name]
         stored = self._file.tensors[source]
         blocks = torch.from_numpy(np.array(self._content[stored.start : stored.start + stored.size]))
-        if self._published is not None and not name.endswith((".weight", ".bias")):
-            if self._encoded[0] != source:
-                self._encoded = source, self._encode(source, stored, blocks, self._published)
-            return self._encoded[1][name.rpartition(".")[2]]
-        if stored.kind.name in READERS:
-            tensor = dequantize(stored.kind.name, blocks.view(-1, stored.kind.size))
+        if stored.kind.name in _DTYPES:
+            tensor = blocks.view(_DTYPES[stored.kind.name]).view(stored.shape)
+        elif name.endswith(("_proj.weight", HEAD)):
+            tensor = blocks.view(stored.shape[0], -1, stored.kind.size)
         else:
-            tensor = blocks.view(_DTYPES[stored.kind.name])
-        return self._ordered(source, tensor.view(stored.shape))
-
-    def _encode(
-        self, source: str, stored: Stored, blocks: torch.Tensor, published: Published
-    ) -> dict[str, torch.Tensor]:
-        codes, scales = signed_codes(stored.kind.name, blocks.view(-1, stored.kind.size))
-        rows = stored.shape[0]
-        ordered = (self._ordered(source, part.reshape(rows, -1)) for part in (codes, scales))
-        return encode(published, *ordered)
+            tensor = dequantize(stored.kind.name, blocks.view(-1, stored.kind.size)).view(stored.shape)
+        return self._ordered(source, tensor)
 
     def _ordered(self, source: str, tensor: torch.Tensor) -> torch.Tensor:
         """Undo what llama.cpp changes. Outputs of queries and keys: [head, pair, half] becomes [head, half, pair]."""
@@ -123,7 +105,3 @@ def _hugging_face(name: str, inside: Mapping[str, str]) -> str:
     if layer is None or layer[2] not in inside:
         return _OUTSIDE.get(name, name)
     return f"model.layers.{layer[1]}.{inside[layer[2]]}.{layer[3]}"
-
-
-def _is_linear(name: str) -> bool:
-    return name.endswith("_proj.weight")

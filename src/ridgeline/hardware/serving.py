@@ -56,7 +56,7 @@ def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:
     served = [
         name
         for stored, name in names.items()
-        if not stored.ordered and name not in WITHOUT_KERNEL[kind] and (fp8 or name != "fp8")
+        if not stored.published and name not in WITHOUT_KERNEL[kind] and (fp8 or name != "fp8")
     ]
     return tuple(sorted(served, key=ordered.index))
 

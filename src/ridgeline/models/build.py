@@ -28,6 +28,7 @@ from ridgeline.ops.striped import striped
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from ridgeline.quant.adapted import adapted
+from ridgeline.quant.blocks import BlockFormat
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.fp8 import Fp8Format
 from ridgeline.quant.hosted import Host, streamed
@@ -110,6 +111,8 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
         return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, inputs=False)
     if spec.quantization != "fp8":
         numbers = NUMBER_FORMATS[spec.quantization]
+        if stored.blocks or numbers.in_blocks:
+            return BlockFormat(matmul, dtype, device, None if stored.blocks else numbers)
         if numbers.kept:
             return MixedFormat(ops, numbers, dtype, device)
         integer = matmul.w8a8 if numbers.inputs_8bit else matmul.integer
@@ -127,7 +130,7 @@ def _host(spec: ModelSpec, ops: Ops, mesh: Mesh, stored: StoredAs) -> Host | Non
     rounds_inputs = spec.quantization and (
         spec.quantization not in NUMBER_FORMATS or NUMBER_FORMATS[spec.quantization].inputs_8bit
     )
-    plain = spec.gated and not rounds_inputs and not any(layer.experts for layer in spec.layers)
+    plain = spec.gated and not rounds_inputs and not stored.blocks and not any(layer.experts for layer in spec.layers)
     if not spec.host_bytes or not ops.from_host or mesh.size > 1 or mesh.stage.count > 1 or not plain:
         return None
     if (host := host_ops()) is None:
@@ -140,7 +143,7 @@ def _check_experts(spec: ModelSpec, ops: Ops, device: torch.device) -> None:
     """Raise ConfigError for a number format in which the device cannot multiply by experts."""
     formats = ops.experts.formats if ops.experts else {spec.quantization}
     if device.type == "cuda" and spec.quantization not in formats and any(layer.experts for layer in spec.layers):
-        known = ", ".join(sorted(filter(None, formats)))
+        known = ", ".join(sorted(name for name in formats if name and not NUMBER_FORMATS[name].published))
         raise ConfigError(
             f"A GPU has no products for experts in {spec.quantization}: use --quantization {known}, or none.",
             param="quantization",

@@ -151,6 +151,8 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
     layers = [
         replace(layer, d_ff=experts.active_width, experts=experts) if experts else layer for layer, experts in blocks
     ]
+    if stored.layers:
+        layers = [replace(layer, formats=formats) for layer, formats in zip(layers, stored.layers, strict=True)]
     bias = bool(values.get("attention_bias"))
     traits: dict[str, Any] = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(values.get("mlp_bias"))}
     traits["activation"] = _activation(values, UNGATED if family.traits.get("gated") is False else ACTIVATIONS)
@@ -172,6 +174,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         final_softcap=values.get("final_logit_softcapping"),
         dtype=_dtype(text, outer),
         quantization=stored.quantization,
+        head_format=stored.head,
         bos_id=_first(text.get("bos_token_id"), outer.get("bos_token_id")),
         eos_ids=_eos(generation, outer, text),
         **{**traits, **family.traits},

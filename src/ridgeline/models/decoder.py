@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import Rope
+from ridgeline.core.spec import NUMBER_FORMATS, Rope
 from ridgeline.models.building import Build
 from ridgeline.models.experts import Experts
 from ridgeline.models.layers import DecoderLayer
@@ -17,6 +17,7 @@ from ridgeline.models.rope import SPARE_POSITIONS, rope_table
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.striped import split_tokens
 from ridgeline.ops.table import LayerParts, RunLayers, apply_norm
+from ridgeline.quant.blocks import BlockFormat
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.unquantized import UnquantizedFormat
 
@@ -24,8 +25,9 @@ from ridgeline.quant.unquantized import UnquantizedFormat
 class Decoder:
     """Embedding, layers, final norm, head. For inference; it never synchronizes with the host, so CUDA graphs can capture it.
 
-    Head and embedding are not quantized. Ranks divide their rows (Shoeybi et al. 2019, section 3). A tied head uses the embedding
-    matrix. A stage of a pipeline has its layers only: the first stage embeds, the last one has norm and head.
+    The embedding is not quantized. A head that is not tied stays in the blocks of its checkpoint (quant.blocks). Ranks divide the
+    rows of both (Shoeybi et al. 2019, section 3). A tied head uses the embedding matrix. A stage of a pipeline has its layers only:
+    the first stage embeds, the last one has norm and head.
     """
 
     __slots__ = (
@@ -66,9 +68,9 @@ class Decoder:
         self.final_norm = build.norm()
         self._unquantized = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
         headless = spec.tied or not self.stage.last
-        self.head = (
-            None if headless else self._unquantized.create(LinearShape(spec.d_model, (Part(rows, rows),)), Share())
-        )
+        stored = BlockFormat(build.ops.matmul, build.dtype, build.device, NUMBER_FORMATS.get(spec.head_format))
+        form = stored if spec.head_format else self._unquantized
+        self.head = None if headless else form.create(LinearShape(spec.d_model, (Part(rows, rows),)), Share())
         # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
         self._run = self._divided(self._run_layers)
@@ -88,8 +90,7 @@ class Decoder:
         """The rows of this rank of embedding or head."""
         rank, rows = self._build.mesh.rank, self.spec.on_rank(self._build.mesh.size).vocabulary_rows
         part = tensor[rank * rows :][:rows]
-        # A pad of nothing would copy.
-        return part if len(part) == rows else torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)))
+        return part if len(part) == rows else torch.cat((part, part.new_zeros(rows - len(part), *part.shape[1:])))
 
     def restrict_vocabulary(self, ids: torch.Tensor) -> None:
         """Restrict logits to the tokens ids int32 [N], in this order. The head must be tied."""

@@ -18,15 +18,16 @@ from ridgeline.quant.unquantized import UnquantizedFormat
 
 class GatedPair:
     """down(act(gate(x)) * up(x)): one expert. share: a rank's part of its width, which computes a term of the sum. bias: of gate,
-    up and down."""
+    up and down. chosen: by the router."""
 
     __slots__ = ("gate_up", "down", "_kind")
 
-    def __init__(self, build: Build, width: int, share: Share, bias: bool = False) -> None:
+    def __init__(self, build: Build, width: int, share: Share, bias: bool = False, chosen: bool = False) -> None:
         d_model = build.spec.d_model
         half = Part(width, width)
-        self.gate_up = build.form.create(LinearShape(d_model, (half, half), bias, "out"), share)
-        self.down = build.form.create(LinearShape(width, (Part(d_model, 1),), bias, "in", width), share)
+        gate_up = LinearShape(d_model, (half, half), bias, "out", of_expert=chosen)
+        self.gate_up = build.form.create(gate_up, share)
+        self.down = build.form.create(LinearShape(width, (Part(d_model, 1),), bias, "in", width, chosen), share)
         self._kind = build.spec.activation
 
     def __call__(self, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
@@ -68,7 +69,7 @@ class Experts:
         on_rank = spec.on_rank(part.size)
         self._held, self._numbers = on_rank.held(part.rank), on_rank.copies(part.rank)
         alone = Share() if spec.whole else part
-        self.experts = tuple(GatedPair(build, spec.width, alone, spec.bias) for _ in self._numbers)
+        self.experts = tuple(GatedPair(build, spec.width, alone, spec.bias, chosen=True) for _ in self._numbers)
         self._is_hot = torch.isin(torch.arange(spec.count), torch.tensor(spec.hot)) if spec.hot else None
         self.shared = GatedPair(build, spec.shared_width, part) if spec.shared_width else None
         self.shared_gate = plain.create(LinearShape(d_model, (Part(1, 1),)), Share()) if spec.shared_width else None

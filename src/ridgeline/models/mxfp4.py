@@ -2,7 +2,8 @@
 
 In floating point `gate_up_proj` is [experts, d_model, 2 width] and `down_proj` [experts, width, d_model]. In MXFP4 `_blocks` are
 uint8 [experts, outputs, groups, 16] and `_scales` uint8 [experts, outputs, groups]: a byte holds two e2m1 values, the first one in
-its low bits, and the 32 values of a group are multiplied by 2^(scale - 127). Outputs of gate and up alternate.
+its low bits, and the 32 values of a group are multiplied by 2^(scale - 127). They are given in the blocks of GGUF, which
+quant.blocks reads: the scale, then bytes with values i and i + 16. Outputs of gate and up alternate.
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 6.3.
 """
 
@@ -19,20 +20,16 @@ Get = Callable[[], torch.Tensor]
 Tensors = Iterator[tuple[str, Get]]
 """(name in the checkpoint, function that reads the tensor)."""
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-EXPONENT_BIAS = 127
 KINDS = ("", "_bias", "_blocks", "_scales")
 SUFFIXES = {f"{name}_proj{kind}": (name, kind) for name in ("gate_up", "down") for kind in KINDS}
 
 
-def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """blocks uint8 [outputs, groups, 16], scales uint8 [outputs, groups] -> bfloat16 [outputs, 32 groups], without rounding."""
+def in_blocks(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """blocks uint8 [outputs, groups, 16], scales uint8 [outputs, groups] -> uint8 [outputs, groups, 17]."""
     if blocks.shape[:-1] != scales.shape or blocks.shape[-1] != 16 or {blocks.dtype, scales.dtype} != {torch.uint8}:
         raise UnsupportedModel(f"has blocks {list(blocks.shape)} and scales {list(scales.shape)}, which is not MXFP4.")
-    table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=blocks.device)
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2)
-    values = torch.ldexp(table[codes.long()], scales.int().unsqueeze(-1) - EXPONENT_BIAS)
-    return values.flatten(1).to(torch.bfloat16)
+    return torch.cat((scales.unsqueeze(-1), codes[..., :16] | codes[..., 16:] << 4), -1)
 
 
 def separate_stacked(tensors: Tensors) -> Tensors:
@@ -71,7 +68,7 @@ def _codes(name: str, blocks_of: Get, scales_of: Get) -> tuple[int, Part]:
 
     def part(expert: int, outputs: slice) -> torch.Tensor:
         try:
-            return dequantized(blocks[expert][outputs], scales[expert][outputs])
+            return in_blocks(blocks[expert][outputs], scales[expert][outputs])
         except UnsupportedModel as error:
             raise UnsupportedModel(f"The tensor {name} {error.message}") from None
 

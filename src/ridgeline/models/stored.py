@@ -2,7 +2,7 @@
 
 Supported are, for e4m3, float-quantized of compressed-tensors and "fp8", with a `weight_scale` per output channel or per tensor and
 dynamic quantization of activations; for integers, pack-quantized and int-quantized of compressed-tensors, GPTQ and AWQ (see
-quant.layouts). MXFP4 (gpt-oss) is dequantized while it loads (models.mxfp4).
+quant.layouts); for blocks, which are kept as they are (quant.blocks), the section that gguf.config writes, and MXFP4 (gpt-oss).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _KNOWN = {
     "awq": "bits group_size zero_point version modules_to_not_convert backend do_fuse fuse_max_seq_len exllama_config "
     "modules_to_fuse lm_head",
     "mxfp4": "modules_to_not_convert",
+    "gguf": "format layers head",
 }
 _ALWAYS = ("quant_method", "dequantize")
 _EMPTY: tuple[Any, ...] = (None, {}, [])
@@ -37,11 +38,15 @@ _EMPTY: tuple[Any, ...] = (None, {}, [])
 @dataclass(frozen=True, slots=True)
 class StoredAs:
     """Number format of stored linears. quantization: name of the format as in --quantization, "" if not quantized. scales:
-    what an fp8 scale covers. integers: layout of integers; None for other formats."""
+    what an fp8 scale covers. integers: layout of integers; None for other formats. blocks: linears may be in blocks (quant.blocks).
+    layers: LayerSpec.formats of each layer; () if all linears are in `quantization`. head: ModelSpec.head_format."""
 
     quantization: str = ""
     scales: Stored = "float"
     integers: Published | None = None
+    blocks: bool = False
+    layers: tuple[tuple[str, ...], ...] = ()
+    head: str = ""
 
 
 def read_stored(config: Mapping[str, Any]) -> StoredAs:
@@ -52,13 +57,14 @@ def read_stored(config: Mapping[str, Any]) -> StoredAs:
     if not isinstance(section, dict):
         raise UnsupportedModel(f"config.json: {KEY} is {section!r}: it must be an object.")
     method = section.get("quant_method")
-    # The names of the tensors say which of them are in MXFP4.
     readers = {
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
         "gptq": _gptq,
         "awq": _awq,
-        "mxfp4": lambda section: StoredAs(),
+        # The names of the tensors say which of them are in MXFP4.
+        "mxfp4": lambda section: StoredAs("mxfp4", blocks=True),
+        "gguf": _gguf,
     }
     if method not in readers:
         raise _refused("quant_method", method, f". Supported: {', '.join(readers)}")
@@ -146,6 +152,11 @@ def _fp8(section: Mapping[str, Any]) -> StoredAs:
     for key in ("ignored_layers", "modules_to_not_convert"):
         _layers(section.get(key), key, head_is_unquantized=True)
     return StoredAs("fp8", "tensor")
+
+
+def _gguf(section: Mapping[str, Any]) -> StoredAs:
+    layers = tuple(tuple(formats) for formats in section["layers"])
+    return StoredAs(section["format"], blocks=True, layers=layers, head=section["head"])
 
 
 def _gptq(section: Mapping[str, Any]) -> StoredAs:

@@ -93,7 +93,8 @@ def targets(decoder: Decoder) -> dict[str, Target]:
     if stage.last:
         tensor_targets.update(_norms("norm", decoder.final_norm))
     if decoder.head is not None and not spec.tied:
-        tensor_targets[HEAD] = Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_head)
+        dtypes = decoder.head.expects[0, "weight"].dtypes
+        tensor_targets[HEAD] = Target(Expected((spec.vocab_size, spec.d_model), dtypes), "weight", decoder.load_head)
     for index, layer in enumerate(decoder.layers, stage.layers.start or 0):
         for name, target in _layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
             tensor_targets[f"layers.{index}.{name}"] = target
@@ -286,7 +287,7 @@ def _check(name: str, tensor: torch.Tensor, expected: Expected) -> None:
     """Raise UnsupportedModel for a tensor of another shape or dtype."""
     shape, dtypes = expected.shape, expected.dtypes
     is_scalar = tensor.numel() == math.prod(shape) == 1
-    if tuple(tensor.shape) != shape and not is_scalar:
+    if expected.shape_of(tensor) != shape and not is_scalar:
         raise UnsupportedModel(
             f"The tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}."
         )

@@ -21,7 +21,7 @@ from ridgeline.ops.native.capture import CallListCapture
 from ridgeline.ops.native.files import find_library, unsupported
 from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.native_fp8 import fp8_ops
-from ridgeline.ops.native_integer import int_ops
+from ridgeline.ops.native_integer import block_ops, int_ops
 from ridgeline.ops.native_layers import SPARSE, NativeLayers, outputs_of
 from ridgeline.ops.native_recurrent import NativeRecurrent
 from ridgeline.ops.native_rows import NativeRows
@@ -411,6 +411,7 @@ def _table(library: Library, fixed: bool) -> Ops:
             integer=integer,
             w8a8=integers("rounded"),
             mixed=integers("token-outliers" if fixed else "batch-outliers"),
+            blocks=block_ops(library, arena, tokenwise, unquantized),
         ),
         sampler=SamplerOps(
             sample=ops.sample,

@@ -7,12 +7,14 @@ dtype. Speed is not a goal here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from ridgeline.core.spec import QUANTIZED_KV
 from ridgeline.ops import stored
+from ridgeline.ops.blocks import Blocks, parts_of
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     Activation,
@@ -326,6 +328,41 @@ def int_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | N
 
 INT_REFERENCE = IntOps(int_pack, int_linear, int_linear_add, int_linear_activate)
 
+
+def block_pack(blocks: Blocks) -> IntMatrix:
+    """See MatmulOps.blocks. Codes are packed as in int_pack, other arrays stay."""
+    (outputs, inputs), codes = blocks.codes.shape, pack_bits(blocks.codes, blocks.bits)
+    matrix = IntMatrix(codes, blocks.scales, None, blocks.bits, blocks.group, outputs, inputs)
+    return replace(matrix, scaling=blocks.scaling, extra=blocks.extra)
+
+
+def block_unpack(matrix: IntMatrix) -> Blocks:
+    """Inverse of block_pack."""
+    return Blocks(int_unpack(matrix), matrix.scales, matrix.bits, matrix.group, matrix.scaling, matrix.extra)
+
+
+def block_linear(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """See MatmulOps.blocks. Weights are dequantized at each use, which saves memory, not time."""
+    source = apply_norm(x, rms_norm)
+    weights = [block_unpack(part).dequantized() for part in parts_of(matrix)]
+    out = torch.cat([source.float() @ weight.t() for weight in weights], 1)
+    return (out if bias is None else out + bias.float()).to(source.dtype)
+
+
+def block_linear_add(
+    x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor
+) -> torch.Tensor:
+    """stream [T, out] + block_linear(x)."""
+    return stream + block_linear(x, matrix, bias)
+
+
+def block_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """activate(block_linear(x)) of a merged gate and up."""
+    return activate(block_linear(x, matrix, bias), kind)
+
+
+BLOCK_REFERENCE = IntOps(block_pack, block_linear, block_linear_add, block_linear_activate)
+
 OUTLIER = 6.0
 """Magnitude from which LLM.int8() leaves an input in floating point (Dettmers et al. 2022, section 3.2)."""
 
@@ -402,5 +439,6 @@ REFERENCE = Ops(
         integer=INT_REFERENCE,
         w8a8=rounding_inputs(INT_REFERENCE),
         mixed=mixed_inputs(INT_REFERENCE, FLOAT_REFERENCE, TOKENWISE_REFERENCE, round_inliers),
+        blocks=BLOCK_REFERENCE,
     ),
 )

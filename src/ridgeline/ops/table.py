@@ -101,6 +101,7 @@ class IntMatrix:
         layout of FloatOps.pack, and bool [in], whether an input is kept.
     inputs: how the product that `pack` made this for reads x: "float", or in 8 bits with a step per token ("rounded"), except
         outliers of any token of a call ("batch-outliers") or of each token ("token-outliers").
+    scaling, extra: another form of scales (ops.blocks), and its second array. more: outputs after these, in another format.
     """
 
     codes: torch.Tensor
@@ -112,6 +113,9 @@ class IntMatrix:
     d_in: int
     kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     inputs: str = "float"
+    scaling: str = ""
+    extra: torch.Tensor | None = None
+    more: IntMatrix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,7 @@ class IntOps:
     linear_add, linear_activate: as in FloatOps.
     """
 
-    pack: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int], IntMatrix]
+    pack: Callable[..., IntMatrix]
     linear: Callable[[FloatInput, IntMatrix, torch.Tensor | None], torch.Tensor]
     linear_add: Callable[[torch.Tensor, IntMatrix, torch.Tensor | None, torch.Tensor], torch.Tensor]
     linear_activate: Callable[[FloatInput, IntMatrix, torch.Tensor | None, str], torch.Tensor]
@@ -231,8 +235,8 @@ class MatmulOps:
 
     plain: floating point. fp8: weights and inputs in e4m3. fp8_weight: weights only. integer: weights only. w8a8: 8-bit integer
     weights with one scale per output; inputs rounded to 8 bits with a scale per token (reference.in_8_bits). mixed: LLM.int8(): as
-    w8a8, but kept inputs (IntMatrix.kept, set after `pack`) and outliers stay in floating point (reference.mixed_inputs).
-    without_kernel: fields that use the reference on this device.
+    w8a8, but kept inputs (IntMatrix.kept, set after `pack`) and outliers stay in floating point (reference.mixed_inputs). blocks:
+    weights only; `pack` takes an ops.blocks.Blocks. without_kernel: fields that use the reference on this device.
     """
 
     unquantized: FloatOps
@@ -241,6 +245,7 @@ class MatmulOps:
     integer: IntOps
     w8a8: IntOps
     mixed: IntOps
+    blocks: IntOps
     without_kernel: frozenset[str] = frozenset()
 
     def has_kernel(self, quantization: str) -> bool:
@@ -458,8 +463,7 @@ class SamplerOps:
 
     gather, advance, last, to_host, keep: see ops.rows. verify: see ops.verify.
     sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample. All
-    devices
-        draw the same tokens, unless a sum of probabilities is within its rounding error of top_p.
+        devices draw the same tokens, unless a sum of probabilities is within its rounding error of top_p.
     draw: see ops.sample.draw_with; `sample` with the rows' noise and limits.
     """
 

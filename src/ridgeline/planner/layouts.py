@@ -96,14 +96,17 @@ class Stage:
 def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
     """The model on one of `ranks` tensor-parallel ranks. Raises ConfigError where it cannot be divided."""
     part = spec.on_rank(ranks)
-    stored = NUMBER_FORMATS.get(spec.quantization)
-    if stored is not None and stored.group and ranks > 1:
-        for layer, held in zip(spec.layers, part.layers, strict=True):
-            for matrix, share in zip(spec.matrices(layer), spec.matrices(held), strict=True):
-                if share.inputs != matrix.inputs and share.inputs % stored.group:
+    if ranks == 1 or spec.quantization not in NUMBER_FORMATS:
+        return part
+    for layer, held in zip(spec.layers, part.layers, strict=True):
+        for matrix, share in zip(spec.matrices(layer), spec.matrices(held), strict=True):
+            names = {name for _, name in matrix.parts} or {spec.quantization}
+            for stored in (NUMBER_FORMATS[name] for name in names if name in NUMBER_FORMATS):
+                unit = max(stored.group, stored.row if stored.in_blocks else 0)
+                if share.inputs != matrix.inputs and unit and share.inputs % unit:
                     raise ConfigError(
-                        f"{share.inputs} inputs on each of {ranks} devices are no multiple of the {stored.group} that share a "
-                        f"scale in {spec.quantization}: use fewer devices or smaller groups."
+                        f"{share.inputs} inputs on each of {ranks} devices are no multiple of the {unit} that share a scale in "
+                        f"{spec.quantization}: use fewer devices or smaller groups."
                     )
     return part
 
@@ -171,7 +174,7 @@ def stage_sizes(spec: ModelSpec, count: int) -> list[int]:
         )
     kinds = {layer: sum(spec.matrix_bytes(matrix) for matrix in spec.matrices(layer)) for layer in set(spec.layers)}
     sizes = [kinds[layer] for layer in spec.layers]
-    sizes[-1] += spec.embedding_params * DTYPE_BYTES[spec.dtype]
+    sizes[-1] += spec.head_bytes
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2

@@ -18,6 +18,8 @@ from ridgeline.ops.table import Activation, Matrix
 
 Split = Literal["out", "in"] | None
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+BLOCKS = torch.uint8
+"""Of a tensor in blocks, [outputs, blocks, bytes of a block], whose inputs its kind says (quant.blocks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class LinearShape:
         "out": the rows of every part are split. A part with fewer units than ranks is replicated.
         "in": the input features are split in `in_units` indivisible units. The caller sums the results over ranks.
         None: every rank holds the whole layer.
+    of_expert: the router of a layer chooses it.
     """
 
     d_in: int
@@ -43,6 +46,7 @@ class LinearShape:
     bias: bool = False
     split: Split = None
     in_units: int = 1
+    of_expert: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,11 @@ class Expected:
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
+
+    def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of a tensor; in blocks, with the inputs that are expected, which the kind of the blocks is checked for."""
+        in_blocks = tensor.dtype is BLOCKS and BLOCKS in self.dtypes and tensor.dim() == len(self.shape) + 1
+        return (*tensor.shape[:-2], self.shape[-1]) if in_blocks else tuple(tensor.shape)
 
 
 def expected_tensors(shape: LinearShape) -> dict[tuple[int, str], Expected]:

@@ -39,7 +39,10 @@ class IntWeights(ctypes.Structure):
         *((name, c_void_p) for name in ("codes", "scales", "zeros")),
         *((name, c_int64) for name in ("bits", "group", "inputs")),
         *((name, c_void_p) for name in ("kept", "kept_columns")),
-        ("n_kept", c_int64),
+        *((name, c_int64) for name in ("n_kept", "scaling")),
+        ("extra", c_void_p),
+        ("blocks", c_int64),
+        ("more", c_void_p),
     )
 
 

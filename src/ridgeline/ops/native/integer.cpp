@@ -20,8 +20,13 @@ void pack(const std::uint8_t* codes, std::uint8_t* packed, index n, index k, ind
                 std::uint8_t* piece = to + at / PIECE_K * bits * 64 + 4 * lane + at % 4;
                 if (bits == 8) {
                     piece[64 * i] = code;
-                } else if (bits == 4) {
-                    piece[64 * (i / 2)] |= std::uint8_t(code << 4 * (i % 2));
+                } else if (bits == 6) {
+                    std::uint8_t* half = piece + 192 * (i / 4);
+                    half[64 * (i % 4 / 2)] |= std::uint8_t((code & 15) << 4 * (i % 2));
+                    half[128] |= std::uint8_t(code >> 4 << 2 * (i % 4));
+                } else if (bits >= 4) {
+                    piece[64 * (i / 2)] |= std::uint8_t((code & 15) << 4 * (i % 2));
+                    if (bits == 5) piece[256] |= std::uint8_t(code >> 4 << i);
                 } else {
                     piece[64 * (i / 4)] |= std::uint8_t((code & 3) << 2 * (i % 4));
                     piece[128] |= std::uint8_t(code >> 2 << i);

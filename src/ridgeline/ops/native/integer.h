@@ -6,8 +6,10 @@
 //
 // Packed layout: [N / 16][K / 32] pieces of `bits` lines of 64 bytes. Byte 4 lane + j of quad i (0..7) is for output `lane` and
 // input 4 i + j. 8 bits: one line per quad. 4 bits: quads 2 l and 2 l + 1 in the lower and upper half of line l's bytes. 3 bits:
-// the lower two bits of quads 0..3 and 4..7 in lines 0 and 1, lowest first, and bit i of line 2 is the third bit of quad i. Scales
-// are float16 [N / 16][groups][16], zero points are bytes in the same order.
+// the lower two bits of quads 0..3 and 4..7 in lines 0 and 1, lowest first, and bit i of line 2 is the third bit of quad i. 5 bits:
+// as 4 bits, and bit i of line 4 is the fifth bit of quad i. 6 bits: for each half of the quads two lines as in 4 bits, and a line
+// with the upper two bits of its four quads, lowest first. Scales are float16 [N / 16][groups][16], zero points are bytes in the
+// same order; Scaling names other forms.
 #pragma once
 
 #include "problem.h"
@@ -24,11 +26,18 @@ constexpr index FAR = 1 << 16;    // bytes: largest distance of prefetches two i
 // stay in floating point. BATCH_OUTLIERS: inputs that are outliers of any token of the call. TOKEN_OUTLIERS: each token's own.
 enum class Inputs : index { FLOAT, ROUNDED, BATCH_OUTLIERS, TOKEN_OUTLIERS };
 
+// How groups store scales; see ops/blocks.py, whose arrays [N, n] (`scales` and `extra`) are stored as [N / 16][n][16]. FLOAT16: as above.
+// FLOAT16_MINIMUM: and a float16 that is subtracted. SUPER_6BIT: scale and minimum are integers times two float16 of eight groups.
+// SUPER_8BIT: the scale is an integer times a float16 of sixteen groups. E8M0: the scale is a power of two, and codes are e2m1.
+// Groups have 32 inputs; in SUPER_8BIT 16.
+enum class Scaling : index { FLOAT16, FLOAT16_MINIMUM, SUPER_6BIT, SUPER_8BIT, E8M0 };
+
 inline bool has_outliers(Inputs inputs) { return inputs >= Inputs::BATCH_OUTLIERS; }
 
 // binding.py mirrors the fields in this order. zeros null: 2^(bits - 1) everywhere. group >= k: one scale for all inputs; otherwise
 // a multiple of 32. Inputs other than FLOAT: 8 bits, one scale, no zeros. kept [n_kept]: inputs whose weights are not in codes but
-// in kept_columns, of x's type and in the layout of linear.cpp.
+// in kept_columns, of x's type and in the layout of linear.cpp. more: weights of the outputs after the first `blocks` blocks of 16,
+// in another format; null: there are none. With a gate there are none. Linears with `more` have groups of 16 or 32 inputs.
 struct IntWeights {
     const std::uint8_t* codes;
     const std::uint16_t* scales;
@@ -38,6 +47,12 @@ struct IntWeights {
     const std::int32_t* kept;
     const void* kept_columns;
     index n_kept;
+    Scaling scaling;
+    const std::uint16_t* extra;
+    index blocks;
+    const IntWeights* more;
+
+    bool in_blocks() const { return scaling != Scaling::FLOAT16 || bits == 5; }
 };
 
 // Quad `i` of the piece at `from`, one byte per code.
@@ -53,22 +68,35 @@ template <int BITS> i32x16 quad(const std::uint8_t* from, int i) {
         const i32x16 high = i < 2 ? shift_left_16(third, 2 - i) : shift_right_16(third, i - 2);
         return and_or(high, splat_bytes(4), low);
     }
+    if constexpr (BITS == 5) {
+        const i32x16 fifth = load_bits(from + 256);
+        return and_or(i < 4 ? shift_left_16(fifth, 4 - i) : shift_right_16(fifth, i - 4), splat_bytes(0x10), quad<4>(from, i));
+    }
+    if constexpr (BITS == 6) {
+        const i32x16 upper = load_bits(from + 192 * (i / 4) + 128);
+        const int place = i % 4;
+        const i32x16 high = place < 2 ? shift_left_16(upper, 4 - 2 * place) : shift_right_16(upper, 2 * place - 4);
+        return and_or(high, splat_bytes(0x30), quad<4>(from + 192 * (i / 4), place));
+    }
 }
 
 // x in digits. Rows form tiles of `rows`; the last tile may be padded with zeros. groups: groups of weights, each of several
-// chunks. digits: [tiles][K / 4][words][rows]; steps, sums: [tiles][chunks][rows]; sums: of the multiples.
+// chunks. digits: [tiles][K / 4][words][rows]; steps, sums, firsts: [tiles][chunks][rows]; sums: of the multiples; firsts: of the
+// first 16.
 struct Digits {
     index tiles, rows, chunk, chunks, pieces, words;
     index groups, chunks_in_group;
     std::int32_t* digits;
     float* steps;
     std::int32_t* sums;
+    std::int32_t* firsts;
 
     index of_tile() const { return pieces * PIECE_K / 4 * words * rows; }
     void lie(void* room) {
         digits = (std::int32_t*)room;
         steps = (float*)(digits + tiles * of_tile());
         sums = (std::int32_t*)(steps + tiles * chunks * rows);
+        firsts = sums + tiles * chunks * rows;
     }
 };
 
@@ -89,7 +117,7 @@ inline Digits digits_of(index m, index k, index group, index words) {
 }
 
 // Bytes for so many rows of x in digits, for any group size.
-inline index digits_of_rows(index rows, index k) { return rows * ((k + PIECE_K - 1) / PIECE_K) * (2 * PIECE_K + 8); }
+inline index digits_of_rows(index rows, index k) { return rows * ((k + PIECE_K - 1) / PIECE_K) * (2 * PIECE_K + 12); }
 
 inline index digits_room(index m, index k) { return digits_of_rows(m + TILE_ROWS, k); }
 
@@ -110,10 +138,11 @@ template <int DIGITS, class T> void fill_chunk(const Problem<T>& p, const Digits
     std::memcpy(&largest, &bits, 4);
     const f32x16 factor = splat(Quads<DIGITS>::MOST / std::max(1e-30f, largest));
     std::int32_t* to = d.digits + tile * d.of_tile() + first / 4 * WORDS * d.rows + r;
-    i32x16 sum = zero_bits();
+    i32x16 sum = zero_bits(), first_sum = sum;
     for (int i = 0; i < parts; ++i) {
         const i32x16 number = to_int(part[i] * factor);
         sum = add(sum, number);
+        if (i == 0) first_sum = sum;
         alignas(16) std::int32_t words[WORDS][4];
         Quads<DIGITS>::cut(number, words);
         for (int q = 0; q < 4; ++q)
@@ -121,6 +150,7 @@ template <int DIGITS, class T> void fill_chunk(const Problem<T>& p, const Digits
     }
     d.steps[(tile * d.chunks + chunk) * d.rows + r] = largest / Quads<DIGITS>::MOST;
     d.sums[(tile * d.chunks + chunk) * d.rows + r] = sum_of(sum);
+    d.firsts[(tile * d.chunks + chunk) * d.rows + r] = sum_of(first_sum);
 }
 
 template <int DIGITS, class T> void fill_digits(const Problem<T>& p, const Digits& d, Team team) {
@@ -208,6 +238,17 @@ template <int BITS, int DIGITS> TileSums tile_sums_of(index rows) {
     return found[rows];
 }
 
+// The same for weights in blocks; compiled in integer_blocks.cpp.
+TileSums block_sums_of(const IntWeights& w, index rows);
+
+template <int DIGITS> TileSums tile_sums_of(const IntWeights& w, index rows) {
+    if constexpr (DIGITS == 2)
+        if (w.in_blocks()) return block_sums_of(w, rows);
+    return w.bits == 8   ? tile_sums_of<8, DIGITS>(rows)
+           : w.bits == 4 ? tile_sums_of<4, DIGITS>(rows)
+                         : tile_sums_of<3, DIGITS>(rows);
+}
+
 // Store the totals of rows from `first` on and two blocks; of neighbours, only `count` exist.
 template <class T>
 void put_totals(const Problem<T>& p, index first, index rows, const index (&blocks)[2], index count,
@@ -221,15 +262,17 @@ void put_totals(const Problem<T>& p, index first, index rows, const index (&bloc
     }
 }
 
-// The blocks, or pairs of blocks, `own` times all tiles of rows. more(first row, blocks, totals): adds to the totals.
+// The blocks, or pairs of blocks, `own` times all tiles of rows. w begins with block `start`. more(first row, blocks, totals): adds
+// to the totals.
 template <class T, class More>
-void sum_blocks(const Problem<T>& p, const IntWeights& w, const Digits& d, TileSums sums_of, Range own, const More& more) {
+void sum_blocks(const Problem<T>& p, const IntWeights& w, const Digits& d, TileSums sums_of, Range own, index start, const More& more) {
     const index turn = p.gated() ? 1 : 2, far = 2 * turn * d.pieces * w.bits * 64, ahead = d.rows == 1 && far <= FAR ? far : AHEAD;
     f32x16 total[2][TILE_ROWS];
     for (index block = own.begin; block < own.end; block += turn)
         for (index tile = 0; tile < d.tiles; ++tile) {
             const index blocks[2] = {block, p.gated() ? block + p.half() : std::min(block + 1, own.end - 1)};
-            sums_of(d, w, tile, blocks, ahead, total);
+            const index held[2] = {blocks[0] - start, blocks[1] - start};
+            sums_of(d, w, tile, held, ahead, total);
             more(tile * d.rows, blocks, total);
             put_totals(p, tile * d.rows, d.rows, blocks, own.end - block, total);
         }
@@ -237,16 +280,20 @@ void sum_blocks(const Problem<T>& p, const IntWeights& w, const Digits& d, TileS
 
 // One thread's part of a product; p.packed is not read. room: digits_room(m, k) bytes that the team shares.
 template <int DIGITS = 2, class T> void int_product(const Problem<T>& p, const IntWeights& w, void* room, Team team) {
-    Digits d = digits_of(p.m, p.k, w.group, Quads<DIGITS>::WORDS);
+    Digits d = digits_of(p.m, p.k, std::max(w.group, PIECE_K), Quads<DIGITS>::WORDS);
     const index rows = d.tiles * d.rows;
     const Team fills = team.by(rows, p.m + TILE_ROWS);
     d.lie((char*)room + (team.who - fills.who) * digits_of_rows(rows, p.k));
     fill_digits<DIGITS>(p, d, fills);
     fills.wait();
-    const TileSums sums_of = w.bits == 8   ? tile_sums_of<8, DIGITS>(d.rows)
-                             : w.bits == 4 ? tile_sums_of<4, DIGITS>(d.rows)
-                                           : tile_sums_of<3, DIGITS>(d.rows);
-    sum_blocks(p, w, d, sums_of, share(p.units(), team.who, team.of), [](auto&&...) {});
+    const Range own = share(p.units(), team.who, team.of);
+    index begin = 0;
+    for (const IntWeights* part = &w; part; part = part->more) {
+        const index end = part->more ? begin + part->blocks : p.units();
+        const Range held{std::clamp(own.begin, begin, end), std::clamp(own.end, begin, end)};
+        sum_blocks(p, *part, d, tile_sums_of<DIGITS>(*part, d.rows), held, begin, [](auto&&...) {});
+        begin = end;
+    }
 }
 
 // Compiled once, in integer.cpp.

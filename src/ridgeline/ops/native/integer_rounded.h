@@ -153,7 +153,7 @@ template <class T> void rounded_product(const Problem<T>& p, const IntWeights& w
 #if RIDGELINE_BYTE_TILES
     if (x.tiles) return by_byte_tiles(p, w, x, own);
 #endif
-    sum_blocks(p, w, x.d, tile_sums_of<8, 1>(x.d.rows), own, [&](index first, const index (&blocks)[2], Totals& total) {
+    sum_blocks(p, w, x.d, tile_sums_of<8, 1>(x.d.rows), own, 0, [&](index first, const index (&blocks)[2], Totals& total) {
         if (w.n_kept) add_kept(w, x, first, blocks, total);
         add_outliers(w, x, first, blocks, total);
     });

@@ -11,7 +11,7 @@
 // stores two per lane, with `first` in the lower half. dot_pairs(sum, a, b): sum plus the products of both numbers of a lane.
 // unpack_*: within each 16 bytes. even_parts, odd_parts: two of the four 16-byte parts of a, then of b. unpacked_low,
 // unpacked_high: the first and last 16 of 32 lanes, where unpack_low_16 and unpack_high_16 produced a and b. and_or: (a & b) | c.
-// lanes_with(words, bit): which of 16 words have the bit. word_of(mask): mask as an integer, lane 0 in bit 0.
+// lookup(table, codes): bytes of a table of 16 by bytes below 16. lanes_with(words, bit): which of 16 words have the bit. word_of(mask): mask as an integer, lane 0 in bit 0.
 //
 // Integer products adapt to the instructions available. Quads<DIGITS> sums products of four numbers of magnitude up to MOST with
 // four unsigned byte codes. Four numbers occupy WORDS words (cut, for 16 numbers). take adds products, and total() is exact.

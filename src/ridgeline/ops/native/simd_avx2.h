@@ -279,6 +279,11 @@ inline mask16 lanes_with(const std::uint16_t* words, int bit) {
     return has_bits(wide, splat(std::int32_t(1) << bit));
 }
 
+inline i32x16 lookup(const std::uint8_t* table, i32x16 codes) {
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return {_mm256_shuffle_epi8(both, codes.low), _mm256_shuffle_epi8(both, codes.high)};
+}
+
 inline i32x16 dot_words(i32x16 a, i32x16 b) { return {_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)}; }
 
 // 16-bit numbers, also for one digit: first and third of a quad, then second and fourth. One instruction multiplies both numbers of

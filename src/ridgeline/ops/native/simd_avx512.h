@@ -154,6 +154,10 @@ inline i32x16 load_line(const bf16* p, LinePart m) { return _mm512_maskz_loadu_e
 inline f32x16 load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline i32x16 load_bytes(const std::uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 
+inline i32x16 lookup(const std::uint8_t* table, i32x16 codes) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), codes);
+}
+
 inline i32x16 dot_quads(i32x16 sum, i32x16 codes, i32x16 digits) {
 #ifdef __AVX512VNNI__
     return _mm512_dpbusd_epi32(sum, codes, digits);

@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.experts import Grouped, Tensors
+from ridgeline.ops.reference import FP8
 from ridgeline.ops.triton.activation import KINDS, gated
+from ridgeline.ops.triton.blocks import E8M0, block_product
 
 FEW_PAIRS = 32
 """Most pairs of a step without an order."""
@@ -147,10 +149,23 @@ def _pairs_of(
 
 
 @triton.jit
+def _matrix_product(
+    x_ptr, row, inside, w_ptr, scale_ptr, first, out_at, outputs, inputs,
+    FOUR_BITS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times rows `first` + `out_at` of all experts' rows, of which `outputs` after `first` exist. FOUR_BITS: in MXFP4."""
+    if FOUR_BITS:
+        last = first + tl.minimum(out_at, outputs - 1)
+        return block_product(x_ptr, row, inside, w_ptr, scale_ptr, scale_ptr, last, inputs, E8M0, 4, BLOCK // 64, WIDE)
+    else:
+        return _product(x_ptr, row, inside, w_ptr + first * inputs, out_at, outputs, inputs, BLOCK, WIDE)
+
+
+@triton.jit
 def _inner(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
     width, inputs, per_token, held,
-    KIND: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, SORTED: tl.constexpr,
+    KIND: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, FOUR_BITS: tl.constexpr, SORTED: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, width] = act(gate) * up of each pair's token; w [experts, 2 width, inputs], gate's rows first; bias: likewise."""
@@ -159,10 +174,12 @@ def _inner(
     )
     if expert >= 0:
         at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-        w_ptr += expert.to(tl.int64) * 2 * width * inputs
+        first = expert.to(tl.int64) * 2 * width
         token = pair // per_token
-        gate = _product(x_ptr, token, inside, w_ptr, at, width, inputs, BLOCK, WIDE)
-        up = _product(x_ptr, token, inside, w_ptr + width.to(tl.int64) * inputs, at, width, inputs, BLOCK, WIDE)
+        gate = _matrix_product(x_ptr, token, inside, w_ptr, scale_ptr, first, at, width, inputs, FOUR_BITS, BLOCK, WIDE)
+        up = _matrix_product(
+            x_ptr, token, inside, w_ptr, scale_ptr, first + width, at, width, inputs, FOUR_BITS, BLOCK, WIDE
+        )
         if SCALED:
             scale_ptr += expert * 2 * width
             gate *= tl.load(scale_ptr + at, mask=at < width, other=0.0)[None, :]
@@ -181,7 +198,7 @@ def _outer(
     x_ptr, w_ptr, scale_ptr, bias_ptr, shares_ptr, out_ptr,
     chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
     outputs, width, held,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, SORTED: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, FOUR_BITS: tl.constexpr, SORTED: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out float32 [pairs, outputs] = share * down(x); w [experts, outputs, width]."""
@@ -190,8 +207,9 @@ def _outer(
     )
     if expert >= 0:
         at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-        total = _product(
-            x_ptr, pair, inside, w_ptr + expert.to(tl.int64) * outputs * width, at, outputs, width, BLOCK, WIDE
+        first = expert.to(tl.int64) * outputs
+        total = _matrix_product(
+            x_ptr, pair, inside, w_ptr, scale_ptr, first, at, outputs, width, FOUR_BITS, BLOCK, WIDE
         )
         if SCALED:
             total *= tl.load(scale_ptr + expert * outputs + at, mask=at < outputs, other=0.0)[None, :]
@@ -203,7 +221,8 @@ def _outer(
 
 
 class Stacked(NamedTuple):
-    """Weights [experts, outputs, inputs]; scales float32 and biases [experts, outputs] or None."""
+    """Weights [experts, outputs, inputs]; scales float32 and biases [experts, outputs] or None. In MXFP4 weights and scales are
+    [experts, outputs, ...] in the layout of ops.triton.blocks."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
@@ -220,7 +239,7 @@ def stacked(weights: Sequence[Tensors]) -> Stacked:
 class TritonExperts:
     """ExpertOps. fixed: one tile for every step, so that a token's result does not depend on the number of tokens."""
 
-    formats: frozenset[str] = frozenset({"", "fp8-weight"})
+    formats: frozenset[str] = frozenset({"", "fp8-weight", "mxfp4"})
     fixed: bool = False
 
     def group(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, held: range) -> Grouped:
@@ -241,7 +260,8 @@ class GroupedExperts:
     def __call__(
         self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool, load: torch.Tensor
     ) -> torch.Tensor:
-        (tokens, d_model), (experts, _, width) = x.shape, self._down.values.shape
+        (tokens, d_model), (experts, both, *_) = x.shape, self._gate_up.values.shape
+        width, four_bits = both // 2, self._down.values.dtype is torch.uint8
         pairs, count = tokens * per_token, logits.shape[1]
         new = torch.empty if experts == count else torch.zeros  # nobody writes the pairs of other ranks' experts
         out = new((pairs, d_model), dtype=torch.float32, device=x.device)
@@ -263,7 +283,8 @@ class GroupedExperts:
             _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=SORTED_AT_ONCE, num_warps=4)
         shape = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
         launch = {"num_warps": tile.warps, "num_stages": tile.stages}
-        shape |= {"SCALED": self._down.scales is not None, "BIASED": self._down.biases is not None}
+        shape |= {"SCALED": self._down.values.dtype is FP8, "BIASED": self._down.biases is not None}
+        shape["FOUR_BITS"] = four_bits
         _inner[(tiles, triton.cdiv(width, tile.outputs))](
             x, *self._gate_up, inner, chosen, order, *places, width, d_model, per_token, experts,
             KIND=self._kind, **shape, **launch,

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.ops.blocks import widened_blocks
 from ridgeline.ops.reference import mixed_inputs
 from ridgeline.ops.table import (
     Activation,
@@ -32,7 +33,7 @@ from ridgeline.ops.table import (
     Scaled,
     apply_norm,
 )
-from ridgeline.ops.triton import fp8, quantize
+from ridgeline.ops.triton import blocks, fp8, quantize
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.experts import TritonExperts
 from ridgeline.ops.triton.fp8_shapes import Small
@@ -300,6 +301,7 @@ INVARIANT = replace(
         fp8=FP8_INVARIANT,
         integer=_INTEGER,
         mixed=mixed_inputs(_INTEGER, _UNQUANTIZED, TRITON.tokenwise, round_inliers),
+        blocks=widened_blocks(blocks.pack, blocks.dequantize, _UNQUANTIZED, TRITON.tokenwise),
     ),
     programs=Programs(),
     experts=TritonExperts(fixed=True),

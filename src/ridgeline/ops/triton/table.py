@@ -18,6 +18,7 @@ from ridgeline.ops.table import (
 )
 from ridgeline.ops.triton.activation import activate, capped
 from ridgeline.ops.triton.attention import attention
+from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import TritonExperts
 from ridgeline.ops.triton.launch import gluon
 from ridgeline.ops.triton.linears import FP8_TRITON, INT_TRITON, UNQUANTIZED, W8A8_TRITON
@@ -48,6 +49,7 @@ TRITON = Ops(
         integer=INT_TRITON,
         w8a8=W8A8_TRITON,
         mixed=mixed_inputs(INT_TRITON, UNQUANTIZED, TOKENWISE, round_inliers),
+        blocks=BLOCK_TRITON,
         without_kernel=frozenset({"fp8_weight"}),
     ),
     sampler=SamplerOps(
