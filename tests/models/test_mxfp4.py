@@ -174,6 +174,8 @@ def test_other_shapes_are_no_mxfp4() -> None:
 
 def test_blocks_equal_the_dequantization_of_transformers() -> None:
     """Every code and every scale that is a number."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(255, 1, 1).contiguous()
     scales = torch.arange(255, dtype=torch.uint8).view(255, 1).repeat(1, 16)
     expected = convert_moe_packed_tensors(blocks.unsqueeze(0), scales.unsqueeze(0), dtype=torch.float32)[0].t()
