@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ridgeline.core.errors import RequestError
-from ridgeline.core.slo import NAMES
+from ridgeline.core.slo import NAMES, NO_DEADLINE
 from ridgeline.metrics.agent_runs import SILENCE_S
 from ridgeline.service.declared import read_declared, read_run_id
 
@@ -153,6 +153,17 @@ def test_goodput_judges_by_publish() -> None:
         assert re.search(r'latency_window_seconds\{[^}]*latency="publish",quantile="0.95"\} ', scraped)
         generous = wait_for(server, server.chat({"x-slo-publish-ms": "60000"}).json["id"])
         assert generous["verdict"] == "good"
+
+
+def test_the_engine_gets_the_limits_and_a_caller_may_only_loosen_them() -> None:
+    with live(behaviour(says("Yes.")), slo="ttft=200ms,p99(tpot)<=50ms") as server:
+        for headers in ({}, {"x-slo-ttft-ms": "900", "x-slo-tpot-ms": "1"}):
+            assert server.chat(headers).status == 200
+        limits = [submit.deadline for submit in server.engine.submits]
+        assert limits == [(0.2, 0.05), (0.9, 0.05)]
+    with live(behaviour(says("Yes."))) as server:
+        assert server.chat({"x-slo-ttft-ms": "1"}).status == 200
+        assert server.engine.submits[0].deadline == NO_DEADLINE
 
 
 def test_calls_of_one_run_id_are_one_agent_run() -> None:

@@ -89,7 +89,7 @@ def run(args: Arguments) -> int:
     if "gpu" not in options:
         raise ConfigError("--gpu is missing: name a device of the hardware table, as in --gpu h100.", param="gpu")
     row, slo = _device(options["gpu"]), Slo.parse(resolved.service.slo)
-    server = server_of(resolved.model, resolved.engine, row)
+    server = replace(server_of(resolved.model, resolved.engine, row), slo=slo)
     workload = _workload(options).within(server.limits.max_len)
     if not workload.requests:
         raise ConfigError("No request of the workload fits the context: raise --max-model-len.", param="trace")

@@ -55,6 +55,18 @@ _REMEDY = (
 )
 
 
+class Deadline(NamedTuple):
+    """Limits that a scheduler keeps for a request, in seconds; infinite: there is none."""
+
+    ttft_s: float = math.inf
+    """Until the first token."""
+    tpot_s: float = math.inf
+    """Per token after it."""
+
+
+NO_DEADLINE = Deadline()
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """A share of all requests must take at most limit_s: p95(ttft)<=200ms has the share 0.95."""
@@ -137,6 +149,12 @@ class Slo:
                     (objective.limit_s for objective in self.objectives if objective.name == name), default=None
                 )
         return limits
+
+    @property
+    def deadline(self) -> Deadline:
+        """What a scheduler can keep of it."""
+        limits = self.limits()
+        return Deadline(*(math.inf if (limit := limits[name]) is None else limit for name in ("ttft", "tpot")))
 
     def under(self, request_slo: Slo) -> Slo:
         """These limits, replaced by those of `request_slo` where it has some: a request's own limits take precedence."""

@@ -17,6 +17,7 @@ from ridgeline.core.expert_parallel import experts_of
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KvLayout, ModelSpec
 from ridgeline.core.ticket import NO_POOLS, Pools
+from ridgeline.engine.deadlines import Deadlines
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.group import start_group
@@ -79,7 +80,7 @@ def assemble(
         )
         pace_s, n_stages = reader_pace(config.reader_pace), config.pipeline_parallel_size
         limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len, pace_s, n_stages)
-        scheduler = Scheduler(plan.layout, leases, limits, policy, loaded.speculation)
+        scheduler = Scheduler(plan.layout, leases, limits, policy, loaded.speculation, Deadlines(cost))
         facts = _facts(rank, loaded.model) | {"fingerprint": fingerprint, "cost": cost_values(cost)}
         facts |= {"startup_s": times.seconds, "ceilings": ceilings, "adapters": loaded.adapters.listed()}
         setup = Setup(

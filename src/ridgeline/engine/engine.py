@@ -176,8 +176,7 @@ class Engine:
             raise RequestError(f"The prompt has a token id outside 0..{setup.vocab_size - 1}.", param="prompt")
         if not all(0 <= token < setup.vocab_size for token in sampling.stop_token_ids):
             raise RequestError(f"A stop token id is outside 0..{setup.vocab_size - 1}.", param="stop_token_ids")
-        ends = () if sampling.ignore_eos else setup.eos_ids
-        stop_ids = tuple(dict.fromkeys(ends + sampling.stop_token_ids))
+        stop_ids = tuple(dict.fromkeys((() if sampling.ignore_eos else setup.eos_ids) + sampling.stop_token_ids))
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"stop_token_ids and the end tokens of the model are {len(stop_ids)} ids, more than {MAX_STOP_IDS}: send "
@@ -213,6 +212,7 @@ class Engine:
                     cache=message.cache,
                     breakpoints=() if choice else message.breakpoints,
                     has_reader=message.has_reader,
+                    deadline=message.deadline,
                     client=message.client,
                     adapter=adapter,
                     constraint=constraint,

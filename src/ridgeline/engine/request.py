@@ -6,14 +6,17 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Protocol
 
 from ridgeline.core.draft import Draft
 from ridgeline.core.events import PinOutcome
 from ridgeline.core.plan import Join, StepPlan, TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.slo import NO_DEADLINE, Deadline
 from ridgeline.speculation.state import SpeculationState
 
+by_order = attrgetter("order")
 READER_LEAD = 8
 """Tokens that a reader has before him while his request leaves its part of steps to others, so that his stream never halts."""
 
@@ -73,14 +76,15 @@ class Request:
     limit: int
     stop_ids: tuple[int, ...]
     seed: int
-    order: tuple[int, int]
-    """(priority, arrival number). Lower values run first and are preempted last."""
+    order: tuple[float, int]
+    """(priority, arrival number). Lower values run first and are preempted last. engine.deadlines moves late prompts back."""
     arrival: float
     root: bytes
     """Root of the prefix hash chain (salt and fingerprint)."""
     cache: bool
     has_reader: bool = False
     """A person reads the answer while it is generated."""
+    deadline: Deadline = NO_DEADLINE
     breakpoints: Sequence[tuple[int, float]] = ()
     """Prefixes of the prompt to be pinned: tokens, and seconds of their lifetime. In the order of the prompt."""
     client: str = ""
@@ -89,6 +93,8 @@ class Request:
     """Slot of its adapter, 0 for none."""
     charged: int = 0
     """Its service that Fairness has counted."""
+    leaves: int = 0
+    """Tokens of a step that it leaves to others, because it is late."""
     constraint: Constraint | None = None
     followers: list[Request] = field(default_factory=list)
     """Other choices of the same prompt, waiting to share its blocks."""

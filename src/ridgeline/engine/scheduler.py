@@ -14,17 +14,17 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from operator import attrgetter
 
 from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.errors import RidgelineError
 from ridgeline.core.events import StepCounts, StepUpdates, Update
 from ridgeline.core.plan import Flag, Logits, StepPlan, StepResult
 from ridgeline.core.spec import KvLayout
+from ridgeline.engine.deadlines import NO_DEADLINES, NoDeadlines
 from ridgeline.engine.in_flight import Share, StepInFlight
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.policy import Admission, Fairness, Limits
-from ridgeline.engine.request import Constraint, Lease, Request, State
+from ridgeline.engine.request import Constraint, Lease, Request, State, by_order
 from ridgeline.metrics.account import Committed, Waste, waste_of
 from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 
@@ -43,6 +43,7 @@ class Scheduler:
         limits: Limits,
         admission: Admission,
         speculation: Speculation = NO_SPECULATION,
+        deadlines: NoDeadlines = NO_DEADLINES,
     ) -> None:
         self.layout = layout
         self.leases = leases
@@ -50,7 +51,7 @@ class Scheduler:
         self.counts = StepCounts()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        self._admission, self._fairness = admission, Fairness()
+        self._admission, self._fairness, self._deadlines = admission, Fairness(), deadlines
         self._speculation = speculation
         self._by_id: dict[str, dict[int, Request]] = {}
         self._free_rows = list(range(limits.rows, 0, -1))
@@ -112,7 +113,7 @@ class Scheduler:
         request.expected = len(request.tokens)
         leader = choices.get(0)
         if leader is None or leader is request:
-            insort(self.waiting, request, key=_order)
+            insort(self.waiting, request, key=by_order)
         else:
             request.leader = leader
             leader.followers.append(request)
@@ -161,7 +162,7 @@ class Scheduler:
 
     def _release_followers(self, leader: Request) -> None:
         for follower in leader.followers:
-            insort(self.waiting, follower, key=_order)
+            insort(self.waiting, follower, key=by_order)
         leader.followers = []
 
     def _leave(self, request: Request) -> None:
@@ -194,7 +195,7 @@ class Scheduler:
         request.computed, request.planned, request.expected, request.pooled = 0, 0, len(request.tokens), []
         if request.needs_scores:
             request.scores = []
-        insort(self.waiting, request, key=_order)
+        insort(self.waiting, request, key=by_order)
 
     # --- plan -------------------------------------------------------------------------------------------------------
 
@@ -208,7 +209,11 @@ class Scheduler:
         self.leases.pins.advance(now)
         self._speculation.limit(self.running)
         ahead, held = self._ahead(now), self.limits.held(self.running, self.steps_in_flight)
-        budget = self._continue_running(step, self.limits.step_tokens, ahead | held)
+        budget = self._continue_running(
+            step,
+            self._deadlines.step_tokens(self.limits.step_tokens, self.running, self.waiting, self._flight, now),
+            ahead | held,
+        )
         if self.waiting:
             budget = self._admit(step, budget, now)
         if ahead and (self.waiting or not step.chunks):  # no prompt gains, or one waits for their rows and blocks
@@ -242,7 +247,7 @@ class Scheduler:
         idle, last = self._speculation.idle, len(self.running) - 1
         for place, request in enumerate(tuple(self.running)):
             planned, expected = request.planned, request.expected
-            if planned >= expected or budget <= 0 or request in without:
+            if planned >= expected or budget <= request.leaves or request in without:
                 continue
             fast = planned + 1 == expected < request.limit and planned < request.writable
             if fast and request.constraint is None and (idle or self._speculation.skips(request)):
@@ -252,7 +257,7 @@ class Scheduler:
                 step.requests.append(request)
                 budget -= 1
             elif request.state is State.RUNNING:
-                most = max(1, budget - last + place)
+                most = max(1, budget - request.leaves - last + place)
                 budget -= self._give(step, request, min(expected - planned, most), most)
         return budget
 
@@ -323,9 +328,12 @@ class Scheduler:
             [other for other in self.running if other.planned < len(other.tokens) - 1] if allowed and budget > 0 else []
         )
         chunk = self.limits.step_tokens
-        while allowed > 0 and budget > 0 and self.waiting:
+        while allowed > 0 and self.waiting:
             place = self._fairness.first(self.waiting, allowed, self.running)
             request = self.waiting[place]
+            most = budget - request.leaves
+            if most <= 0:
+                break
             if not self._free_rows or not self.leases.admits(request, len(self.running), incomplete, chunk):
                 if self._gives_way(request):
                     continue
@@ -333,7 +341,7 @@ class Scheduler:
             self.waiting.pop(place)
             self._enter(step.plan, request, now)
             allowed -= 1
-            budget -= self._give(step, request, min(request.expected - request.planned, budget), budget)
+            budget -= self._give(step, request, min(request.expected - request.planned, most), most)
             incomplete.append(request)
         return budget
 
@@ -353,7 +361,7 @@ class Scheduler:
         request.generation = self._generation
         request.state = State.RUNNING
         request.speculation.reset_device()
-        insort(self.running, request, key=_order)
+        insort(self.running, request, key=by_order)
         request.computed = request.planned = self.leases.open(request, plan)
         if request.lease is Lease.READY:
             self._join(plan, request, now)
@@ -486,6 +494,3 @@ class Scheduler:
                 update.stop_id = tokens[-1]
             update.times = request.times(now)
             self.finish(request, update.finish)
-
-
-_order = attrgetter("order")

@@ -21,8 +21,10 @@ from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.core.spec import KvLayout
 from ridgeline.core.workload import RequestSpec, Workload
+from ridgeline.engine.deadlines import Deadlines
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
@@ -41,7 +43,7 @@ class Server:
     cost: step times of the model as served. layout, pages: the KV cache. host_s: seconds of the host per step (plan, commit,
     launch), which steps in flight hide. outside_s: seconds of a request outside the engine. replicas: equal servers; requests go to
     them in turn. tier_pages: pages of host memory below the cache. link: bytes per second between host memory and the device, or
-    between devices (planner.split).
+    between devices (planner.split). slo: limits that each request brings.
     """
 
     cost: CostModel
@@ -57,6 +59,7 @@ class Server:
     replicas: int = 1
     tier_pages: int = 0
     link: float = 0.0
+    slo: Slo = NO_SLO
 
     @property
     def page_s(self) -> float:
@@ -227,7 +230,13 @@ class VirtualServer:
             retention=server.retention,
         )
         self._device, self._server = _Device(server), server
-        self._scheduler = Scheduler(server.layout, leases, server.limits, admission(server.batching))
+        self._scheduler = Scheduler(
+            server.layout,
+            leases,
+            server.limits,
+            admission(server.batching),
+            deadlines=Deadlines(server.cost),
+        )
         self._loop = Loop(
             self._scheduler, self._device, steps_in_flight=server.steps_in_flight, clock=lambda: self._device.runner.now
         )
@@ -260,7 +269,7 @@ class VirtualServer:
 
     def add(self, number: int, spec: RequestSpec, due: float, begun: Begun | None = None) -> None:
         """A request that was sent at `due`. begun: its first token is drawn. Raises ConfigError if it can never run."""
-        request = request_of(number, spec, due)
+        request = request_of(number, spec, due, self._server.slo)
         if not self._scheduler.fits(request) or request.limit > self._server.limits.max_len:
             raise ConfigError(
                 f"A request of {spec.input} prompt and {spec.output} output tokens does not fit into {self._server.pages} "
@@ -340,7 +349,7 @@ class Run:
             server.add(number, spec, due, self._begun.get(number))
 
 
-def request_of(number: int, spec: RequestSpec, due: float) -> Request:
+def request_of(number: int, spec: RequestSpec, due: float, slo: Slo = NO_SLO) -> Request:
     tokens = array("i", _tokens(number, spec))
     return Request(
         id=str(number),
@@ -356,6 +365,7 @@ def request_of(number: int, spec: RequestSpec, due: float) -> Request:
         root=b"",
         cache=True,
         has_reader=True,
+        deadline=slo.deadline,
         client=spec.client,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Literal
 
 from ridgeline.core.events import PinOutcome
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.core.slo import NO_SLO, Slo
+from ridgeline.core.slo import NO_SLO, Deadline, Slo
 from ridgeline.core.token_prices import Billable, TokenPrices
 from ridgeline.metrics import RequestRecord
 from ridgeline.service.breakpoints import Breakpoint
@@ -103,8 +104,11 @@ class Call:
         """Choices that the engine runs at once for it: with beams, all of them."""
         return len(self.prompts) * (self.sampling.n if self.beams is None else self.beams.width)
 
-    def submits(self) -> list[Submit]:
-        """One message per prompt."""
+    def submits(self, slo: Slo = NO_SLO) -> list[Submit]:
+        """One message per prompt. slo: limits that the engine should keep. The caller's own only loosen them, because a tight limit
+        of one request makes steps small for all."""
+        own = [limit if limit < math.inf else 0.0 for limit in self.declared.deadline]
+        deadline = Deadline(*map(max, slo.deadline, own))
         reader = self.has_reader and not self.constrained_by
         breakpoints = [(point.tokens, point.ttl_s) for point in self.breakpoints]
         return [
@@ -119,6 +123,7 @@ class Call:
                 breakpoints=breakpoints,
                 client=self.payer.name,
                 adapter=self.adapter,
+                deadline=deadline,
             )
             for index, prompt in enumerate(self.prompts)
         ]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError, Unavailable
 from ridgeline.core.plan import TokenLogprobs
+from ridgeline.core.slo import NO_SLO
 from ridgeline.service.answer_cache import answer_key
 from ridgeline.service.batches.objects import PRICE_FACTOR
 from ridgeline.service.beams import BeamAnswers
@@ -158,7 +159,7 @@ async def _computed(service: Service, call: Call, usage: Usage) -> AsyncGenerato
     """The pieces of an answer that the engine computes."""
     subscription: Answers
     if call.beams is None:
-        subscription = service.client.submit(*call.submits())
+        subscription = service.client.submit(*call.submits(NO_SLO if call.batch else service.metrics.live.slo))
     else:
         subscription = BeamAnswers(service, call, call.beams)
     ledger = Ledger(call, service.metrics)

@@ -15,6 +15,7 @@ import msgspec
 from ridgeline.core.events import LateWork, PinOutcome
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.slo import NO_DEADLINE, Deadline
 from ridgeline.core.ticket import Ticket
 
 
@@ -48,6 +49,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     comes with the finish "length"."""
     adapter: str = ""
     """Name of the LoRA adapter, "" for the model itself."""
+    deadline: Deadline = NO_DEADLINE
+    """The engine orders prompts and sizes steps by it."""
 
 
 class Offer(msgspec.Struct, tag="offer", array_like=True):
