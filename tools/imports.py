@@ -36,8 +36,8 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     ),
     "service": ("core", "wire", "text", "metrics", "hardware.table", "planner"),
     "planner": (
-        "core", "hardware", "metrics", "kv.offload", "kv.prefix",
-        "kv.retention", "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.loop", "engine.virtual",
+        "core", "hardware", "metrics", "kv.offload", "kv.prefix", "kv.retention",
+        "engine.scheduler", "engine.policy", "engine.deadlines", "engine.leases", "engine.request", "engine.loop", "engine.virtual",
         "service.routing", "service.prefix_index", "service.autoscale",
     ),
     "compress": ("core", "text", "hardware", "models", "quant", "ops", "parallel", "decoding", "speculation", "quality"),
@@ -53,7 +53,7 @@ _CONTROLLER = ("core", "speculation.state", "speculation.host", "speculation.bat
 _ROUTING = ("core", "service.routing", "service.fair_queue", "service.prefix_index", "service.progress")
 _PLANNING = (
     "core", "metrics", "kv.blocks", "kv.prefix", "kv.pins", "kv.retention",
-    "engine.scheduler", "engine.policy", "engine.leases", "engine.request", "engine.in_flight",
+    "engine.scheduler", "engine.policy", "engine.deadlines", "engine.leases", "engine.request", "engine.in_flight",
     "speculation.interface", "speculation.state", "speculation.host",
 )  # fmt: skip
 EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -63,6 +63,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
     "kv.retention": ("core",),
     "engine.scheduler": _PLANNING,
     "engine.policy": _PLANNING,
+    "engine.deadlines": _PLANNING,
     "engine.leases": _PLANNING,
     "engine.request": _PLANNING,
     "engine.in_flight": _PLANNING,
@@ -83,7 +84,7 @@ EXCEPTIONS: Mapping[str, tuple[str, ...]] = {
 NO_TORCH = (
     "core", "wire", "text", "metrics", "service", "kv.blocks", "kv.prefix", "kv.pins", "kv.retention",
     "kv.offload", "kv.disk", "hardware.table", "hardware.probe", "hardware.context",
-    "engine.__main__", "engine.scheduler", "engine.policy", "engine.leases", "engine.request",
+    "engine.__main__", "engine.scheduler", "engine.policy", "engine.deadlines", "engine.leases", "engine.request",
     "engine.in_flight", "engine.loop", "engine.virtual", "speculation.interface", "speculation.speculator", "speculation.options",
     "cli.main", "cli.serve", "cli.chat",
 )  # fmt: skip

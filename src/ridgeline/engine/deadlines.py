@@ -58,9 +58,9 @@ class Deadlines(NoDeadlines):
     """cost: predicts steps."""
 
     def __init__(self, cost: CostModel) -> None:
-        one, chunk = (cost.step_s(step_work(cost.spec, [(0, tokens)], 1)) for tokens in (1, CHUNK))
-        self._step_s, self._token_s = one, (chunk - one) / CHUNK
-        self._slot_s = (cost.decode_s([SLOTS]) - one) / SLOTS
+        self._step_s = cost.decode_s([1])
+        self._slot_s = (cost.decode_s([SLOTS]) - self._step_s) / SLOTS
+        self._token_s = (cost.step_s(step_work(cost.spec, [(0, CHUNK)], 1)) - self._step_s) / CHUNK
         self._limited = False
         self._late: dict[Request, tuple[float, int]] = {}
         """Late prompts with their old order."""

@@ -107,8 +107,8 @@ class Call:
     def submits(self, slo: Slo = NO_SLO) -> list[Submit]:
         """One message per prompt. slo: limits that the engine should keep. The caller's own only loosen them, because a tight limit
         of one request makes steps small for all."""
-        own = [limit if limit < math.inf else 0.0 for limit in self.declared.deadline]
-        deadline = Deadline(*map(max, slo.deadline, own))
+        declared = (limit if limit < math.inf else 0.0 for limit in self.declared.deadline)
+        deadline = Deadline(*map(max, slo.deadline, declared))
         reader = self.has_reader and not self.constrained_by
         breakpoints = [(point.tokens, point.ttl_s) for point in self.breakpoints]
         return [
