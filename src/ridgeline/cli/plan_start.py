@@ -54,6 +54,7 @@ def _deployment(entry: Ranked, row: Accelerator, model: ModelConfig, engine: Eng
         return None
     kind, spec = "cpu" if on_cpu else "cuda", with_experts(entry.variant.spec, layout)
     sizes = {f"{name}_parallel_size": getattr(layout, name) for name in SIZES}
+    sizes["data_parallel_size"] = 1  # a replica is a server of its own
     cache = spec.kv_format or model.kv_cache_dtype
     quantization = spec.quantization or model.quantization
     served = replace(model, quantization=quantization, kv_cache_dtype=cache, expert_parallel=layout.experts > 1)

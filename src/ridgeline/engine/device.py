@@ -161,6 +161,8 @@ class DeviceStep:
             max_length,
             ancestors,
             adapters=self.rows.adapters,
+            ranks=self.rows.ranks,
+            share=batch.shape.share,
         )
         return gathered, step
 

@@ -26,22 +26,30 @@ class Mesh(Axis):
     """Rank of this process among the `size` ranks that share each layer (tensor parallelism), and its place on the other axes.
 
     context: ranks with the same share of each layer, each of which holds a part of every request's keys and values. stage: the
-    layers that this rank holds. sequence: the ranks that share layers divide the residual stream by tokens.
+    layers that this rank holds. sequence: the ranks that share layers divide the residual stream by tokens. divides_requests: they
+    divide it by requests, and each has whole attention (data parallelism); they share the other layers.
     """
 
     context: Axis = ALONE
     stage: Stage = WHOLE
     sequence: bool = False
+    divides_requests: bool = False
 
     @property
     def stream(self) -> Axis:
         """The ranks that divide the residual stream."""
-        return Axis(self.rank, self.size, self.group) if self.sequence else ALONE
+        divided = self.sequence or self.divides_requests
+        return Axis(self.rank, self.size, self.group) if divided else ALONE
+
+    @property
+    def attention(self) -> Mesh:
+        """The mesh of linears of attention."""
+        return replace(self, rank=0, size=1, group=None) if self.divides_requests else self
 
     @property
     def peers(self) -> Callable[[], Any] | None:
         """Group.peers of the ranks that share each layer; None also if the tokens of a step are divided."""
-        divided = self.group is None or self.sequence or self.context.size > 1
+        divided = self.group is None or self.stream.size > 1 or self.context.size > 1
         return None if divided or self.group is None else self.group.peers
 
     @property
@@ -117,11 +125,11 @@ def connect_mesh(rank: int, stages: Sequence[slice], config: EngineConfig, meeti
     rank: of this process among all: those that share layers are neighbours, then those that share keys and values, then stages. The
     first ranks are the last stage, which draws the tokens. stages: the layers of each. Otherwise as `connect`.
     """
-    tensor, context, count = config.tensor_parallel_size, config.context_parallel_size, len(stages)
+    tensor, context, count = config.layer_ranks, config.context_parallel_size, len(stages)
     size = tensor * context
     index, (row, column) = count - 1 - rank // size, divmod(rank % size, tensor)
     mesh = Mesh(column, tensor, _group(column, tensor, meeting.within(f"stage {index} context {row}")))
-    mesh = replace(mesh, sequence=config.sequence_parallel)
+    mesh = replace(mesh, sequence=config.sequence_parallel, divides_requests=config.data_parallel_size > 1)
     keys = _group(row, context, meeting.within(f"stage {index} of {column}"))
     mesh = replace(mesh, context=Axis(row, context, keys))
     if count == 1:

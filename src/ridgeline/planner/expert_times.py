@@ -23,8 +23,9 @@ SKEW = 1.1
 experts. Assumed; docs/log/2026-11-27-experts-in-layouts.md compares it with a measurement."""
 NOTE = (
     f"Whole experts (EP): a step waits for the rank whose experts get most tokens, taken to have {SKEW} times the mean, and more "
-    "where few tokens are divided by chance; expert_rank_imbalance in /metrics measures it. TPn+EP is --expert-parallel. With EPn "
-    "ranks have requests of their own and exchange the tokens of experts: no engine of Ridgeline does that yet."
+    "where few tokens are divided by chance; expert_rank_imbalance in /metrics measures it. TPn+EP is --tensor-parallel-size n "
+    "--expert-parallel. With EPn ranks have requests of their own and exchange the tokens of experts by two all-to-alls: "
+    "--data-parallel-size n --expert-parallel does so on CPUs, with a gather and a sum of parts instead."
 )
 """What a ranking with whole experts assumes, in words."""
 

@@ -24,7 +24,8 @@ class Layout:
     and of its cache. data: replicas.
 
     experts: ranks that divide whole experts; 1: as the other matrices. Either the tensor-parallel ranks (--expert-parallel), or,
-    with tensor 1, ranks that each have all of attention and requests of their own, and exchange tokens (which no engine does yet).
+    with tensor 1, ranks that each have all of attention and requests of their own, and exchange
+    tokens (--data-parallel-size, on CPUs so far).
     """
 
     tensor: int = 1
