@@ -50,11 +50,12 @@ def _deployment(entry: Ranked, row: Accelerator, model: ModelConfig, engine: Eng
     """None where Ridgeline cannot start the layout yet."""
     layout, on_cpu = entry.layout, row.kind == "cpu"
     host = row.links.devices if row.links else 8
-    if not row.serves or (not on_cpu and layout.replica > host) or layout.groups > 1:
+    divided = layout.groups > 1
+    if not row.serves or (not on_cpu and layout.replica > host) or (divided and layout.replica > layout.groups):
         return None
     kind, spec = "cpu" if on_cpu else "cuda", with_experts(entry.variant.spec, layout)
     sizes = {f"{name}_parallel_size": getattr(layout, name) for name in SIZES}
-    sizes["data_parallel_size"] = 1  # a replica is a server of its own
+    sizes["data_parallel_size"] = layout.groups  # a replica is a server of its own
     cache = spec.kv_format or model.kv_cache_dtype
     quantization = spec.quantization or model.quantization
     served = replace(model, quantization=quantization, kv_cache_dtype=cache, expert_parallel=layout.experts > 1)
