@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,9 +22,9 @@ from hypothesis import strategies as st
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.plan import StepPlan
-from ridgeline.core.sampling import SamplingParams
+from ridgeline.core.sampling import Grammar, SamplingParams
 from ridgeline.engine.divided_leases import DividedLeases
-from ridgeline.engine.divided_runner import plan_of_rank
+from ridgeline.engine.divided_runner import plan_of_rank, share_of
 from ridgeline.engine.group import GroupRunner
 from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.loop import Loop
@@ -34,6 +35,7 @@ from ridgeline.models.config import read_model
 from ridgeline.ops.divided import divide, step_of_rank
 from ridgeline.ops.step import StepInputs
 from ridgeline.wire.messages import Cancel, Submit
+from tests.engine.constrained import Grammars, OneTwo
 from tests.engine.fake import FakeRunner, next_token
 from tests.engine.helpers import PLAIN, VOCAB, Bench
 from tests.engine.test_group import CONFIG, answers, ended_within, opened, requests
@@ -53,6 +55,7 @@ CASES = {
     "int8": ("qwen3-moe", 2, WHOLE | {"quantization": "int8"}, {}),
     "int8 cache": ("qwen3-moe", 2, WHOLE | {"kv_cache_dtype": "int8"}, {}),
     "preempted": ("qwen3-moe", 2, WHOLE | {"max_model_len": 128}, FEW_BLOCKS),
+    "four ranks, preempted": ("mixtral", 4, WHOLE | {"max_model_len": 128}, FEW_BLOCKS),
     "drafts": ("qwen3-moe", 2, WHOLE, {"speculate": "lookahead"}),
     "no prefix cache": ("mixtral", 2, WHOLE, {"enable_prefix_caching": False}),
     "deterministic": ("qwen3-moe", 3, WHOLE, {"deterministic": True}),
@@ -90,6 +93,39 @@ def test_ranks_say_what_a_single_rank_says(case: str, tmp_path: Path) -> None:
         assert leases.pool.used == 0
         if options.get("enable_prefix_caching", True):
             assert sum(part.pool.cached > 0 for part in leases.parts) > 1, "several ranks had requests"
+
+
+class FirstTokens(OneTwo):
+    """Allows tokens 1 and 2 of a vocabulary of 320."""
+
+    def mask(self) -> bytes:
+        return (0b110).to_bytes(40, "little")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_structured_output_is_that_of_a_single_rank(ranks: int, tmp_path: Path) -> None:
+    """Masks of grammars, beside requests with allowed tokens, biases and none of them."""
+    save("qwen3-moe", tmp_path)
+    kinds = (
+        SamplingParams(temperature=0.9, seed=1, max_tokens=12, grammar=Grammar("regex", "[12]{3}"), ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=2, max_tokens=12, allowed_token_ids=(7, 8, 9), ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=12, logit_bias={11: 9.0}, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True),
+    )
+    said = []
+    for size in (1, ranks):
+        with opened(tmp_path, replace(CONFIG, data_parallel_size=size), expert_parallel=size > 1) as engine:
+            grammars = cast(Any, Grammars(lambda grammar: FirstTokens()))
+            engine.engine.setup = replace(engine.engine.setup, grammars=grammars)
+            tokens: dict[str, list[int]] = {}
+            submits = [Submit(str(at), [*range(9, 30), at], kinds[at % 4], arrival=0.0) for at in range(6)]
+            for delta in engine.run(submits):
+                tokens.setdefault(delta.id, []).extend(delta.tokens)
+            said.append(tokens)
+    assert said[0] == said[1]
+    assert len(said[0]["0"]) == len(said[0]["4"]) == 3 and {*said[0]["0"], *said[0]["4"]} <= {1, 2}
+    assert {*said[0]["1"], *said[0]["5"]} <= {7, 8, 9}
 
 
 @pytest.mark.long
@@ -240,6 +276,7 @@ def test_a_plan_has_the_blocks_of_a_rank() -> None:
     assert first.pages.tolist() == [1, 0, 0, 3, 2, 0, 0, 0, 1, 0, 1, 10] and first.copies.tolist() == [2, 9]
     assert second.pages.tolist() == [1, 0, 0, 0, 2, 0, 0, 3, 1, 0, 1, 0] and second.copies.tolist() == [3, 4]
     assert plan_of_rank(empty := StepPlan(2), 1, 10) is empty
+    assert share_of(np.array([0, 2, 0]), [3, 4, 2]) == 5 and share_of(np.array([], dtype=np.int32), []) == 0
 
 
 @given(
