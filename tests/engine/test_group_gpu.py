@@ -38,14 +38,22 @@ CONFIG = EngineConfig(
 )
 RETENTION = {"kv_retention": "heavy:keep=40,window=8", "block_size": 16}
 CASES = CPU_CASES | {"compressed prompts": ("llama-gqa", {}, RETENTION)}
-WAYS = {"tensor": TENSOR, "stages": PIPELINE, "context": CONTEXT, "divided stream": TENSOR | DIVIDED}
+WAYS = {
+    "tensor": TENSOR,
+    "stages": PIPELINE,
+    "context": CONTEXT,
+    "divided stream": TENSOR | DIVIDED,
+    "requests": {"data_parallel_size": 2},
+}
 TRIED = [
-    *(("grouped heads", way) for way in WAYS),
+    *(("grouped heads", way) for way in WAYS if way != "requests"),
     *(("windows", way) for way in ("tensor", "stages", "context")),
     *(
         (case, "tensor")
         for case in ("int8", "drafts", "experts", "whole experts", "deterministic", "compressed prompts", "few blocks")
     ),
+    ("experts", "requests"),
+    ("whole experts", "requests"),
     ("drafts", "stages"),
     ("one KV head", "tensor"),
 ]

@@ -249,7 +249,6 @@ REFUSALS: Sequence[Refusal] = (
     *(
         Refusal(_DATA_PARALLEL, other, reason, remedy)
         for other, reason, remedy in (
-            ("a GPU", "GPUs run no attention that is divided by requests so far", "use --tensor-parallel-size"),
             (_TENSOR_PARALLEL, "ranks divide either requests or heads so far", "leave one of them out"),
             (_PIPELINE, "the stages would have to divide requests alike", "leave --pipeline-parallel-size out"),
             (_CONTEXT_PARALLEL, "the ranks of a request would share its keys", "leave --context-parallel-size out"),

@@ -127,7 +127,7 @@ class EngineConfig:
     data_parallel_size: int = option(
         1,
         "processes that divide the requests of a model with experts: each has whole attention and a KV cache of its own, and they "
-        "share the experts; on CPUs",
+        "share the experts",
         "-dp",
         "--dp",
         "--dp-size",
