@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_504
+HEART_STATEMENTS = 7_541
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -86,6 +86,8 @@ BESIDE_HEART: Mapping[str, str] = {
     "engine/group.py": "several ranks: starts, feeds and watches them",
     "engine/hosts.py": "several hosts: how their ranks connect",
     "engine/rank_link.py": "several ranks: their messages",
+    "engine/divided_leases.py": "ranks that divide requests: the blocks of each, with the option --data-parallel-size",
+    "engine/divided_runner.py": "ranks that divide requests: their part of a plan, with the option --data-parallel-size",
     "engine/stage.py": "several ranks: runners of the stages of a pipeline",
     "parallel/connect.py": "several ranks: how they find one another and connect",
     "parallel/wiring.py": "several ranks: which of them are connected, and how",
@@ -110,6 +112,8 @@ BESIDE_HEART: Mapping[str, str] = {
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "attention from its parts, and with sinks",
     "ops/striped.py": "several ranks: attention to keys that they hold together",
+    "ops/division.py": "several ranks: which tokens each has, with the option --data-parallel-size",
+    "ops/divided.py": "several ranks: layers over the tokens of each, with the option --data-parallel-size",
     "ops/gathered.py": "several ranks: keys that travel to the queries of a prompt",
     "ops/reference.py": "operations as kernels have them, in plain PyTorch",
     "ops/stored.py": "formulas of the reference for KV formats with scales",

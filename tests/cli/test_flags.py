@@ -114,20 +114,13 @@ def test_file_and_rest() -> None:
 
 def test_options_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
     """What they ask for is so anyway, and is said; or it is not, and is refused."""
-    words = [
-        "--data-parallel-size",
-        "1",
-        "--trust_remote_code",
-        "-dp=1",
-        "--swap-space",
-        "4",
-    ]
+    words = ["--trust_remote_code", "--swap-space", "4"]
     words += ["--enable-chunked-prefill", "--tool-call-parser", "hermes", "some/model", "--max-model-len", "5"]
     given = read_flags(parser_for("serve", "", CONFIGS), words)
     assert given.flags == {"model": "some/model", "max_model_len": "5", "tool_call_parser": "hermes"}
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 5 and all(line.startswith("ridgeline: -") for line in said)
-    assert "ridgeline: --trust-remote-code is not needed: code in a model folder is never executed" in said[1]
+    assert len(said) == 3 and all(line.startswith("ridgeline: -") for line in said)
+    assert "ridgeline: --trust-remote-code is not needed: code in a model folder is never executed" in said[0]
     for name, option in FOREIGN.items():
         asks = [name] if option.values == () else [name, "8" if option.values is None else option.values[0]]
         if option.accepted:
@@ -147,8 +140,7 @@ def test_no_option_here_is_foreign() -> None:
     for name in COMMANDS:
         parser = import_module(f"ridgeline.cli.{name.replace('-', '_')}").parser()
         options = {word for action in _actions(parser) for word in action.option_strings}
-        # A plan of a fleet has replicas, which no server has yet.
-        assert set(FOREIGN) & options == ({"--data-parallel-size"} if name == "plan" else set())
+        assert not set(FOREIGN) & options
 
 
 def test_the_shipped_model_has_a_name() -> None:

@@ -77,7 +77,10 @@ def test_plan_of_a_mixture_divides_whole_experts(capsys: pytest.CaptureFixture[s
     out = run(capsys, *words, "--top", "20")
     assert re.search(r"^\d+ +EP4 ", out, re.MULTILINE) and re.search(r"^\d+ +TP4\+EP ", out, re.MULTILINE)
     assert re.search(r"^TP4\+EP: ridgeline serve .*--expert-parallel", out, re.MULTILINE)
-    assert not re.search(r"^EP4: ridgeline serve", out, re.MULTILINE), "no engine exchanges tokens yet"
+    command = re.search(r"^EP4: ridgeline serve .*", out, re.MULTILINE)
+    assert command and {"--data-parallel-size 4", "--expert-parallel"} == {
+        *re.findall(r"--data-parallel-size \d|--tensor-parallel-size|--expert-parallel", command[0])
+    }
     assert "taken to have 1.1 times the mean" in out and "the busiest rank of" in out
     facts = json.loads(run(capsys, *words, "-tp", "4", "--json"))
     assert {(entry["experts"], entry["imbalance"] > 1) for entry in facts["ranking"]} == {(1, False), (4, True)}

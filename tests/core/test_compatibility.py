@@ -32,6 +32,7 @@ CHOSEN: dict[str, dict[str, object]] = {
     "context parallelism": {"context_parallel_size": 2},
     "context parallelism on GPUs": {"context_parallel_size": 2},
     "sequence parallelism": {"sequence_parallel": True},
+    "data parallelism": {"data_parallel_size": 2},
     "a pipeline": {"pipeline_parallel_size": 2},
     "steps in flight": {"steps_in_flight": 1},
     "sleep": {"enable_sleep_mode": True},

@@ -57,6 +57,7 @@ SAID = {
     "deterministic": "true",
     "threads": "3",
     "tensor_parallel_size": "2",
+    "data_parallel_size": "2",
     "pipeline_parallel_size": "2",
     "context_parallel_size": "2",
     "sequence_parallel": "true",

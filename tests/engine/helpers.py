@@ -131,7 +131,7 @@ class Bench:
             if update.finish:
                 self.finish[key] = update.finish
         self.leases.pool.check()
-        assert self.leases.pool.free + self.leases.pool.used == self.leases.total
+        assert self.leases.pool.free + self.leases.pool.used == self.leases.pool.total
 
     def run(self, turns: int = 5000) -> None:
         for _ in range(turns):

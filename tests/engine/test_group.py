@@ -175,7 +175,7 @@ def test_two_ranks_hold_a_prompt_that_one_refuses(tmp_path: Path) -> None:
 def test_experts_are_divided_only_where_it_can_be(tmp_path: Path) -> None:
     save("mixtral", tmp_path)
     cases = [
-        ({}, "divides the experts among --tensor-parallel-size ranks, which is 1"),
+        ({}, "divides the experts among --tensor-parallel-size or --data-parallel-size ranks, which are 1"),
         ({"tensor_parallel_size": 3}, "cannot be"),
     ]
     for sizes, reason in cases:

@@ -41,14 +41,22 @@ CASES = CPU_CASES | {
     "compressed prompts": ("llama-gqa", {}, RETENTION),
     "norms of all heads": ("olmo2", {}, {}),  # their mean square is summed over ranks
 }
-WAYS = {"tensor": TENSOR, "stages": PIPELINE, "context": CONTEXT, "divided stream": TENSOR | DIVIDED}
+WAYS = {
+    "tensor": TENSOR,
+    "stages": PIPELINE,
+    "context": CONTEXT,
+    "divided stream": TENSOR | DIVIDED,
+    "requests": {"data_parallel_size": 2},
+}
 TRIED = [
-    *(("grouped heads", way) for way in WAYS),
+    *(("grouped heads", way) for way in WAYS if way != "requests"),
     *(("windows", way) for way in ("tensor", "stages", "context")),
     *(
         (case, "tensor")
         for case in ("int8", "drafts", "experts", "whole experts", "deterministic", "compressed prompts", "few blocks")
     ),
+    ("experts", "requests"),
+    ("whole experts", "requests"),
     ("drafts", "stages"),
     ("one KV head", "tensor"),
     *(("norms of all heads", way) for way in ("tensor", "divided stream")),

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeline.core.config import EngineConfig
+from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.experts import ExpertSpec
+from ridgeline.core.fit import Deployment
+from ridgeline.core.sizing import Memory
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 from ridgeline.hardware.serving import cost_model
 from ridgeline.planner.cluster import read_cluster
-from ridgeline.planner.expert_times import SKEW, imbalance, ranks_per_token, read_imbalance
+from ridgeline.planner.expert_times import SKEW, imbalance, read_imbalance
 from ridgeline.planner.layout_times import Times
 from ridgeline.planner.layouts import Layout, layouts, replica, stages
 from ridgeline.planner.ranking import Demand, Ranked, Variant, rank, why
@@ -42,16 +44,17 @@ def test_layouts_with_experts_by_hand() -> None:
 
 
 def test_what_a_rank_holds_by_hand() -> None:
-    """Experts alone: an eighth of the experts, all else whole. With tensor ranks: an eighth of all but norms and routers."""
+    """Experts alone: attention is whole, all else is as with tensor ranks: an eighth of all but norms and routers."""
     others = MODEL.weight_bytes - 32 * 8 * EXPERT_BYTES
     kept = (32 * 2 + 1) * 4096 * 2 + 32 * 8 * 4096 * 2
     (alone,), (together,) = stages(MODEL, ALONE), stages(MODEL, TOGETHER)
-    assert alone.spec.weight_bytes == others + 32 * EXPERT_BYTES
+    attention = 32 * (2 * 32 + 2 * 8) * 128 * 4096 * 2
+    assert alone.spec.weight_bytes == (others - kept - attention) // 8 + attention + kept + 32 * EXPERT_BYTES
     assert together.spec.weight_bytes == (others - kept) // 8 + kept + 32 * EXPERT_BYTES
     assert [stage.spec.layers[0].n_heads for stage in (alone, together)] == [32, 4]
     shared = replace(MODEL, layers=(replace(LAYER, experts=replace(EXPERTS, shared_width=4096)),) * 2)
     widths = [stages(shared, layout)[0].spec.layers[0].experts for layout in (ALONE, TOGETHER)]
-    assert [experts.shared_width for experts in widths if experts] == [4096, 512]
+    assert [experts.shared_width for experts in widths if experts] == [512, 512]
 
 
 def test_memory_counts_the_requests_of_all_ranks() -> None:
@@ -64,13 +67,19 @@ def test_memory_counts_the_requests_of_all_ranks() -> None:
     assert made.memory.weight_bytes == stages(MODEL, ALONE)[0].spec.weight_bytes
 
 
+def test_memory_is_that_of_the_engine() -> None:
+    """A rank of --data-parallel-size 8 --expert-parallel."""
+    whole = replace(MODEL, layers=(replace(LAYER, experts=replace(EXPERTS, whole=True)),) * 32)
+    engine, memory = EngineConfig(device="cuda", data_parallel_size=8), Memory("cuda", 80 << 30)
+    planner = Deployment(whole, engine, memory, ModelConfig("", expert_parallel=True)).planner(whole, {})
+    assert planner.plan()[0].weight_bytes == stages(MODEL, ALONE)[0].spec.weight_bytes
+
+
 def test_the_busiest_rank_by_hand() -> None:
     """64 tokens with 2 choices are 16 on each of 8 ranks. The largest of 8 is 1.434 deviations above the mean: 1 + 1.434 / 4."""
     assert imbalance(64, EXPERTS, 8) == pytest.approx(1.3586, abs=1e-4)
     assert imbalance(8192, EXPERTS, 8) == SKEW, "by chance it would be 1 + 1.434 / sqrt(2048) = 1.03"
     assert imbalance(64, EXPERTS, 1) == 1
-    assert ranks_per_token(2, 8) == pytest.approx(8 * (1 - 49 / 64))
-    assert ranks_per_token(8, 8) == pytest.approx(5.25, abs=0.01)  # docs/log/2026-11-27-expert-parallel-bytes.md
 
 
 def test_the_rank_that_reads_most_by_hand() -> None:
@@ -87,16 +96,19 @@ def test_the_rank_that_reads_most_by_hand() -> None:
 def test_experts_alone_by_hand() -> None:
     """A decode step of 64 requests on 8 ranks: 8 rows each, whole attention, experts for 16 of the 128 choices of all rows.
 
-    A row goes to 1.875 ranks in the mean: 8 x 1.875 x 4096 x 2 bytes, of which 7/8 leave the rank, one hop over NVLink: NCCL's LL
-    takes 6.6 + 0.6 us and a quarter of 370 GB/s. There and back in 32 layers.
+    All rows are 64 x 4096 x 2 bytes, of which 7/8 come from other ranks, one hop over NVLink: NCCL's Simple takes 8.4 + 3.4 us and
+    370 GB/s, LL 6.6 + 0.6 us and a quarter of the rate. A gather and an exchange in 32 layers, a gather, and a sum of embeddings.
     """
     made = times(ALONE)
-    sent = 8 * 1.875 * 4096 * 2 * 7 / 8
-    exchange = 6.6e-6 + 0.6e-6 + sent / (370e9 / 4)
+    size = 64 * 4096 * 2
+    sent = size * 7 / 8
+    once = min(8.4e-6 + 3.4e-6 + sent / 370e9, 6.6e-6 + 0.6e-6 + sent / (370e9 / 4))
     decode = made.decode(64, 1024)
-    assert decode.links == pytest.approx(32 * 2 * exchange)
+    added = made.replica.cluster.fabric.all_reduce(8, size)
+    assert decode.links == pytest.approx((32 * 2 + 1) * once + added)
     rows = [(1024, 1)] * 8
-    spec = replace(MODEL, layers=(replace(LAYER, experts=replace(EXPERTS, whole=True, ranks=8)),) * 32)
+    whole = replace(MODEL, layers=(replace(LAYER, experts=replace(EXPERTS, whole=True)),) * 32)
+    spec = whole.on_rank(8, 1)
     work = step_work(spec, rows)
     # step_work counts 8 rows, so 2 choices on the rank; there are 16 times the imbalance of the busiest one.
     choice = 2 * 3 * 4096 * 14336
@@ -112,7 +124,8 @@ def test_a_prompt_of_each_rank_at_a_time() -> None:
     made = times(ALONE)
     seconds, busy = made.prefill(2048)
     assert busy.total == pytest.approx(seconds / 8), "eight prompts take the replica this long"
-    links = 32 * 2 * made.replica.cluster.fabric.all_to_all(8, 2048 * 1.875 * 4096 * 2)
+    fabric, size = made.replica.cluster.fabric, 8 * 2048 * 4096 * 2
+    links = 33 * fabric.all_gather(8, size) + 32 * fabric.all_to_all(8, size) + fabric.all_reduce(8, size)
     assert busy.links == pytest.approx(links / 8)
 
 

@@ -23,14 +23,9 @@ class ForeignOption:
     """Whether the switch is accepted; False: always an error."""
 
 
-_ONE_ENGINE = ForeignOption(
-    "a server has one engine: start one server per replica",
-    ("1",),
-)
 _NO_REQUEST_LOG = ForeignOption("prompts and answers are never logged, and requests only with --log-level info")
 _TEMPLATE = "tools of a request may always be called"
 FOREIGN: Mapping[str, ForeignOption] = {
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--dp", "--dp-size"), _ONE_ENGINE),
     **dict.fromkeys(("--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"), _NO_REQUEST_LOG),
     "--trust-remote-code": ForeignOption(
         "code in a model folder is never executed, and a model that needs it is refused"

@@ -21,6 +21,8 @@ from ridgeline.cli.flags import Arguments, Parser, check_output_paths, parser_fo
 from ridgeline.cli.plan_layouts import layout_facts, say_rest, show_layouts
 from ridgeline.cli.plan_measured import measured_facts, read_measured, show_measured, workload_of_run
 from ridgeline.cli.plan_options import (
+    DIVIDING,
+    REPLICAS,
     add_options,
     check_calibration,
     check_formats,
@@ -113,8 +115,8 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
         if console.is_terminal
         else lambda text: None
     )
-    scope = Scope(variants, read_sizes(args, ()), "split" in options, options.get("finalists", FINALISTS), say)
-    task = Task(demand, workload, _one_rank(resolved.engine), *read_limits(options), options.get("sample", MOST))
+    scope = Scope(variants, read_sizes(args, DIVIDING), "split" in options, options.get("finalists", FINALISTS), say)
+    task = Task(demand, workload, _one_rank(resolved.engine), *read_limits(args), options.get("sample", MOST))
     result = search(task, offers, scope)
     _print(result, task, notes, resolved, (options, run))
     return 0 if any(not proposal.verdict for proposal in result.proposals) else 1
@@ -147,7 +149,8 @@ def _context_note(length: int, most: int) -> str:
 
 
 def _one_rank(engine: EngineConfig) -> EngineConfig:
-    return replace(engine, tensor_parallel_size=1, pipeline_parallel_size=1, context_parallel_size=1)
+    sizes = {f"{name}_parallel_size": 1 for name in (*DIVIDING, REPLICAS)}
+    return replace(engine, **sizes)  # type: ignore[arg-type]
 
 
 # --- arithmetic ----------------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from ridgeline.planner.layouts import Layout
 from ridgeline.planner.proposals import MOST, Limits, Offer, Site
 from ridgeline.planner.ranking import Demand, Variant
 
-SERVED, PLANNED = ("tensor", "pipeline", "context"), ("data",)
-"""Dimensions of a layout whose size an option may fix: options of the engine, and of this command."""
+DIVIDING, REPLICAS = ("tensor", "pipeline", "context"), "data"
+"""Dimensions of a layout whose size an option of the engine may fix. In a plan --data-parallel-size is the number of replicas."""
 RENTED = 1024
 """Devices of a kind that can be rented, if a candidate has no count."""
 CANDIDATE = ("kind", "count", "usd_hour", "date")
@@ -101,8 +101,6 @@ def _add_devices(parser: Parser) -> None:
     link = "GB/s of one device in one direction (default: the table's)"
     group.add_argument("--link-gb-s", type=finite_number, metavar="X", help=f"rate between devices of a host: {link}")
     group.add_argument("--network-gb-s", type=finite_number, metavar="X", help=f"rate between hosts: {link}")
-    for name in PLANNED:
-        group.add_argument(f"--{name}-parallel-size", type=whole_number, metavar="N", help="exactly so many replicas")
     group.add_argument("--formats", metavar="LIST", help="also rank these number formats of weights: fp8,int4 or all")
     group.add_argument("--kv-formats", metavar="LIST", help="also rank these formats of the KV cache: fp8,int8")
 
@@ -117,8 +115,6 @@ def check_numbers(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"--pue is {options['pue']:g}: give 1 or more.", param="pue")
     if options.get("carbon_g_kwh", 0.0) < 0:
         raise ConfigError(f"--carbon-g-kwh is {options['carbon_g_kwh']:g}: give 0 or more.", param="carbon_g_kwh")
-    if options.get("data_parallel_size", 1) < 1:
-        raise ConfigError("--data-parallel-size is the number of replicas: give 1 or more.", param="data_parallel_size")
 
 
 # --- devices -------------------------------------------------------------------------------------------------------------
@@ -230,20 +226,18 @@ def repeated(workload: Workload) -> Workload:
     return replace(workload, requests=tuple(requests[:MOST]))
 
 
-def read_limits(options: Mapping[str, Any]) -> tuple[Limits, Site]:
-    limits = Limits(
-        options.get("most_usd_hour", math.inf), options.get("most_watts", math.inf), options.get("data_parallel_size")
-    )
+def read_limits(args: Arguments) -> tuple[Limits, Site]:
+    options, copies = vars(args.options), args.flags.get(f"{REPLICAS}_parallel_size")
+    most = options.get("most_usd_hour", math.inf), options.get("most_watts", math.inf)
+    limits = Limits(*most, None if copies is None else int(copies))
     default = Site()
     return limits, Site(options.get("pue", default.pue), options.get("carbon_g_kwh", default.carbon_g_kwh))
 
 
-def read_sizes(args: Arguments, planned: Sequence[str] = PLANNED) -> Callable[[Layout], bool]:
+def read_sizes(args: Arguments, names: Sequence[str] = (*DIVIDING, REPLICAS)) -> Callable[[Layout], bool]:
     """Whether a layout has the sizes that options fix."""
-    options = vars(args.options)
-    fixed = {name: options[f"{name}_parallel_size"] for name in planned if f"{name}_parallel_size" in options}
-    flags = {name: args.flags.get(f"{name}_parallel_size") for name in SERVED}
-    fixed |= {name: int(size) for name, size in flags.items() if size is not None}
+    flags = {name: args.flags.get(f"{name}_parallel_size") for name in names}
+    fixed = {name: int(size) for name, size in flags.items() if size is not None}
     whole = bool(args.flags.get("expert_parallel"))
     return lambda layout: (
         all(getattr(layout, name) == size for name, size in fixed.items()) and (layout.experts > 1 or not whole)

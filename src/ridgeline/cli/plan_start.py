@@ -62,10 +62,12 @@ def _of_host(row: Accelerator) -> int:
 def _deployment(entry: Ranked, row: Accelerator, model: ModelConfig, engine: EngineConfig) -> Deployment | None:
     """None where Ridgeline cannot start the layout yet."""
     layout, on_cpu = entry.layout, row.kind == "cpu"
-    if not row.serves or layout.replica % _hosts(entry, row) or layout.groups > 1:
+    divided = layout.groups > 1
+    if not row.serves or layout.replica % _hosts(entry, row) or (divided and layout.replica > layout.groups):
         return None
     kind, spec = "cpu" if on_cpu else "cuda", with_experts(entry.variant.spec, layout)
     sizes = {f"{name}_parallel_size": getattr(layout, name) for name in SIZES}
+    sizes["data_parallel_size"] = layout.groups  # a replica is a server of its own
     cache = spec.kv_format or model.kv_cache_dtype
     quantization = spec.quantization or model.quantization
     served = replace(model, quantization=quantization, kv_cache_dtype=cache, expert_parallel=layout.experts > 1)

@@ -60,6 +60,7 @@ FEATURES: Mapping[str, Feature] = {
     "more than two tensor ranks": Feature(
         "tensor_parallel_size", lambda choice: choice.engine.tensor_parallel_size > 2
     ),
+    "data parallelism": Feature("data_parallel_size", lambda choice: choice.engine.data_parallel_size > 1),
     "a pipeline": Feature("pipeline_parallel_size", lambda choice: choice.engine.pipeline_parallel_size > 1),
     "context parallelism": Feature("context_parallel_size", lambda choice: choice.engine.context_parallel_size > 1),
     "context parallelism on GPUs": Feature(
@@ -94,7 +95,7 @@ class Refusal(NamedTuple):
 
 
 _TENSOR_PARALLEL, _PIPELINE, _CONTEXT_PARALLEL = "tensor parallelism", "a pipeline", "context parallelism"
-_APART = "prefill apart from decode"
+_APART, _DATA_PARALLEL = "prefill apart from decode", "data parallelism"
 REFUSALS: Sequence[Refusal] = (
     Refusal("sleep", _TENSOR_PARALLEL, "several ranks do not sleep together so far", "leave the parallel sizes out"),
     Refusal("sleep", _PIPELINE, "several ranks do not sleep together so far", "leave the parallel sizes out"),
@@ -243,6 +244,24 @@ REFUSALS: Sequence[Refusal] = (
     Refusal(_PIPELINE, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
     Refusal(_CONTEXT_PARALLEL, _APART, "several ranks hand nothing over", "leave --prefill-engines out"),
     Refusal("host memory", _APART, "engines that hand prompts over have no tiers", "leave --prefill-engines out"),
+    *(
+        Refusal(_DATA_PARALLEL, other, reason, remedy)
+        for other, reason, remedy in (
+            (_TENSOR_PARALLEL, "ranks divide either requests or heads so far", "leave one of them out"),
+            (_PIPELINE, "the stages would have to divide requests alike", "leave --pipeline-parallel-size out"),
+            (_CONTEXT_PARALLEL, "the ranks of a request would share its keys", "leave --context-parallel-size out"),
+            ("sequence parallelism", "the ranks divide the stream already", "leave --sequence-parallel out"),
+            ("several hosts", "ranks of one host divide requests so far", "leave --nnodes out"),
+            ("copies of experts", "a copy is chosen by positions that a rank does not have", "leave the copies out"),
+            ("retention", "slots are dropped on all ranks alike so far", "use --kv-retention all"),
+            ("selection", "pages are selected in one process so far", "leave --kv-selection out"),
+            ("host memory", "several ranks have no tiers", "leave the tiers out"),
+            ("a drafter on the device", "it would need the keys of all ranks", "use --speculate lookahead"),
+            ("adapters", "these ranks divide tokens, and adapters with them", "use --tensor-parallel-size"),
+            ("sleep", "several ranks do not sleep together so far", "leave --enable-sleep-mode out"),
+            (_APART, "several ranks hand nothing over", "leave --prefill-engines out"),
+        )
+    ),
     Refusal(
         "no prefix cache",
         _APART,

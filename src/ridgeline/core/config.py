@@ -124,6 +124,14 @@ class EngineConfig:
     deterministic: bool = option(False, "the tokens of a request do not depend on other requests; slower")
     threads: int | None = option(None, "CPU threads of a process that runs the model (default: one per available core)")
     tensor_parallel_size: int = option(1, "processes that share each layer of the model", "-tp", "--tp", "--tp-size")
+    data_parallel_size: int = option(
+        1,
+        "processes that divide the requests of a model with experts: each has whole attention and a KV cache of its own, and they "
+        "share the experts",
+        "-dp",
+        "--dp",
+        "--dp-size",
+    )
     pipeline_parallel_size: int = option(
         1, "stages of layers, each of --tensor-parallel-size processes", "-pp", "--pp-size"
     )
@@ -144,9 +152,14 @@ class EngineConfig:
     calibration: str = option("", "file that `ridgeline calibrate` wrote, for accurate predictions of step times")
 
     @property
+    def layer_ranks(self) -> int:
+        """Processes that share each layer."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
     def ranks(self) -> int:
         """Processes that run the model together."""
-        return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
+        return self.layer_ranks * self.context_parallel_size * self.pipeline_parallel_size
 
     @property
     def host_ranks(self) -> range:

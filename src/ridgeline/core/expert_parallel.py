@@ -97,12 +97,22 @@ def rank_tokens(tokens: Sequence[int], experts: ExpertSpec) -> list[int]:
     ]
 
 
+def check_divided_requests(layers: Sequence[LayerSpec], config: EngineConfig) -> None:
+    """Raise ConfigError if ranks divide the requests of a model without experts: they would share too little."""
+    if config.data_parallel_size > 1 and not any(experts_of(layers)):
+        raise ConfigError(
+            f"--data-parallel-size {config.data_parallel_size} divides the requests of a model among ranks that share its experts, "
+            "and this model has none: start one server per replica behind `ridgeline route`, or use --tensor-parallel-size.",
+            param="data_parallel_size",
+        )
+
+
 def check_expert_ranks(model: ModelConfig, config: EngineConfig) -> None:
     """Raise ConfigError for a single rank, which would have nobody to divide the experts with, and for options without effect."""
-    if model.expert_parallel and config.tensor_parallel_size == 1:
+    if model.expert_parallel and config.layer_ranks == 1:
         raise ConfigError(
-            "--expert-parallel divides the experts among --tensor-parallel-size ranks, which is 1: set it to 2 or more, or leave "
-            "--expert-parallel out.",
+            "--expert-parallel divides the experts among --tensor-parallel-size or --data-parallel-size ranks, which are 1: set "
+            "either to 2 or more, or leave --expert-parallel out.",
             param="expert_parallel",
         )
     if model.redundant_experts < 0:

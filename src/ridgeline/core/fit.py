@@ -146,7 +146,7 @@ class Deployment:
     def planner(self, spec: ModelSpec, change: Mapping[str, object]) -> Planner:
         """Planner for one rank of another spec, with a change of memory or batch options."""
         engine = replace(self.engine, **change)  # type: ignore[arg-type]
-        rank = spec.on_rank(engine.tensor_parallel_size)
+        rank = spec.on_rank(engine.layer_ranks, engine.tensor_parallel_size)
         return Planner(rank, engine, self.memory, self.drafters)
 
 

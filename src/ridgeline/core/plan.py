@@ -47,7 +47,7 @@ class Join:
     tokens: all tokens known so far (the prompt and, after a preemption, its output). computed: tokens whose keys and values
     already lie in pages of the same plan (a prefix hit, a fork). limit: maximum tokens of the row (prompt + max_tokens).
     stop_ids: tokens that end it. seed, choice: with the position they determine the noise of each draw, whatever else is in the
-    batch. adapter: slot of its adapter, 0 for none.
+    batch. adapter: slot of its adapter, 0 for none. rank: that attends for it, where ranks divide requests.
     """
 
     row: int
@@ -61,6 +61,7 @@ class Join:
     choice: int
     sampling: SamplingParams
     adapter: int = 0
+    rank: int = 0
 
 
 OWN_BLOCKS = "own blocks"
@@ -127,6 +128,7 @@ class StepPlan:
     score_ids: row -> for Logits.ALL the ids to score, one per query token (-1: none): the token *after* each query token. For a row
     with pooling, 0 for each query token that is pooled.
     bound: an upper bound of the tokens that any scheduled row holds after this step, used to choose launch shapes.
+    share: most query tokens of the rows of a rank. Ranks that divide requests fill it in; else it is 0.
     """
 
     step: int
@@ -139,6 +141,7 @@ class StepPlan:
     logits: array[int] = field(default_factory=_bytes)
     samples: array[int] = field(default_factory=_bytes)
     bound: int = 0
+    share: int = 0
     drafts: array[int] = field(default_factory=_ints)
     tree: array[int] = field(default_factory=_ints)
     ahead: int = 0

@@ -54,6 +54,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "block_size": (1, 1 << 12),
     "cache_pin_share": (0.0, 0.9),
     "tensor_parallel_size": (1, 1 << 10),
+    "data_parallel_size": (1, 1 << 10),
     "pipeline_parallel_size": (1, 1 << 10),
     "context_parallel_size": (1, 1 << 10),
     "cpu_offload_gb": (0.0, 1 << 20),

@@ -90,16 +90,18 @@ class LayerSpec:
     budget: int | None = None
     formats: tuple[str, ...] = ()
 
-    def on_rank(self, ranks: int) -> LayerSpec:
-        """The part of the layer on one of `ranks` ranks. Raises ConfigError where it cannot be divided; see units_on_rank."""
-        if self.n_heads % ranks or (self.experts is None and self.d_ff % ranks):
+    def on_rank(self, ranks: int, attention_ranks: int | None = None) -> LayerSpec:
+        """The part of the layer on one of `ranks` ranks, of which `attention_ranks` divide the heads (None: all). Raises
+        ConfigError where it cannot be divided; see units_on_rank."""
+        heads_ranks = attention_ranks or ranks
+        if self.n_heads % heads_ranks or (self.experts is None and self.d_ff % ranks):
             raise ConfigError(
                 f"{self.n_heads} heads and a feed-forward width of {self.d_ff} cannot be split over {ranks} devices: use a "
                 "number of devices that divides both."
             )
-        experts, kv_heads = self.experts and self.experts.on_rank(ranks), units_on_rank(self.n_kv_heads, ranks)
+        experts, kv_heads = self.experts and self.experts.on_rank(ranks), units_on_rank(self.n_kv_heads, heads_ranks)
         d_ff = experts.active_width if experts else self.d_ff // ranks
-        return replace(self, n_heads=self.n_heads // ranks, n_kv_heads=kv_heads, d_ff=d_ff, experts=experts)
+        return replace(self, n_heads=self.n_heads // heads_ranks, n_kv_heads=kv_heads, d_ff=d_ff, experts=experts)
 
     @property
     def written_heads(self) -> int:
@@ -222,12 +224,13 @@ class ModelSpec:
         """The format of the cache."""
         return KV_FORMATS[self.kv_format or self.dtype]
 
-    def on_rank(self, ranks: int) -> ModelSpec:
-        """The part of the model on one of `ranks` ranks: its share of every layer, of the embedding and of the head. Norms of
-        the stream are replicated. Raises ConfigError where it cannot be divided."""
+    def on_rank(self, ranks: int, attention_ranks: int | None = None) -> ModelSpec:
+        """The part of the model on one of `ranks` ranks: its share of every layer (LayerSpec.on_rank), of the embedding and of the
+        head. Norms of the stream are replicated. Raises ConfigError where it cannot be divided."""
         if ranks == 1:
             return self
-        return replace(self, layers=tuple(layer.on_rank(ranks) for layer in self.layers), vocabulary_ranks=ranks)
+        layers = tuple(layer.on_rank(ranks, attention_ranks) for layer in self.layers)
+        return replace(self, layers=layers, vocabulary_ranks=ranks)
 
     @property
     def vocabulary_rows(self) -> int:

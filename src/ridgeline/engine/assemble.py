@@ -18,11 +18,11 @@ from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KvLayout, ModelSpec
 from ridgeline.core.ticket import NO_POOLS, Pools
 from ridgeline.engine.deadlines import Deadlines
+from ridgeline.engine.divided_leases import open_leases
 from ridgeline.engine.engine import Engine, Setup
 from ridgeline.engine.expert_load import ExpertLoad
 from ridgeline.engine.group import start_group
 from ridgeline.engine.handover import open_hand_over, take_gpu
-from ridgeline.engine.leases import Leases
 from ridgeline.engine.loop import Loop
 from ridgeline.engine.policy import Limits, admission
 from ridgeline.engine.rank import RankPlan, StartTimes, load_rank, plan_rank
@@ -74,10 +74,7 @@ def assemble(
         source, loaded.runner.transfers = open_tiers(
             config, plan.layout, loaded.runner.store, f"{fingerprint} {rank.ops.name}", cost
         )
-        pinned, caching = config.cache_pin_share, config.enable_prefix_caching
-        leases = Leases(
-            plan.layout, plan.n_pages, prefix_cache=caching, source=source, retention=retention, pin_share=pinned
-        )
+        leases = open_leases(config, plan, source, retention)
         pace_s, n_stages = reader_pace(config.reader_pace), config.pipeline_parallel_size
         limits = Limits(plan.max_rows, plan.max_step_tokens, plan.max_len, pace_s, n_stages)
         scheduler = Scheduler(plan.layout, leases, limits, policy, loaded.speculation, Deadlines(cost))

@@ -164,6 +164,8 @@ class DeviceStep:
             max_length,
             ancestors,
             adapters=self.rows.adapters if batch.adapted else None,
+            ranks=self.rows.ranks,
+            share=batch.shape.share,
         )
         return gathered, step
 

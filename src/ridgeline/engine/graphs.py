@@ -56,7 +56,7 @@ class GraphExecutor(Executor):
         super().__init__(step)
         self._reduced_step, self._capture = step.one_layer_of_each_kind(), capture
         self._captured: dict[GraphKey, Captured] = {}
-        self._buckets = [StepShape.decoding(rows) for rows in buckets(sizes.rows)]
+        self._buckets = [StepShape.decoding(rows, step.mesh.share(rows)) for rows in buckets(sizes.rows)]
         self._mixed = mixed_shapes(sizes, step.spec)
         self._nodes = [nodes for nodes in sizes.drafts if nodes]
         self._drafts = draft_shapes(sizes, bool(step.drafter.parents))
@@ -77,14 +77,15 @@ class GraphExecutor(Executor):
     def padded(self, shape: StepShape, fused_sampling: bool) -> StepShape | None:
         """The smallest shape with a graph that fits the step."""
         if shape.decode:
-            return self._bucket(shape.rows)
+            return self._bucket(shape.rows, shape.share)
         if shape.width > 1:
             return self._draft_shape(shape, fused_sampling)
         fitting = (mixed for mixed in self._mixed if mixed.tokens >= shape.tokens and mixed.rows > shape.rows)
         return next(fitting, None)
 
-    def _bucket(self, rows: int) -> StepShape | None:
-        return next((shape for shape in self._buckets if shape.rows >= rows), None)
+    def _bucket(self, rows: int, share: int = 0) -> StepShape | None:
+        fitting = (shape for shape in self._buckets if shape.rows >= rows and (shape.share or shape.rows) >= share)
+        return next(fitting, None)
 
     def _draft_shape(self, shape: StepShape, fused_sampling: bool) -> StepShape | None:
         """The shape for a step with drafts in which every row draws. Rows may have fewer nodes if a padding row takes the

@@ -76,7 +76,7 @@ def gpu_of(number: int, config: EngineConfig, count: int) -> int:
     """The GPU of a rank among the `count` of its host, as CUDA_VISIBLE_DEVICES orders them. Raises ConfigError for too few."""
     needed = len(config.host_ranks)
     if needed > count:
-        sizes = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+        sizes = ("tensor_parallel_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size")
         chosen = [name for name in sizes if getattr(config, name) > 1]
         flags = " times ".join(f"--{name.replace('_', '-')} {getattr(config, name)}" for name in chosen)
         where = f"this host, and torch finds {count}"

@@ -58,7 +58,7 @@ class Leases:
 
     # --- entering ---------------------------------------------------------------------------------------------------
 
-    def admits(self, request: Request, running: int, incomplete: Sequence[Request], chunk: int) -> bool:
+    def admits(self, request: Request, running: Sequence[Request], incomplete: Sequence[Request], chunk: int) -> bool:
         """Whether enough blocks are free to admit the request.
 
         Counted are the blocks for all tokens that the request knows, the blocks that `incomplete` running requests still need for
@@ -67,7 +67,7 @@ class Leases:
         """
         if not running:
             return True
-        missing = self.layout.pages_for(len(request.tokens), chunk) + running - self.pool.spare
+        missing = self.layout.pages_for(len(request.tokens), chunk) + len(running) - self.pool.spare
         for other in incomplete:
             if other.state is State.RUNNING:
                 leased = sum(len(table) - freed for table, freed in zip(other.tables, other.freed, strict=True))

@@ -18,7 +18,7 @@ from ridgeline.core.adapters import with_adapters
 from ridgeline.core.compatibility import check_together
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.expert_parallel import check_expert_ranks, hot_experts
+from ridgeline.core.expert_parallel import check_divided_requests, check_expert_ranks, hot_experts
 from ridgeline.core.fit import Deployment, size
 from ridgeline.core.selection import check_budget
 from ridgeline.core.sizing import Memory, MemoryPlan
@@ -128,11 +128,12 @@ def plan_rank(
     folder = resolve_model(model)
     checkpoint, _ = read_model(folder)
     spec = served_spec(checkpoint, model)
+    check_divided_requests(spec.layers, config)
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
     choice = choice_of(model, config, spec, wanted, device.type)
     check_together(replace(choice, hands_over=pools.hands_over))
     drafter_memory = with_adapters(drafter_memory, model, spec, config.tensor_parallel_size)
-    parts = stages(spec.on_rank(config.tensor_parallel_size), config.pipeline_parallel_size)
+    parts = stages(spec.on_rank(config.layer_ranks, config.tensor_parallel_size), config.pipeline_parallel_size)
     space = space_here(device.type, checkpoint.quantization)
     memory = _memory(device, len(config.host_ranks) * pools.engines_here)
     plan = size(Deployment(spec, config, memory, model, drafter_memory, space))
@@ -166,7 +167,7 @@ def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
     speculation, drafter = open_drafters(wanted, loaded, encode, draft_limits(sizes, rank.spec), dummy)
     _finish(device)
     times.ends("weights")
-    runner = build_runner(loaded, _layout(rank, mesh), sizes, times.progress, drafter, runner_kind(mesh.stage))
+    runner = build_runner(loaded, _layout(rank, mesh), sizes, times.progress, drafter, runner_kind(mesh))
     times.ends("runner")
     return LoadedRank(loaded, runner, speculation, drafter, weights, adapters)
 
@@ -175,7 +176,7 @@ def _layout(rank: RankPlan, mesh: Mesh) -> KvLayout:
     """The layout of the cache of a rank, drafters included."""
     if mesh.stage.count == 1:
         return rank.plan.layout
-    spec = rank.spec.on_rank(mesh.size)
+    spec = rank.spec.on_rank(mesh.size, mesh.attention.size)
     layout = rank_layout(kv_layout(spec, rank.plan.page_tokens), mesh.context.size)
     return stage_layout(layout, mesh.stage.layers, spec)
 

@@ -91,6 +91,8 @@ class Request:
     """Who sent it: clients share the service when requests wait."""
     adapter: int = 0
     """Slot of its adapter, 0 for none."""
+    rank: int = 0
+    """The rank that attends for it, where ranks divide requests. Its blocks are of that rank's cache."""
     charged: int = 0
     """Its service that Fairness has counted."""
     leaves: int = 0
@@ -160,6 +162,7 @@ class Request:
             self.choice,
             self.sampling,
             self.adapter,
+            self.rank,
         )
 
     def ready(self, samples: bool, drafter_waits: Callable[[Request], bool]) -> bool:

@@ -77,8 +77,9 @@ class RowTable:
             part[: math.prod(shape)].view(shape) for part, shape in zip(self._memory.split(sizes), shapes, strict=True)
         )
         self.tokens, self.ints, self.knobs, self.tables = tokens, ints, knobs.view(torch.float32), tables
-        self.adapters = self.ints[:, Int.ADAPTER]
+        self.adapters, self.ranks = self.ints[:, Int.ADAPTER], self.ints[:, Int.RANK]
         self.ints[0, Int.KNOWN] = 1
+        self.ints[0, Int.RANK] = -1
         self.ints[0, Int.DONE] = 1
         self.ints[0, Int.LIMIT] = max_len
         self.ints[0, Int.STOP :] = -1
@@ -234,7 +235,7 @@ def _ints(join: Join) -> list[int]:
     moving = (join.computed, join.computed, len(join.tokens), 0)
     sampling = join.sampling
     bounds = (join.limit, join.prompt_len, sampling.min_tokens, sampling.top_k)
-    return [*moving, *bounds, *row_key(join.seed, join.choice), join.adapter, *stops]
+    return [*moving, *bounds, *row_key(join.seed, join.choice), join.adapter, join.rank, *stops]
 
 
 def _knobs(join: Join) -> list[float]:

@@ -307,8 +307,9 @@ class Scheduler:
             return None
 
     def _make_room(self, request: Request) -> bool:
-        """Preempt the last running request if it is after `request` in order. True: its blocks are free now. False: wait."""
-        victim = self.running[-1]
+        """Preempt the last running request of the same rank if it is after `request` in order. True: its blocks are free now.
+        False: wait."""
+        victim = next(other for other in reversed(self.running) if other.rank == request.rank)
         if self._leaving or victim.order <= request.order:
             return False
         return self._preempt(victim)
@@ -334,7 +335,7 @@ class Scheduler:
             most = budget - request.leaves
             if most <= 0:
                 break
-            if not self._free_rows or not self.leases.admits(request, len(self.running), incomplete, chunk):
+            if not self._free_rows or not self.leases.admits(request, self.running, incomplete, chunk):
                 if self._gives_way(request):
                     continue
                 break

@@ -34,6 +34,7 @@ class StepShape:
 
     rows: B. draws: S, rows that draw a token. tokens: T, query tokens of all rows. max_query: most query tokens of a row.
     width: 1 + most drafts of a row. drafts: of all rows that draw. tree: drafts may branch.
+    share: most query tokens of the rows of a rank, where ranks divide requests; 0: no bound below T.
 
     A padding row is device row 0 and has no query tokens. A padding token belongs to the last row, which must then be a padding
     row.
@@ -46,6 +47,7 @@ class StepShape:
     width: int = 1
     drafts: int = 0
     tree: bool = False
+    share: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepShape:
@@ -54,12 +56,12 @@ class StepShape:
         if plan.drafts:
             width, drafts = 1 + max(plan.n_draft), sum(compress(plan.n_draft, plan.samples))
         sizes = len(plan.rows), sum(plan.samples), sum(plan.n_query), max(plan.n_query)
-        return cls(*sizes, width, drafts, bool(plan.tree))
+        return cls(*sizes, width, drafts, bool(plan.tree), plan.share)
 
     @classmethod
-    def decoding(cls, rows: int) -> StepShape:
+    def decoding(cls, rows: int, share: int = 0) -> StepShape:
         """Rows with one query token each, which all draw."""
-        return cls(rows, rows, rows)
+        return cls(rows, rows, rows, share=share)
 
     @classmethod
     def mixed(cls, rows: int, tokens: int) -> StepShape:

@@ -17,6 +17,7 @@ from ridgeline.core.plan import StepPlan, StepResult
 from ridgeline.decoding.logprobs import Ranked
 from ridgeline.engine.batch import Batch
 from ridgeline.engine.device import DeviceStep, Outcome
+from ridgeline.engine.divided_runner import DividedRunner
 from ridgeline.engine.executor import Executor, LoadedStep
 from ridgeline.engine.graphs import LONE_ROWS, GraphExecutor, GraphKey
 from ridgeline.engine.logits_inputs import Scores
@@ -24,7 +25,7 @@ from ridgeline.engine.result import Clock, Pending, without
 from ridgeline.engine.runner import Runner
 from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.ops.capture import CudaCapture
-from ridgeline.parallel.pipeline import Stage
+from ridgeline.parallel.mesh import Mesh
 
 
 class LastStep(DeviceStep):
@@ -185,6 +186,9 @@ def _graphs(step: DeviceStep, sizes: Sizes) -> StageGraphs:
     return StageGraphs(step, sizes, CudaCapture())
 
 
-def runner_kind(stage: Stage) -> type[Runner]:
-    """The class of the runner of a stage."""
+def runner_kind(mesh: Mesh) -> type[Runner]:
+    """The class of the runner of a rank."""
+    stage = mesh.stage
+    if mesh.divides_requests:
+        return DividedRunner
     return Runner if stage.count == 1 else LastRunner if stage.last else EarlierRunner

@@ -19,13 +19,17 @@ class BlockPool:
 
     def __init__(self, total: int, on_evict: Callable[[int], None]) -> None:
         self.total = total
-        self._refs = [0] * (total + 1)
-        self._blank = list(range(total, 0, -1))
+        self.number_after(0)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._pinned: OrderedDict[int, None] = OrderedDict()
         """Free blocks with a cached prefix that are pinned. The others are in _cached."""
         self._pins: set[int] = set()
         self._on_evict = on_evict
+
+    def number_after(self, before: int) -> None:
+        """Number the blocks before + 1 .. before + total. All of them are blank afterwards."""
+        self._refs = [0] * (before + self.total + 1)
+        self._blank = list(range(before + self.total, before, -1))
 
     @property
     def free(self) -> int:
@@ -109,6 +113,6 @@ class BlockPool:
         free = set(self._blank) | set(self._cached) | set(self._pinned)
         if len(free) != self.free:
             raise AssertionError("a block is free twice")
-        for block in range(1, self.total + 1):
+        for block in range(len(self._refs) - self.total, len(self._refs)):
             if (self._refs[block] == 0) != (block in free):
                 raise AssertionError(f"block {block} has {self._refs[block]} references but is free={block in free}")

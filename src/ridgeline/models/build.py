@@ -56,7 +56,8 @@ class LoadedModel:
     @property
     def rank_spec(self) -> ModelSpec:
         """The spec of this rank's share: the layers and heads whose keys and values its KV cache stores."""
-        return stage_spec(self.spec.on_rank(self.mesh.size), self.mesh.stage.layers)
+        spec = self.spec.on_rank(self.mesh.size, self.mesh.attention.size)
+        return stage_spec(spec, self.mesh.stage.layers)
 
 
 def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:

@@ -56,8 +56,19 @@ def gather(build: Build) -> Callable[[Input, StepInputs], Input | torch.Tensor]:
     ranks, rms_norm = build.mesh.stream, build.ops.tokenwise.rms_norm
 
     def gathered(x: Input, step: StepInputs) -> Input | torch.Tensor:
-        if isinstance(x, Scaled) or len(x.x if isinstance(x, Normed) else x) == step.inputs:
+        if isinstance(x, Scaled):
+            return x
+        if step.division is not None:
+            return step.division.joined(ranks.all_gather(apply_norm(x, rms_norm)))
+        if len(x.x if isinstance(x, Normed) else x) == step.inputs:
             return x
         return ranks.all_gather(apply_norm(x, rms_norm)).flatten(0, 1)[: step.inputs]
 
     return gathered
+
+
+def sum_terms(mesh: Mesh, x: torch.Tensor, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
+    """Sum of x [T, d_model] over the ranks, for the tokens of this rank's stream [P, d_model]: [P, d_model]."""
+    if step.division is None:
+        return mesh.sum_rows(x, len(stream))
+    return mesh.exchange(step.division.parts(x)).sum(0)

@@ -14,6 +14,7 @@ from ridgeline.models.building import Build
 from ridgeline.models.experts import Experts
 from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
+from ridgeline.ops.divided import split_requests
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.striped import split_tokens
 from ridgeline.ops.table import LayerParts, RunLayers, apply_norm
@@ -62,7 +63,7 @@ class Decoder:
             tables[rope] = rope_table(rope, max_len + SPARE_POSITIONS, build.device)
         self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in layers)
         embeds = self.stage.first or (self.stage.last and spec.tied)
-        rows = spec.on_rank(build.mesh.size).vocabulary_rows
+        rows = spec.on_rank(build.mesh.size, build.mesh.attention.size).vocabulary_rows
         self.embedding = torch.empty(rows * embeds, spec.d_model, dtype=build.dtype, device=build.device)
         self.positions = build.vector(spec.positions * self.stage.first * spec.d_model).view(-1, spec.d_model)
         self.final_norm = build.norm()
@@ -88,8 +89,9 @@ class Decoder:
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of this rank of embedding or head."""
-        rank, rows = self._build.mesh.rank, self.spec.on_rank(self._build.mesh.size).vocabulary_rows
-        part = tensor[rank * rows :][:rows]
+        mesh = self._build.mesh
+        rows = self.spec.on_rank(mesh.size, mesh.attention.size).vocabulary_rows
+        part = tensor[mesh.rank * rows :][:rows]
         return part if len(part) == rows else torch.cat((part, part.new_zeros(rows - len(part), *part.shape[1:])))
 
     def restrict_vocabulary(self, ids: torch.Tensor) -> None:
@@ -111,6 +113,8 @@ class Decoder:
     def _divided(self, run: RunLayers) -> RunLayers:
         """`run` as the mesh divides tokens: first those that are multiplied, then the residual stream of these."""
         mesh = self._build.mesh
+        if mesh.divides_requests:
+            return split_requests(run, mesh.stream)
         return split_tokens(split_tokens(run, mesh.stream, lambda step, tokens: step), mesh.context)
 
     def parts(self) -> list[LayerParts] | None:
@@ -145,7 +149,7 @@ class Decoder:
             stream = self._run(stream, views, step)
             self.stage.send(stream)
             return stream
-        if wanted is None or len(wanted) >= len(tokens):
+        if wanted is None or len(wanted) >= len(tokens) or self._build.mesh.divides_requests:
             stream = self._run(stream, views, step)
             stream = stream if wanted is None else stream.index_select(0, wanted)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ridgeline.core.experts import ExpertSpec
-from ridgeline.models.building import Build, gather
+from ridgeline.models.building import Build, gather, sum_terms
 from ridgeline.ops.experts import Grouped, by_expert, divide_copies, route
 from ridgeline.ops.reference import clamped_swiglu
 from ridgeline.ops.step import StepInputs
@@ -84,7 +84,7 @@ class Experts:
         out = self._sum(x, step)
         if self.shared is not None and self.shared_gate is not None:
             out += torch.sigmoid(self.shared_gate.apply(x).float()) * self.shared(x, step)
-        return stream + self._mesh.sum_rows(out.to(stream.dtype), len(stream))
+        return stream + sum_terms(self._mesh, out.to(stream.dtype), stream, step)
 
     def _sum(self, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """Sum of the chosen experts' outputs, float32."""

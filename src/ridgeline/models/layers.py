@@ -6,13 +6,14 @@ Layers are callables whose only state is their weights. The data of a step are a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from ridgeline.core.spec import LayerSpec
-from ridgeline.models.building import Build, gather
+from ridgeline.models.building import Build, gather, sum_terms
 from ridgeline.models.experts import Experts
 from ridgeline.ops.merge import with_sinks
 from ridgeline.ops.step import KvView, StepInputs
@@ -53,7 +54,7 @@ class Linear:
         self.to_stream: Callable[[Activation, torch.Tensor, StepInputs], torch.Tensor]
         self.to_stream = lambda x, stream, step: weight.apply(x, step)
         if mesh.size > 1 and shape.split == "in":
-            self.to_stream = lambda x, stream, step: mesh.sum_rows(weight.apply(x, step), len(stream))
+            self.to_stream = lambda x, stream, step: sum_terms(mesh, weight.apply(x, step), stream, step)
             self.add = partial(self._sum_and_add, mesh)
         elif mesh.size > 1 and shape.split == "out":
             gathered = gather(build)
@@ -61,7 +62,7 @@ class Linear:
             self.activate = lambda x, kind, step: weight.activate(gathered(x, step), kind, step)
 
     def _sum_and_add(self, mesh: Mesh, x: Activation, stream: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        if len(stream) < step.inputs:
+        if step.division is not None or len(stream) < step.inputs:
             return stream + self.to_stream(x, stream, step)
         # The stream is equal on all ranks, so only the first rank adds it to the sum.
         return mesh.all_reduce(self.weight.apply(x, step) if mesh.rank else self.weight.add(x, stream, step))
@@ -246,7 +247,8 @@ class DecoderLayer:
         self.feed_forward_norm = build.norm() if spec.pre_norms and not spec.parallel else None
         self.attention_post_norm = build.norm() if spec.post_norms else None
         self.feed_forward_post_norm = build.norm() if spec.post_norms else None
-        self.attention = Attention(build, layer, cos_sin, self.attention_post_norm)
+        for_attention = replace(build, mesh=build.mesh.attention)
+        self.attention = Attention(for_attention, layer, cos_sin, self.attention_post_norm)
         self.feed_forward = (
             Experts(build, layer.experts) if layer.experts else FeedForward(build, layer, self.feed_forward_post_norm)
         )

@@ -17,7 +17,7 @@ class Int(IntEnum):
 
     POSITION: tokens whose keys are written, which is also the position of the next query. LENGTH: slots in use; equal to POSITION
     until a retention policy drops slots. KNOWN: tokens in the row. DONE: 1 once a stop token or the limit was reached. ADAPTER:
-    slot of the row's adapter, 0 for none.
+    slot of the row's adapter, 0 for none. RANK: that attends for the row, where ranks divide requests; -1 for the scratch row.
     """
 
     POSITION = 0
@@ -30,7 +30,8 @@ class Int(IntEnum):
     TOP_K = 7
     KEY = 8
     ADAPTER = 10
-    STOP = 11
+    RANK = 11
+    STOP = 12
 
 
 class Knob(IntEnum):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ridgeline.core.spec import KvFormat, restricts_last_layer
+from ridgeline.ops.division import Division
 
 SHORT = 2048
 """Most slots of a short context. For one or two rows, attention over longer contexts uses another kernel, so a GPU captures graphs
@@ -77,7 +78,9 @@ class StepInputs:
     slots. A token always sees itself, and tokens from the 64th on follow plain causal order, so -1 (all bits set) is a row without
     a tree. key_positions: int32 [R, slots], positions of keys if a retention policy compacts slots (None: position == slot).
     adapters: int32 [R], slot of each device row's adapter, 0 for none (None: no row has one).
-    selected: int32 [W], the query tokens that run through the linears after the last attention (None: all, in order). derived:
+    selected: int32 [W], the query tokens that run through the linears after the last attention (None: all, in order). ranks: int32
+    [R], the rank that attends for each device row, where ranks divide requests. share: a bound of the query tokens of each of them
+    (0: T). division: the tokens are those of this rank, while linears that ranks share run for the tokens of all. derived:
     cache of tensors that an operation computed from this step's tensors and that later layers reuse (gather indices, masks). Keys
     name the operation and the tensors used. After an in-place change of the tensors, make a new StepInputs.
     """
@@ -93,6 +96,9 @@ class StepInputs:
     key_positions: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     adapters: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
+    share: int = 0
+    division: Division | None = None
     derived: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property

@@ -79,14 +79,14 @@ def connect_mesh(rank: int, stages: Sequence[slice], config: EngineConfig, meeti
     rank: of this process among all, see Axes.of. stages: the layers of each. Otherwise as `connect`.
     """
     count = len(stages)
-    axes = Axes.of(rank, config.tensor_parallel_size, config.context_parallel_size, count)
+    axes = Axes.of(rank, config.layer_ranks, config.context_parallel_size, count)
     index, column, row = axes.stages.index(rank), axes.tensor.index(rank), axes.context.index(rank)
     if meeting.device != CPU and meeting.per_host is not None:
         nccl.use_network(meeting.address)
     layer = _group(rank, axes.tensor, meeting.within(f"stage {index} context {row}"))
     keys = _group(rank, axes.context, meeting.within(f"stage {index} of {column}"))
     mesh = Mesh(column, len(axes.tensor), layer, sequence=config.sequence_parallel)
-    mesh = replace(mesh, context=Axis(row, len(axes.context), keys))
+    mesh = replace(mesh, context=Axis(row, len(axes.context), keys), divides_requests=config.data_parallel_size > 1)
     if count == 1:
         return mesh
     streams = _group(rank, axes.all, meeting.within("all"))

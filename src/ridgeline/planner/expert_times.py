@@ -1,8 +1,8 @@
 """What whole experts on several ranks change in a step: the work of the busiest rank, and the exchange of tokens.
 
 Ranks that share attention (--expert-parallel) have all tokens: each multiplies those of its experts, and the sum that ends every
-block adds the terms. Ranks with requests of their own send each token to the ranks of its experts and get the results back: two
-all-to-alls per layer (GShard, Lepikhin et al. 2020). Nothing overlaps with products.
+block adds the terms. Ranks with requests of their own (--data-parallel-size) gather the tokens of all before what they share, and
+exchange terms behind it, so that each sums those of its own tokens (ops.divided). Nothing overlaps with products.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SKEW = 1.1
 experts. Assumed; docs/log/2026-11-27-experts-in-layouts.md compares it with a measurement."""
 NOTE = (
     f"Whole experts (EP): a step waits for the rank whose experts get most tokens, taken to have {SKEW} times the mean, and more "
-    "where few tokens are divided by chance; expert_rank_imbalance in /metrics measures it. TPn+EP is --expert-parallel. With EPn "
-    "ranks have requests of their own and exchange the tokens of experts: no engine of Ridgeline does that yet."
+    "where few tokens are divided by chance; expert_rank_imbalance in /metrics measures it. TPn+EP is --tensor-parallel-size n "
+    "--expert-parallel. EPn is --data-parallel-size n --expert-parallel: ranks have attention and requests of their own."
 )
 """What a ranking with whole experts assumes, in words."""
 
@@ -51,11 +51,6 @@ def read_imbalance(tokens: int, experts: ExpertSpec) -> float:
     return min(1 / share, largest(held * share, held * share * (1 - share), experts.ranks)) if share else 1.0
 
 
-def ranks_per_token(choices: int, ranks: int) -> float:
-    """Ranks that hold an expert of a token in the mean, with even routing."""
-    return ranks * (1 - (1 - 1 / ranks) ** choices)
-
-
 class ExpertTimes:
     """Experts of a replica's stages, divided as its layout says. width: bytes of an element of the model's dtype."""
 
@@ -71,6 +66,7 @@ class ExpertTimes:
             return work
         flops, everyone, spec = work.flops, tokens * layout.groups, stage.spec
         read = spec.idle_bytes(tokens, tokens) - spec.idle_bytes(everyone, everyone)
+        flops += _shared_flops(spec) * (everyone - tokens)
         for kind in self._of(stage):
             more = everyone * imbalance(everyone, kind.experts, layout.experts) - tokens
             flops += int(kind.layers * kind.token_flops * more)
@@ -79,16 +75,15 @@ class ExpertTimes:
         return work._replace(flops=flops, bytes=work.bytes + read)
 
     def links(self, stage: Stage, tokens: int) -> float:
-        """Seconds in which tokens travel to their experts and back. tokens: of each rank."""
-        layout = self._layout
+        """Seconds in which ranks with requests of their own gather their tokens and exchange terms, once per layer, and in which
+        they sum embeddings and gather the last layer's tokens. tokens: of each rank."""
+        layout, fabric = self._layout, self._fabric
         if layout.groups == 1:
             return 0.0
-        seconds = 0.0
-        for kind in self._of(stage):
-            ranks = ranks_per_token(kind.experts.per_token, layout.experts)
-            size = tokens * ranks * stage.spec.d_model * self._width
-            seconds += kind.layers * 2 * self._fabric.all_to_all(layout.experts, size)
-        return seconds
+        size = tokens * layout.groups * stage.spec.d_model * self._width
+        gather = fabric.all_gather(layout.experts, size)
+        ends = stage.first * fabric.all_reduce(layout.experts, size) + gather
+        return len(stage.spec.layers) * (gather + fabric.all_to_all(layout.experts, size)) + ends
 
     def _of(self, stage: Stage) -> list[_Kind]:
         """The kinds of layers of a stage that have experts."""
@@ -105,6 +100,13 @@ class _Kind(NamedTuple):
     layers: int
     token_flops: float
     held_bytes: int
+
+
+def _shared_flops(spec: ModelSpec) -> int:
+    """FLOPs of a token in the feed-forward matrices that ranks share without a choice: of dense layers and of shared experts."""
+    names = ("gate_up", "down", "shared_gate_up", "shared_down")
+    matrices = (matrix for layer in spec.layers for matrix in spec.matrices(layer))
+    return 2 * sum(matrix.elements for matrix in matrices if matrix.name in names and not matrix.chosen)
 
 
 def _kind(spec: ModelSpec, layer: LayerSpec, layers: int) -> _Kind:

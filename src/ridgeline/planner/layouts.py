@@ -24,7 +24,7 @@ class Layout:
     and of its cache. data: replicas.
 
     experts: ranks that divide whole experts; 1: as the other matrices. Either the tensor-parallel ranks (--expert-parallel), or,
-    with tensor 1, ranks that each have all of attention and requests of their own, and exchange tokens (which no engine does yet).
+    with tensor 1, ranks that each have all of attention and requests of their own, and share all else (--data-parallel-size).
     """
 
     tensor: int = 1
@@ -93,9 +93,9 @@ class Stage:
     meter: WorkMeter
 
 
-def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """The model on one of `ranks` tensor-parallel ranks. Raises ConfigError where it cannot be divided."""
-    part = spec.on_rank(ranks)
+def rank_spec(spec: ModelSpec, ranks: int, attention_ranks: int | None = None) -> ModelSpec:
+    """The model on one of `ranks` ranks, as ModelSpec.on_rank. Raises ConfigError where it cannot be divided."""
+    part = spec.on_rank(ranks, attention_ranks)
     if ranks == 1 or spec.quantization not in NUMBER_FORMATS:
         return part
     for layer, held in zip(spec.layers, part.layers, strict=True):
@@ -125,15 +125,7 @@ def with_experts(spec: ModelSpec, layout: Layout) -> ModelSpec:
 
 def _rank(spec: ModelSpec, layout: Layout) -> ModelSpec:
     """The model on a rank of a stage, all layers of it."""
-    part = rank_spec(with_experts(spec, layout), layout.tensor)
-    if layout.groups == 1:
-        return part
-    # Attention and what all tokens use are whole on each rank; only the chosen experts are divided.
-    held = (layer.experts and replace(layer.experts, ranks=layout.experts) for layer in part.layers)
-    return replace(
-        part,
-        layers=tuple(replace(layer, experts=experts) for layer, experts in zip(part.layers, held, strict=True)),
-    )
+    return rank_spec(with_experts(spec, layout), layout.tensor * layout.groups, layout.tensor)
 
 
 def stages(spec: ModelSpec, layout: Layout) -> tuple[Stage, ...]:

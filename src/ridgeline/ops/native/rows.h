@@ -8,7 +8,7 @@ namespace ridgeline {
 using token = std::int32_t;
 
 // Columns of `ints`: ridgeline.ops.rows.Int.
-enum Column { POSITION, LENGTH, KNOWN, DONE, LIMIT, PROMPT, MIN_TOKENS, TOP_K, KEY, ADAPTER = 10, STOP };
+enum Column { POSITION, LENGTH, KNOWN, DONE, LIMIT, PROMPT, MIN_TOKENS, TOP_K, KEY, ADAPTER = 10, RANK, STOP };
 // Columns of `knobs`: ridgeline.ops.rows.Knob.
 enum Knob { TEMPERATURE, TOP_P, MIN_P };
 // Flags: ridgeline.core.plan.Flag.

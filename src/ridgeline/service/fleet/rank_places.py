@@ -18,7 +18,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import CONFIGS, split_options
 
 _HOSTS = ("nnodes", "node_rank", "master_addr", "master_port")
-_SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+_SIZES = ("tensor_parallel_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size")
 _SEVERAL_ENGINES = ("prefill_engines", "decode_engines", "remote_engines", "models")
 """Options with which a server has several engines; ranks of several hosts connect to one."""
 
