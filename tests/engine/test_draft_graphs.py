@@ -73,7 +73,7 @@ def check(bench: DeviceBench, recorder: Recorder) -> None:
     assert {"step", "draw"} <= set(recorder.replayed)
 
 
-@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling"])
+@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling", "eagle", "eagle3"])
 def test_what_the_device_drafts(name: str) -> None:
     bench = speculating("llama-gqa", name, step_tokens=TOKENS)
     check(bench, with_graphs(bench))
@@ -107,7 +107,10 @@ class Guesses:
         """Learns nothing."""
 
 
-DRAFTING = ("guesses", "quotes", "lookahead", "guesses+itself", "itself", "medusa", "recurrent-tree", "recycling")
+DRAFTING = (
+    *("guesses", "quotes", "lookahead", "guesses+itself", "itself", "medusa", "recurrent-tree", "recycling", "eagle"),
+    "guesses+eagle3",
+)
 
 
 @pytest.mark.parametrize("name", DRAFTING)

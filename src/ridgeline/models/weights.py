@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -95,12 +95,13 @@ def targets(decoder: Decoder) -> dict[str, Target]:
     if decoder.head is not None and not spec.tied:
         tensor_targets[HEAD] = Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_head)
     for index, layer in enumerate(decoder.layers, stage.layers.start or 0):
-        for name, target in _layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
+        for name, target in layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
             tensor_targets[f"layers.{index}.{name}"] = target
     return tensor_targets
 
 
-def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple[str, Target]]:
+def layer_targets(layer: DecoderLayer, norms: Mapping[str, str]) -> Iterator[tuple[str, Target]]:
+    """Every tensor of a layer, by its name in checkpoints behind that of the layer. norms: NORMS or POST_NORMS."""
     attention, feed_forward = layer.attention, layer.feed_forward
     for field, weight in (*attention.linears(), *feed_forward.linears()):
         names = _projections(field)
@@ -235,7 +236,9 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                 key = short_name(name)
                 target = wanted.pop(key, None)
                 if target is None:
-                    elsewhere = (key == HEAD and decoder.spec.tied) or _of_another_rank(key, decoder)
+                    elsewhere = (
+                        (key == HEAD and decoder.spec.tied) or _of_another_rank(key, decoder) or _predicts(key, decoder)
+                    )
                     if not UNUSED.search(name) and not elsewhere and not _no_bias(key, get()):
                         unknown.append(name)
                     continue
@@ -271,6 +274,13 @@ def _of_another_rank(name: str, decoder: Decoder) -> bool:
         return False
     others = set(layers) - set(layers[decoder.stage.layers])
     return name in (EMBEDDING, POSITIONS, FINAL_NORM, "norm.bias", HEAD) if layer is None else int(layer[1]) in others
+
+
+def _predicts(name: str, decoder: Decoder) -> bool:
+    """Whether a tensor belongs to layers for multi-token prediction, which only a drafter reads (models.eagle_files)."""
+    layer, spec = re.match(r"(mtp_)?layers\.(\d+)\.", name), decoder.spec
+    first = 0 if layer is not None and layer[1] else len(spec.layers)
+    return layer is not None and int(layer[2]) in range(first, first + spec.mtp_layers)
 
 
 def _no_bias(name: str, tensor: torch.Tensor) -> bool:
