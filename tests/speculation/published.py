@@ -60,8 +60,10 @@ def eagle(spec: ModelSpec, seed: int = 1) -> tuple[dict[str, Any], Tensors]:
     return config(width, spec.vocab_size, bias=True), tensors
 
 
-def eagle3(spec: ModelSpec, seed: int = 2, width: int = 0) -> tuple[dict[str, Any], Tensors]:
-    """As of EAGLE3-LLaMA3.1-Instruct-8B. width: 0 for the target's."""
+def eagle3(
+    spec: ModelSpec, seed: int = 2, width: int = 0, taps: tuple[int, ...] = ()
+) -> tuple[dict[str, Any], Tensors]:
+    """As of EAGLE3-LLaMA3.1-Instruct-8B, with its sizes said. width: 0 for the target's. taps: layers before which it reads."""
     chance, size = torch.Generator().manual_seed(seed), width or spec.d_model
     tensors = {f"midlayer.{name}": tensor for name, tensor in layer(size, 2 * size, seed).items()}
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
@@ -75,7 +77,10 @@ def eagle3(spec: ModelSpec, seed: int = 2, width: int = 0) -> tuple[dict[str, An
     }
     if width:
         tensors["embed_tokens.weight"] = torch.randn(spec.vocab_size, size, generator=chance)
-    more = {"draft_vocab_size": DRAFT_VOCABULARY, "eagle_aux_hidden_state_layer_ids": [0, 1, len(spec.layers) - 1]}
+    more = {
+        "draft_vocab_size": DRAFT_VOCABULARY,
+        "eagle_aux_hidden_state_layer_ids": list(taps or (0, 1, len(spec.layers) - 1)),
+    }
     return config(size, spec.vocab_size, target_hidden_size=spec.d_model, **more), tensors
 
 
@@ -96,6 +101,75 @@ def mtp(spec: ModelSpec, names: Mapping[str, str], seed: int = 3) -> Tensors:
             tensors[f"self_attn.{name}_proj.bias"] = 0.1 * torch.randn(len(matrix), generator=chance)
     tensors[f"{names['fc']}.weight"] = random(chance, width, 2 * width)
     return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+Published = tuple[dict[str, Any], Tensors]
+"""config.json and tensors."""
+
+
+def as_vllm(published: Published) -> Published:
+    """EAGLE-1 with HASS's norms and vLLM's config.json, which holds the layer's as `model`."""
+    keys, tensors = published
+    chance = torch.Generator().manual_seed(9)
+    norms = {f"{name}_layernorm.weight": norm(chance, keys["hidden_size"]) for name in ("embedding", "hidden_states")}
+    outer = {"architectures": ["EAGLEModel"], "model_type": "eagle", "add_para_norm": True}
+    return {**outer, "model": keys}, tensors | norms
+
+
+def as_speculators(published: Published) -> Published:
+    """EAGLE-1 as the speculators library converts it: without the embedding, which is the model's."""
+    keys, tensors = published
+    renamed = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensors[name] for name in tensors
+    }
+    del renamed["embed_tokens.weight"]
+    outer = {"architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "speculators_model_type": "eagle"}
+    facts = {"transformer_layer_architecture": "LlamaDecoderLayer", "layernorms": False, "fusion_bias": True}
+    return outer | facts | {"speculators_config": {"algorithm": "eagle"}, "transformer_layer_config": keys}, renamed
+
+
+def as_authors3(published: Published) -> Published:
+    """EAGLE-3 as of its authors, who do not say which layers it reads."""
+    keys, tensors = published
+    unsaid = ("eagle_aux_hidden_state_layer_ids", "target_hidden_size")
+    return {key: value for key, value in keys.items() if key not in unsaid}, tensors
+
+
+def as_sglang3(published: Published) -> Published:
+    """EAGLE-3 as SpecForge trains it for SGLang: layers are counted from 0, and read behind."""
+    keys, tensors = as_authors3(published)
+    behind = [tap - 1 for tap in published[0]["eagle_aux_hidden_state_layer_ids"]]
+    nested = {"eagle_aux_hidden_state_layer_ids": behind, "use_aux_hidden_state": True}
+    return keys | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": nested}, tensors
+
+
+def as_speculators3(published: Published) -> Published:
+    """EAGLE-3 of the speculators library, in the names of vLLM."""
+    keys, tensors = published
+    outer = ("eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "target_hidden_size")
+    inner = {key: value for key, value in keys.items() if key not in (*outer, "architectures")}
+    nested = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": inner,
+    }
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    return nested | {key: keys[key] for key in outer} | {"norm_before_residual": True}, renamed
+
+
+LAYOUTS: Mapping[str, Callable[[ModelSpec], Published]] = {
+    "eagle": eagle,
+    "eagle-vllm": lambda spec: as_vllm(eagle(spec)),
+    "eagle-speculators": lambda spec: as_speculators(eagle(spec)),
+    "eagle3": lambda spec: as_authors3(eagle3(spec, taps=(2, len(spec.layers) // 2, len(spec.layers) - 3))),
+    "eagle3-sglang": lambda spec: as_sglang3(eagle3(spec, taps=(1, 2, 4))),
+    "eagle3-speculators": lambda spec: as_speculators3(eagle3(spec, width=40)),
+}
+"""Every layout in which heads are published. "eagle" and "eagle3" are those of the authors, in pytorch_model.bin."""
+
+
+def save_layout(folder: Path, name: str, spec: ModelSpec) -> Path:
+    return save_head(folder, LAYOUTS[name](spec), pickled=name in ("eagle", "eagle3"))
 
 
 def save_head(folder: Path, published: tuple[dict[str, Any], Tensors], pickled: bool = False) -> Path:
@@ -151,12 +225,15 @@ Step = Callable[[Tensor, Tensor], Tensor]
 """(embeddings, features) of all pairs from the first on -> the layer's states after them, float64 [pairs, width]."""
 
 
-def eagle_states(tensors: Tensors) -> Step:
+def eagle_states(tensors: Tensors, shape: tuple[int, float, float] = SHAPE) -> Step:
     weights = {name.removeprefix("layers.0."): tensor.double() for name, tensor in tensors.items()}
 
     def states(embedded: Tensor, features: Tensor) -> Tensor:
-        stream = torch.cat((embedded, features), 1) @ weights["fc.weight"].T + weights["fc.bias"]
-        return block(weights, stream, stream, SHAPE)
+        if "embedding_layernorm.weight" in weights:
+            embedded = rms(embedded, weights["embedding_layernorm.weight"])
+            features = rms(features, weights["hidden_states_layernorm.weight"])
+        stream = torch.cat((embedded, features), 1) @ weights["fc.weight"].T + weights.get("fc.bias", 0)
+        return block(weights, stream, stream, shape)
 
     return states
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ridgeline import LLM, SamplingParams
+from ridgeline.compress.decoder import load_decoder
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.draft import EMPTY_DRAFT, Draft
 from ridgeline.core.errors import ConfigError, UnsupportedModel
@@ -23,7 +23,6 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.models.eagle import load_head
 from ridgeline.models.eagle_files import read_eagle, read_mtp
-from ridgeline.models.hub import shipped_model
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.speculation.build import memory_of_drafters
 from ridgeline.speculation.controller import Controller
@@ -37,6 +36,7 @@ from tests.models.families import save
 from tests.speculation.published import (
     DEEPSEEK,
     EPS,
+    LAYOUTS,
     MIMO,
     Step,
     config,
@@ -48,6 +48,7 @@ from tests.speculation.published import (
     mtp_states,
     rms,
     save_head,
+    save_layout,
 )
 
 NODES = 3
@@ -91,53 +92,38 @@ class Recording(Eagle):
 
 @cache
 def case(name: str) -> Case:
-    """eagle, eagle-gemma3 (a target whose scores have another scale), eagle3, eagle3-wide (of another width, in the format of
-    speculators), deepseek, mimo."""
+    """A name of LAYOUTS, or eagle-gemma3 (a target whose scores have another scale), deepseek, mimo."""
     with tempfile.TemporaryDirectory() as place:
         return (_mtp_case if name in ("deepseek", "mimo") else _eagle_case)(name, Path(place))
 
 
 def _eagle_case(name: str, folder: Path) -> Case:
-    theirs, target = pair("gemma3" if name == "eagle-gemma3" else "llama-gqa")
+    theirs, target = pair("gemma3" if name in ("eagle-gemma3", "eagle3-sglang") else "llama-gqa")
     exact, spec = theirs.state_dict(), target.spec
     head, table = exact["lm_head.weight"].double(), exact["model.embed_tokens.weight"].double()
-    if name.startswith("eagle-") or name == "eagle":
-        published = eagle(spec)
-        states, embedding = eagle_states(published[1]), published[1]["embed_tokens.weight"].double()
-        oracle = Oracle(
-            lambda hidden: hidden[-1], embedding, states, lambda state: state @ head.T, torch.arange(spec.vocab_size)
-        )
+    layout = "eagle" if name == "eagle-gemma3" else name
+    keys, tensors = LAYOUTS[layout](spec)
+    # The embedding of the model is taken as it is stored, also where the model scales it, as SGLang and vLLM do.
+    embedding = tensors["embed_tokens.weight"].double() if "embed_tokens.weight" in tensors else table
+    if "d2t" not in tensors:
+        ids, original = torch.arange(spec.vocab_size), eagle(spec)[1]
+        states = eagle_states(original | {key: value for key, value in tensors.items() if "_layernorm." in key})
+        oracle = Oracle(lambda hidden: hidden[-1], embedding, states, lambda state: state @ head.T, ids)
     else:
-        wide = name == "eagle3-wide"
-        published = eagle3(spec, width=40 if wide else 0)
-        tensors = published[1]
-        taps, ids = published[0]["eagle_aux_hidden_state_layer_ids"], tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        nested = keys.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+        taps = keys.get("eagle_aux_hidden_state_layer_ids") or (nested and [layer + 1 for layer in nested]) or (2, 1, 0)
         fc, outer = tensors["fc.weight"].double(), (tensors["norm.weight"].double(), tensors["lm_head.weight"].double())
+        original = {key.replace("layers.0.", "midlayer."): value for key, value in tensors.items()}
         oracle = Oracle(
             lambda hidden: torch.cat([hidden[tap] for tap in taps], 1) @ fc.T,
-            tensors["embed_tokens.weight"].double() if wide else table,
-            eagle3_states(tensors, norm_before_residual=wide),
+            embedding,
+            eagle3_states(original, norm_before_residual="norm_before_residual" in keys),
             lambda state: rms(state, outer[0], EPS) @ outer[1].T,
-            ids,
+            tensors["d2t"] + torch.arange(len(tensors["d2t"])),
         )
-        if wide:
-            published = _as_speculators(published)
-    save_head(folder, published, pickled=name == "eagle")
+    save_layout(folder, layout, spec)
     drafter = Recording(load_head(read_eagle(folder, spec), target, folder), target)
     return Case(theirs, target, drafter, oracle)
-
-
-def _as_speculators(published: tuple[dict[str, Any], dict[str, Tensor]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    keys, tensors = published
-    outer = ("eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "target_hidden_size")
-    inner = {key: value for key, value in keys.items() if key not in (*outer, "architectures")}
-    nested = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": inner,
-    }
-    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    return nested | {key: keys[key] for key in outer} | {"norm_before_residual": True}, renamed
 
 
 def _mtp_case(name: str, folder: Path) -> Case:
@@ -166,7 +152,11 @@ def save_with_mtp(folder: Path, name: str, layers: int = 1) -> tuple[torch.nn.Mo
     (folder / "config.json").write_text(json.dumps(keys), encoding="utf-8")
     spec = build(folder, model=ModelConfig(load_format="dummy"), ops=REFERENCE, device=torch.device("cpu")).spec
     path = folder / "model.safetensors"
-    save_file(load_file(path) | mtp(spec, MIMO if name == "mimo" else DEEPSEEK), path)
+    tensors = load_file(path) | mtp(spec, MIMO if name == "mimo" else DEEPSEEK)
+    if name == "deepseek":  # DeepSeek and GLM store copies of embedding and head in the layer
+        for copy in ("embed_tokens", "shared_head.head"):
+            tensors[f"model.layers.{len(spec.layers)}.{copy}.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path)
     return theirs, spec
 
 
@@ -207,7 +197,7 @@ def check_drafts(made: Case, fewest: int) -> None:
     assert clear >= fewest
 
 
-CASES = ("eagle", "eagle-gemma3", "eagle3", "eagle3-wide", "deepseek", "mimo")
+CASES = (*LAYOUTS, "eagle-gemma3", "deepseek", "mimo")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -357,6 +347,15 @@ def test_layers_that_config_json_does_not_count_are_unknown(tmp_path: Path) -> N
         build(tmp_path, model=ModelConfig(), ops=REFERENCE, device=torch.device("cpu"))
 
 
+def test_training_leaves_mtp_layers_out(tmp_path: Path) -> None:
+    theirs, spec = save_with_mtp(tmp_path, "mimo")
+    trained = load_decoder(tmp_path)
+    assert spec.architecture == "MiMoForCausalLM" and len(trained.spec.layers) == 3
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        torch.testing.assert_close(trained(ids), theirs.float()(ids).logits, atol=1e-3, rtol=1e-3)
+
+
 def test_what_the_option_reads() -> None:
     read = lambda text: read_wanted(EngineConfig(speculate=text))  # noqa: E731
     assert (read("eagle:folder").device, read("eagle:folder").folder, read("eagle:folder").max_nodes) == (
@@ -373,28 +372,3 @@ def test_what_the_option_reads() -> None:
         read('{"method": "eagle3"}')
     with pytest.raises(ConfigError, match="must name a folder"):
         read("eagle")
-
-
-@pytest.mark.parametrize("way", ["eagle", "eagle3", "mtp"])
-def test_served_by_name(tmp_path: Path, way: str) -> None:
-    """The whole way from the option."""
-    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 128}
-    if way == "mtp":
-        model, speculate = tmp_path, "reference+mtp"
-        save_with_mtp(tmp_path, "deepseek")
-        for path in shipped_model().glob("tokenizer*"):
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    else:
-        model, speculate = shipped_model(), f"eagle:{tmp_path}"
-        save_head(tmp_path, {"eagle": eagle, "eagle3": eagle3}[way](pair_of_shipped()))
-    prompts = [[5, 9, 2, 77, 41], [41, 8, 8, 9] * 6]
-    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    said = [LLM(str(model), speculate=name, **options).generate(prompts, sampling) for name in ("", speculate)]
-    for got, want in zip(*said, strict=True):
-        assert got.choices[0].token_ids == want.choices[0].token_ids
-
-
-def pair_of_shipped() -> ModelSpec:
-    from ridgeline.models.config import read_model
-
-    return read_model(shipped_model())[0]

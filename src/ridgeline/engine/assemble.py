@@ -32,6 +32,7 @@ from ridgeline.hardware.ceilings import read_ceilings
 from ridgeline.kv.retention import read_retention
 from ridgeline.metrics.account import DeviceAccount
 from ridgeline.models.build import LoadedModel
+from ridgeline.models.eagle_files import head_hash
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.weights import Progress
 from ridgeline.speculation.build import HEADS, draft_model
@@ -112,7 +113,7 @@ def _fingerprint(folder: Path, model: ModelConfig, spec: ModelSpec, layout: KvLa
     if wanted.device == "draft":
         digest.update(content_hash(draft_model(wanted, spec, model.load_format)[0], weights=not dummy))
     if wanted.device in HEADS and wanted.folder is not None:
-        digest.update(content_hash(wanted.folder, weights=True))
+        digest.update(head_hash(wanted.folder))
     return digest.hexdigest()
 
 

@@ -67,7 +67,7 @@ class EagleHead:
         self._head = Linear(build, LinearShape(spec.d_model, (Part(outputs, outputs),))) if has_head else None
         rows = spec.vocab_size * has_embedding
         self._embedding = torch.empty(rows, spec.d_model, dtype=dtype, device=device) if rows else decoder.embedding
-        self._scale = 1.0 if rows else decoder.scale
+        self._scale = decoder.scale if files.form == "mtp" else 1.0  # EAGLE heads are trained on the stored embedding
 
     def targets(self) -> dict[str, Target]:
         """Every tensor to load, by its name in HeadFiles.tensors."""

@@ -12,6 +12,8 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from os import SEEK_END
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +23,14 @@ from torch import Tensor
 from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 from ridgeline.models.config import read_spec
+from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.tensor_names import as_llama
 from ridgeline.models.weights import UNUSED, checkpoint_files, opened, separate_experts, short_name
 
 PUBLISHED = "pytorch_model.bin"
 """File name of published heads that are not in safetensors."""
+DIRECTORY = 1 << 16
+"""Bytes at the end of it that hold at least the directory of its zip file."""
 LAYER = "layer."
 """Prefix of the layer's tensors in HeadFiles.tensors."""
 _EAGLE_NAMES = (
@@ -135,7 +140,10 @@ def eagle_spec(folder: Path, target: ModelSpec) -> tuple[dict[str, Any], ModelSp
     except RidgelineError as error:
         raise _refused(folder, error.message) from None
     if len(spec.layers) != 1:
-        raise _refused(folder, f"num_hidden_layers is {len(spec.layers)}, but only heads of one layer are supported")
+        raise _refused(
+            folder,
+            f"num_hidden_layers is {len(spec.layers)}, but only heads of one layer are supported: use another head",
+        )
     third = {"draft_vocab_size", "target_hidden_size", "eagle_config"} & config.keys()
     width = config.get("target_hidden_size") or spec.d_model
     for key, value, wanted in (
@@ -215,14 +223,16 @@ def _taps(folder: Path, config: Mapping[str, Any], layers: int) -> tuple[int, ..
         ids = [number + 1 for number in after]
     if nested.get("use_aux_hidden_state") is False:
         raise _refused(
-            folder, "eagle_config.use_aux_hidden_state is false: heads on the last state alone are EAGLE-1's form"
+            folder,
+            "eagle_config.use_aux_hidden_state is false, so it reads the last state alone in EAGLE-3's form, which is not "
+            "supported: use a head that reads several layers",
         )
     ids = (2, layers // 2, layers - 3) if ids is None else ids
     if not ids or not all(type(number) is int and 0 <= number < layers for number in ids):
         raise _refused(
             folder,
             f"the layers {list(ids)} that it reads (eagle_aux_hidden_state_layer_ids) are not all from 0 to {layers - 1}, the "
-            "layers of the served model",
+            "layers of the served model: use a head for this model",
         )
     return tuple(ids)
 
@@ -239,6 +249,16 @@ def _ids(folder: Path, d2t: Tensor, t2d: Tensor | None, vocab: int) -> Tensor:
             folder, f"the tensor t2d {list(t2d.shape)} does not mark the {len(ids)} tokens of d2t: download it again"
         )
     return ids.int()
+
+
+def head_hash(folder: Path) -> bytes:
+    """Content hash of a folder with a head, see models.fingerprint. Of pytorch_model.bin the end counts: the directory of the zip
+    file, with a CRC-32 of every tensor."""
+    if any(folder.glob("*.safetensors")) or not (folder / PUBLISHED).is_file():
+        return content_hash(folder)
+    with (folder / PUBLISHED).open("rb") as file:
+        file.seek(-min(DIRECTORY, file.seek(0, SEEK_END)), SEEK_END)
+        return sha256((folder / "config.json").read_bytes() + file.read()).digest()
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
@@ -276,7 +296,8 @@ def check_tensors(folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[s
     lacking, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if lacking or unknown:
         parts = [("it lacks the tensors", lacking), ("it has the unknown tensors", unknown)]
-        raise _refused(folder, " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names))
+        reason = " and ".join(f"{verb} {_listed(names)}" for verb, names in parts if names)
+        raise _refused(folder, f"{reason}: download it again, or use another head")
     for name, shape in wanted.items():
         tensor = tensors[name]
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.spec import ModelSpec
 from ridgeline.gguf.folder import LINK, SUFFIX
 from ridgeline.gguf.tensors import GgufTensors
 from ridgeline.models.decoder import Decoder
@@ -237,7 +238,9 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                 target = wanted.pop(key, None)
                 if target is None:
                     elsewhere = (
-                        (key == HEAD and decoder.spec.tied) or _of_another_rank(key, decoder) or _predicts(key, decoder)
+                        (key == HEAD and decoder.spec.tied)
+                        or _of_another_rank(key, decoder)
+                        or predicts(key, decoder.spec)
                     )
                     if not UNUSED.search(name) and not elsewhere and not _no_bias(key, get()):
                         unknown.append(name)
@@ -276,11 +279,10 @@ def _of_another_rank(name: str, decoder: Decoder) -> bool:
     return name in (EMBEDDING, POSITIONS, FINAL_NORM, "norm.bias", HEAD) if layer is None else int(layer[1]) in others
 
 
-def _predicts(name: str, decoder: Decoder) -> bool:
-    """Whether a tensor belongs to layers for multi-token prediction, which only a drafter reads (models.eagle_files)."""
-    layer, spec = re.match(r"(mtp_)?layers\.(\d+)\.", name), decoder.spec
-    first = 0 if layer is not None and layer[1] else len(spec.layers)
-    return layer is not None and int(layer[2]) in range(first, first + spec.mtp_layers)
+def predicts(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor, by its short name, is of a layer for multi-token prediction, which only a drafter reads (models.eagle)."""
+    layer = re.match(r"(mtp_)?layers\.(\d+)\.", name)
+    return layer is not None and int(layer[2]) - (0 if layer[1] else len(spec.layers)) in range(spec.mtp_layers)
 
 
 def _no_bias(name: str, tensor: torch.Tensor) -> bool:
