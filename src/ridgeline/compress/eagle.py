@@ -40,7 +40,7 @@ class EagleModule(nn.Module):
         spec = teacher.spec
         layer, width = spec.layers[-1], spec.d_model
         self.head_dim, self.scale = layer.head_dim, spec.scale_of(layer)
-        ratio = teacher.norm.weight.square().mean() / teacher.embed_tokens.weight.square().mean()
+        ratio = teacher.norm.weight.detach().square().mean() / teacher.embed_tokens.weight.detach().square().mean()
         self.gain = 2.0 ** round(float(ratio.log2()) / 2)
         queries, pairs = layer.n_heads * layer.head_dim, layer.n_kv_heads * layer.head_dim
         self.fc = nn.Linear(2 * width, width, bias=False)
@@ -130,7 +130,7 @@ def eagle_figures(head: EagleModule, teacher: TrainableDecoder, text: Text) -> d
     every, alive, kept = torch.cat(hits), None, []
     for place in range(DEPTH):
         reached = every[:, place] if alive is None else every[alive, place]
-        kept.append(float(reached.double().mean()))
+        kept.append(float(reached.double().sum()) / max(1, len(reached)))
         alive = every[:, : place + 1].all(1)
     return {"kept": kept, f"kept_of_{DEPTH}": float(every.int().cumprod(1).sum(1).double().mean())}
 
@@ -145,7 +145,7 @@ def _names(head: EagleModule) -> dict[str, str]:
 def save_eagle(head: EagleModule, folder: Path, config: Mapping[str, Any]) -> None:
     """Write the head in the published format of EAGLE-1, in bfloat16. config: the target's config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {published: head.get_parameter(name) for name, published in _names(head).items()}
+    tensors: dict[str, Tensor] = {published: head.get_parameter(name) for name, published in _names(head).items()}
     embedded, features = head.fc.weight.chunk(2, 1)
     tensors["fc.weight"] = torch.cat((embedded * head.gain, features), 1)
     stored = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}
