@@ -2,7 +2,7 @@
 
     python benchmarks/speculation.py --data FOLDER --out benchmarks/results/speculation.json
 
-and on any model with drafters of its own, in DRAFTERS/draft, DRAFTERS/recurrent and DRAFTERS/medusa:
+and on any model with drafters of its own, in DRAFTERS/draft, DRAFTERS/recurrent, DRAFTERS/medusa and DRAFTERS/eagle:
 
     python benchmarks/speculation.py --data FOLDER --model MODEL --drafters DRAFTERS --device cuda --writings greedy,sampled
 
@@ -57,9 +57,8 @@ TAIL, PERIOD = 48, 16
 
 def ways(drafters: Path) -> dict[str, str]:
     """The option `speculate` by name of a way of drafting: what needs no weights, and the drafters that the folder has."""
-    folders = {
-        name: f"{name}:{drafters / name}" for name in ("medusa", "recurrent", "draft") if (drafters / name).is_dir()
-    }
+    weighed = ("medusa", "recurrent", "eagle", "draft")
+    folders = {name: f"{name}:{drafters / name}" for name in weighed if (drafters / name).is_dir()}
     joined = {f"reference+{name}": f"reference+{folders[name]}" for name in ("recurrent", "draft") if name in folders}
     return {name: name for name in ("reference", "lookahead", "recycling")} | folders | joined | {"auto": "auto"}
 
@@ -312,7 +311,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="", help="model folder; empty is the shipped model")
     parser.add_argument(
-        "--drafters", type=Path, default=ASSETS, help="folder with the model's draft, recurrent and medusa"
+        "--drafters", type=Path, default=ASSETS, help="folder with the model's draft, recurrent, medusa and eagle"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's) or float32")

@@ -27,7 +27,7 @@ FILE_LINES = 500
 FILE_STATEMENTS = 375
 PARAMETERS = 6
 PACKAGES = "src/ridgeline/"
-HEART_STATEMENTS = 7_541
+HEART_STATEMENTS = 7_671
 HEART: Mapping[str, str] = {
     "engine/": "plans, launches and commits every step",
     "kv/": "blocks, prefixes and cache memory of every request",
@@ -105,6 +105,8 @@ BESIDE_HEART: Mapping[str, str] = {
     "speculation/lookahead.py": "host drafter: called where its drafts pay",
     "speculation/first_of.py": "host drafters joined by +",
     "models/expert_keys.py": "start-up: experts in config.json",
+    "models/eagle.py": "EAGLE heads and MTP layers, with the options --speculate eagle and mtp",
+    "models/eagle_files.py": "start-up: files of EAGLE heads and MTP layers",
     "models/mxfp4.py": "start-up: experts in published checkpoints of gpt-oss",
     "models/more_families.py": "start-up: data of families",
     "models/tensor_names.py": "start-up: names and layouts of tensors in published checkpoints",

@@ -40,6 +40,7 @@ EXAMPLES: Mapping[str, Example] = {
     "--speculate recycling, medusa": Example({"speculate": "recycling"}),
     "--speculate recurrent": Example({"speculate": "recurrent:FOLDER"}),
     "--speculate draft": Example({"speculate": "draft:FOLDER"}),
+    "--speculate eagle, mtp": Example({"speculate": "eagle:FOLDER"}),
     "--tensor-parallel-size 2": Example({"tensor_parallel_size": 2}),
     "--pipeline-parallel-size 2": Example({"pipeline_parallel_size": 2}),
     "--context-parallel-size 2": Example({"context_parallel_size": 2, "block_size": 16}),

@@ -1,7 +1,7 @@
 """How often a model says what its drafters guess, by kind of held-out text.
 
     python training/acceptance.py --model FOLDER --corpus CORPUS --draft DRAFT --medusa HEADS --recurrent DRAFT \
-        --machine "..." --commit HASH --out benchmarks/results/drafters.json
+        --eagle HEAD --machine "..." --commit HASH --out benchmarks/results/drafters.json
 
 Three ways to come by a text: `read`, the held-out text itself (the target is made to say it, as forced continuations are);
 `sampled` and `greedy`, what the target says at temperature 0.8 and 0 after the first 64 tokens of each row. A draft is kept as
@@ -40,6 +40,7 @@ from ridgeline.compress.acceptance import (
 )
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder
 from ridgeline.compress.distill import MedusaModule
+from ridgeline.compress.eagle import eagle_figures, load_eagle
 from ridgeline.compress.recurrent import RecurrentModule
 from ridgeline.core.spec import ModelSpec
 from ridgeline.speculation.recurrent import load_recurrent
@@ -140,6 +141,7 @@ def measure(given: argparse.Namespace, device: torch.device) -> dict[str, dict[s
     draft = load_decoder(given.draft).to(device).cast_parameters(torch.bfloat16) if given.draft else None
     heads = load_heads(given.medusa).to(device, torch.bfloat16) if given.medusa else None
     again = load_draft(given.recurrent, target.spec).to(device) if given.recurrent else None
+    eagle = load_eagle(given.eagle, target).to(device, torch.bfloat16) if given.eagle else None
     reader = Reader(given.corpus, given.model / "tokenizer.json", "test", given.rows, device)
     frequent = Reader(given.corpus, given.model / "tokenizer.json", "valid", 1, device).frequent()
     figures: dict[str, dict[str, Any]] = {}
@@ -148,6 +150,8 @@ def measure(given: argparse.Namespace, device: torch.device) -> dict[str, dict[s
             figures[f"draft-{text.way}-{text.kind}"] = draft_figures(target, draft, text, frequent)
         if again is not None:
             figures[f"recurrent-{text.way}-{text.kind}"] = recurrent_figures(target, again, text)
+        if eagle is not None:
+            figures[f"eagle-{text.way}-{text.kind}"] = eagle_figures(eagle, target, text)
         if heads is not None:
             hits = head_hits(target, heads, text).cumsum(1)
             top = {f"head_{index + 1}_top": row[:3].tolist() for index, row in enumerate(hits)}
@@ -179,6 +183,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--medusa", type=Path)
     parser.add_argument("--recurrent", type=Path)
+    parser.add_argument("--eagle", type=Path, help="a head of training/eagle.py")
     parser.add_argument("--rows", type=int, default=192, help="rows of text of each kind")
     parser.add_argument("--machine", default="unnamed")
     parser.add_argument("--commit", default="", help="what runs, where there is no git to ask")
@@ -190,7 +195,7 @@ def main() -> None:
         if given.out is None or name.endswith("-all"):
             print(name, json.dumps(row), flush=True)
     if given.out:
-        drafters = {name: vars(given)[name] for name in ("draft", "medusa", "recurrent") if vars(given)[name]}
+        drafters = {name: vars(given)[name] for name in ("draft", "medusa", "recurrent", "eagle") if vars(given)[name]}
         ran = "".join(f" --{name} {folder}" for name, folder in drafters.items())
         origin = {
             "machine": given.machine,

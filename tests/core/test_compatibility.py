@@ -27,6 +27,7 @@ CHOSEN: dict[str, dict[str, object]] = {
     "a drafter on the device": {"speculate": "recycling"},
     "a draft model": {"speculate": "draft:FOLDER"},
     "a recurrent draft": {"speculate": "recurrent:FOLDER"},
+    "a head that follows the model": {"speculate": "eagle:FOLDER"},
     "tensor parallelism": {"tensor_parallel_size": 2},
     "more than two tensor ranks": {"tensor_parallel_size": 4},
     "context parallelism": {"context_parallel_size": 2},
@@ -63,7 +64,7 @@ def choice(*names: str) -> Choice:
         [layer],
         "cuda" if {"a GPU", "a KV format on a GPU", "context parallelism on GPUs"} & set(names) else "cpu",
         (drafter,) if drafter else (),
-        drafts_on_device=drafter in ("recycling", "draft", "recurrent"),
+        drafts_on_device=drafter in ("recycling", "draft", "recurrent", "eagle"),
         drafts_branch=drafter in ("reference", "recycling"),
         hands_over="prefill apart from decode" in names,
     )

@@ -20,12 +20,14 @@ from ridgeline.models.config import read_model
 from ridgeline.models.hub import shipped_model
 from ridgeline.wire.messages import Submit
 from tests.models.families import save
+from tests.speculation.published import eagle, save_head
 from tools.compatibility import EXAMPLES, pairs, refused
 
 MAX_LEN = 128
 PROMPTS = [[(7 * number + 3 * place) % 250 + 5 for place in range(70)] for number in (1, 2, 1)]
 SAMPLING = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 WINDOWS, SHARING, RECURRENT = "layers with windows", "layers that share a cache", "--speculate recurrent"
+EAGLE = "--speculate eagle, mtp"
 FAMILIES = {(): "qwen3", (WINDOWS,): "gemma3", (SHARING,): "cla", (WINDOWS, SHARING): "gemma3n-like"}
 DRAFTS = frozenset(name for name, example in EXAMPLES.items() if "speculate" in example.options)
 EXACT = DRAFTS | {"--kv-offload-gb, --kv-disk", "--no-enable-prefix-caching"}
@@ -44,13 +46,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for family in FAMILIES.values():
         save(family, root / family)
+        save_head(root / family / "eagle", eagle(read_model(root / family)[0]))
     return root
 
 
 def start(root: Path, names: Sequence[str]) -> LocalEngine:
     """An engine with these features, and a cache of little more than one request."""
     folder = root / FAMILIES[tuple(name for name in (WINDOWS, SHARING) if name in names)]
-    drafter = folder
+    drafter = folder / "eagle" if EAGLE in names else folder
     if RECURRENT in names:
         folder, drafter = shipped_model(), shipped_model().parent / "recurrent"
     options: dict[str, Any] = {key: value for name in names for key, value in EXAMPLES[name].options.items()}
@@ -59,7 +62,7 @@ def start(root: Path, names: Sequence[str]) -> LocalEngine:
     model_options, engine_options = split_options(options, ModelConfig, EngineConfig)
     model = ModelConfig(str(folder), dtype="float32", max_model_len=MAX_LEN, **model_options)
     layout = kv_layout(served_spec(read_model(folder)[0], model), 16)
-    pages = 5 * layout.pages_for(MAX_LEN, MAX_LEN) // 4 * (8 if "--speculate draft" in names else 1)
+    pages = 5 * layout.pages_for(MAX_LEN, MAX_LEN) // 4 * (8 if {"--speculate draft", EAGLE} & {*names} else 1)
     config = EngineConfig(
         device="cpu", threads=1, kv_cache_memory=pages * layout.page_bytes, max_num_seqs=2, **engine_options
     )

@@ -74,7 +74,7 @@ def check(bench: DeviceBench, recorder: Recorder) -> None:
     assert {"step", "draw"} <= set(recorder.replayed)
 
 
-@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling"])
+@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling", "eagle", "eagle3"])
 def test_what_the_device_drafts(name: str) -> None:
     bench = speculating("llama-gqa", name, step_tokens=TOKENS)
     check(bench, with_graphs(bench))
@@ -108,12 +108,15 @@ class Guesses:
         """Learns nothing."""
 
 
-DRAFTING = ("guesses", "guesses+itself", "recurrent-tree", "recycling", "quotes", "lookahead", "itself", "medusa")
-"""The first four are quick: drafts of the host, of the device and of both, chains and trees, learned and copied."""
+DRAFTING = (
+    *("guesses", "guesses+itself", "recurrent-tree", "recycling", "eagle"),
+    *("quotes", "lookahead", "itself", "medusa", "guesses+eagle3"),
+)
+"""The first five are quick: drafts of the host, of the device and of both, chains and trees, learned and copied."""
 
 
 @pytest.mark.parametrize(
-    ("name", "depth"), crossed(DRAFTING, (0, 1), quick=lambda name, depth: name < 4 and depth == 1)
+    ("name", "depth"), crossed(DRAFTING, (0, 1), quick=lambda name, depth: name < 5 and depth == 1)
 )
 def test_no_step_with_drafts_runs_without_a_graph(name: str, depth: int) -> None:
     """Requests come while others verify drafts, prompts are read in pieces, and one needs logits processors for a while."""

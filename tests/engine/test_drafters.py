@@ -14,13 +14,16 @@ import torch
 from ridgeline.compress.recurrent import RecurrentModule, save_recurrent
 from ridgeline.core.cost import step_work
 from ridgeline.core.draft import EMPTY_DRAFT, Draft
-from ridgeline.core.drafting import NetworkDrafts
+from ridgeline.core.drafting import FollowingDrafts, NetworkDrafts
 from ridgeline.core.events import StepCounts
 from ridgeline.core.plan import StepPlan
 from ridgeline.core.spec import DTYPE_BYTES
+from ridgeline.models.eagle import load_head
+from ridgeline.models.eagle_files import read_eagle
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views
 from ridgeline.speculation.draft_model import DraftModel
+from ridgeline.speculation.eagle import Eagle
 from ridgeline.speculation.heads import MedusaHeads, tree
 from ridgeline.speculation.interface import RequestView
 from ridgeline.speculation.medusa import Medusa
@@ -29,6 +32,7 @@ from ridgeline.speculation.recycling import Recycling
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from tests.combinations import crossed
 from tests.engine.runners import PROMPT, DeviceBench, alone, pair
+from tests.speculation.published import eagle, eagle3, save_head
 
 OPTIONS: dict[str, dict[str, object]] = {
     "greedy": {},
@@ -56,7 +60,14 @@ def drafters(family: str, device: str = "cpu") -> dict[str, tuple[DeviceDrafter,
     facts = (weights, model.spec, model.ops, torch.float32, torch.device(device))
     chain = Recurrent(*facts, tree([row[:1] for row in UNMEASURED], 4))
     branching = Recurrent(*facts, tree(UNMEASURED, 9))
+    with tempfile.TemporaryDirectory() as name:
+        heads_of = [
+            save_head(Path(name) / str(at), made) for at, made in enumerate((eagle(model.spec), eagle3(model.spec)))
+        ]
+        first, third = (Eagle(load_head(read_eagle(at, model.spec), model, at), model) for at in heads_of)
     return {
+        "eagle": (first, DeviceTraits(4, follows_target=True)),
+        "eagle3": (third, DeviceTraits(3, follows_target=True)),
         "recurrent": (chain, DeviceTraits(4, chain.parents)),
         "recurrent-tree": (branching, DeviceTraits(9, branching.parents)),
         "itself": (DraftModel(model), DeviceTraits(3, reads_tokens=True)),
@@ -131,7 +142,7 @@ PLACES = (
     ("place", "name"),
     crossed(
         PLACES,
-        ("itself", "medusa", "recurrent", "recurrent-tree", "recycling"),
+        ("itself", "medusa", "recurrent", "recurrent-tree", "recycling", "eagle", "eagle3"),
         quick=lambda place, name: place < 4 and (place + name) % 2 == 0,
     ),
 )
@@ -219,8 +230,18 @@ def test_drafters_state_their_work() -> None:
     attention = spec.layers[chain.attended[0]].attention_flops(0, 1) * 70
     assert work["recurrent"][0] == 3 * (2 * 2 * chain.work.elements + attention)
     assert chain.work.stored_bytes < chain.work.elements * 2 < work["recurrent"][1], "8 bits, read once for each level"
+    head, _ = known["eagle"]
+    assert isinstance(head.work, FollowingDrafts)
+    width, [layer] = spec.d_model, head.layers
+    heads, pairs = layer.n_heads * layer.head_dim, 2 * layer.n_kv_heads * layer.head_dim
+    read = 2 * width**2 + (heads + pairs) * width
+    node = read + width * heads + 3 * width * layer.d_ff + spec.embedding_params
+    attention = 3 * layer.attention_flops(0, 1) * 70
+    assert work["eagle"][0] == 2 * 2 * (read + 3 * node) + attention, "every token is read, and three nodes are drafted"
     plan.ahead = 0
-    assert {drafter.work.of(plan, [30, 40]) for drafter, _ in known.values()} == {(0, 0)}
+    idle = {name: drafter.work.of(plan, [30, 40]) for name, (drafter, _) in known.items()}
+    assert idle.pop("eagle") == (2 * 2 * read, read * DTYPE_BYTES[spec.dtype]) and idle.pop("eagle3")[0] > 0
+    assert {*idle.values()} == {(0, 0)}
 
 
 def test_medusa_heads_state_their_work() -> None:

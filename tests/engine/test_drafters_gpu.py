@@ -32,7 +32,7 @@ def exact_float32():
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("plain", [False, True], ids=["all-kinds", "plain-draws"])
-@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling"])
+@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling", "eagle", "eagle3"])
 def test_speculated_is_plain(family: str, graphs: bool, plain: bool, name: str) -> None:
     """Plain draws run in the graphs of steps with drafts, the others beside them."""
     kinds = (

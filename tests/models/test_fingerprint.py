@@ -10,8 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ridgeline.models.config import read_model
+from ridgeline.models.eagle_files import head_hash
 from ridgeline.models.fingerprint import SAMPLE, content_hash
+from ridgeline.models.hub import shipped_model
 from tests.models.families import save
+from tests.speculation.published import eagle, save_head
 
 
 @pytest.fixture
@@ -65,6 +69,20 @@ def test_one_value_between_the_samples_escapes(folder: Path) -> None:
     assert load_file(folder / "model.safetensors")[name].nbytes > 4 * SAMPLE
     _change(folder, name, 0)
     assert content_hash(folder) == before
+
+
+def test_a_pickled_head(tmp_path: Path) -> None:
+    """Copies are equal, and one changed value makes another head, by the CRC-32 at the end of the file."""
+    spec = read_model(shipped_model())[0]
+    hashes = []
+    for copy, change in enumerate((0, 0, 1)):
+        keys, tensors = eagle(spec)
+        tensors["embed_tokens.weight"][1000, 7] += change
+        head = save_head(tmp_path / str(copy), (keys, tensors), pickled=True)
+        hashes.append(head_hash(head))
+    assert hashes[0] == hashes[1] != hashes[2]
+    head = save_head(tmp_path / "safetensors", (keys, tensors))
+    assert head_hash(head) == content_hash(head)
 
 
 def test_all_files_of_an_index_count(folder: Path, tmp_path: Path) -> None:

@@ -174,13 +174,13 @@ def test_what_users_of_vllm_write() -> None:
 @pytest.mark.parametrize(
     ("speculate", "options", "words"),
     [
-        ("eagle", {}, "'eagle' is unknown"),
+        ("hydra", {}, "'hydra' is unknown"),
         ("draft", {}, "must name a folder"),
         ("recycling:x", {}, "must not name a folder"),
         ("lookahead:w=15,n=5,g=15", {}, "a draft has at most 63"),
         ("reference+lookahead:x", {}, "'x' is not one of w=, n= and g="),
         ("recycling+medusa:x", {}, "'medusa:x' cannot be joined to 'recycling'"),
-        ('{"method": "eagle3", "model": "x"}', {}, "'eagle3' is unknown"),
+        ('{"method": "hydra", "model": "x"}', {}, "'hydra' is unknown"),
         ("{nonsense", {}, "cannot be read"),
         ('{"method": "ngram", "num_speculative_tokens": "5"}', {}, "'5', not a whole number from 1 to 63"),
         ('{"method": "ngram", "num_speculative_tokens": 64}', {}, "64, not a whole number from 1 to 63"),

@@ -23,7 +23,7 @@ from ridgeline.core.spec import LayerSpec, ModelSpec
 from ridgeline.models.config import read_model
 from ridgeline.models.rope import rope_table
 from ridgeline.models.tensor_names import require_llama
-from ridgeline.models.weights import HEAD, UNUSED, checkpoint_files, opened, short_name
+from ridgeline.models.weights import HEAD, UNUSED, checkpoint_files, opened, predicts, short_name
 
 PREFIX = "model."
 """Prefix of every tensor but the head in the checkpoint of a causal model."""
@@ -309,7 +309,7 @@ def load_decoder(folder: Path, context: int = 4096) -> TrainableDecoder:
                             f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(parameter.shape)}."
                         )
                     parameter.copy_(tensor)
-                elif not UNUSED.search(name) and not (key == HEAD and spec.tied):
+                elif not UNUSED.search(name) and not (key == HEAD and spec.tied) and not predicts(key, spec):
                     unknown.append(name)
     if missing or unknown:
         raise UnsupportedModel(

@@ -56,6 +56,7 @@ FEATURES: Mapping[str, Feature] = {
     "a drafter on the device": Feature("speculate", lambda choice: choice.drafts_on_device),
     "a draft model": Feature("speculate", lambda choice: "draft" in choice.drafters),
     "a recurrent draft": Feature("speculate", lambda choice: "recurrent" in choice.drafters),
+    "a head that follows the model": Feature("speculate", lambda choice: bool({"eagle", "mtp"} & {*choice.drafters})),
     "tensor parallelism": Feature("tensor_parallel_size", lambda choice: choice.engine.tensor_parallel_size > 1),
     "more than two tensor ranks": Feature(
         "tensor_parallel_size", lambda choice: choice.engine.tensor_parallel_size > 2
@@ -132,6 +133,12 @@ REFUSALS: Sequence[Refusal] = (
         "retention",
         "a draft model",
         "a draft model may read tokens later, when they are dropped",
+        "use --speculate reference",
+    ),
+    Refusal(
+        "retention",
+        "a head that follows the model",
+        "the head's keys and values are not moved when tokens are dropped",
         "use --speculate reference",
     ),
     Refusal(
@@ -216,7 +223,13 @@ REFUSALS: Sequence[Refusal] = (
             "the drafter attends to keys of which each rank has a part",
             "use --speculate reference",
         )
-        for drafter in ("a draft model", "a recurrent draft")
+        for drafter in ("a draft model", "a recurrent draft", "a head that follows the model")
+    ),
+    Refusal(
+        _TENSOR_PARALLEL,
+        "a head that follows the model",
+        "the head reads the whole embedding, and each rank has a part of it",
+        "use --speculate reference",
     ),
     Refusal(
         "context parallelism on GPUs",

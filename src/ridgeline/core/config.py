@@ -116,7 +116,7 @@ class EngineConfig:
     speculate: str = option(
         "",
         "speculative decoding: auto, reference[:FILE], lookahead[:w=W,n=N,g=G], recycling, recurrent:FOLDER, "
-        "draft:FOLDER, medusa:FOLDER; combine two of them with +",
+        "draft:FOLDER, medusa:FOLDER, eagle:FOLDER, mtp; combine two of them with +",
         "--speculative-config",
     )
     draft_tokens: int | None = option(None, "maximum draft tokens per request and step", "--num-speculative-tokens")

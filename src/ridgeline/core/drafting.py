@@ -67,6 +67,28 @@ class NetworkDrafts(DraftWork):
         return runs * (2 * len(rows) * self.elements + flops), read
 
 
+@dataclass(frozen=True, slots=True)
+class FollowingDrafts(DraftWork):
+    """A layer with a cache of its own that reads every query token of the target, and drafts chains.
+
+    node, reads: elements of the matrices that a node and a read token are multiplied by. width: bytes of an element. layer: the
+    layer, with the bytes per token of its keys and values.
+    """
+
+    node: int
+    reads: int
+    width: int
+    layer: LayerSpec
+    slot_bytes: int
+
+    def of(self, plan: StepPlan, ends: Sequence[int]) -> tuple[int, int]:
+        rows = drawing(plan, ends)
+        flops, slots = self.layer.attention([(end - 1, 1) for end in rows]) if plan.ahead else (0, 0)
+        products = 2 * self.reads * sum(plan.n_query) + 2 * self.node * len(rows) * plan.ahead
+        moved = (self.reads + self.node * plan.ahead) * self.width + plan.ahead * slots * self.slot_bytes
+        return products + plan.ahead * flops, moved
+
+
 def drawing(plan: StepPlan, ends: Sequence[int]) -> list[int]:
     """The ends of rows that draw, after which drafts follow."""
     return [end for end, samples in zip(ends, plan.samples, strict=True) if samples]

@@ -203,6 +203,8 @@ class ModelSpec:
     host_bytes: int = 0
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    mtp_layers: int = 0
+    """Layers for multi-token prediction in the checkpoint, behind those of the decoder, which does not have them."""
 
     def scale_of(self, layer: LayerSpec) -> float:
         return self.query_scale if self.query_scale is not None else layer.head_dim**-0.5

@@ -33,9 +33,10 @@ from ridgeline.hardware.ceilings import read_ceilings
 from ridgeline.kv.retention import read_retention
 from ridgeline.metrics.account import DeviceAccount
 from ridgeline.models.build import LoadedModel
+from ridgeline.models.eagle_files import head_hash
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.weights import Progress
-from ridgeline.speculation.build import draft_model
+from ridgeline.speculation.build import HEADS, draft_model
 from ridgeline.speculation.options import Wanted
 from ridgeline.text.grammar import GrammarCompiler
 from ridgeline.text.grammar_cache import GrammarCache
@@ -109,6 +110,8 @@ def _fingerprint(folder: Path, model: ModelConfig, spec: ModelSpec, layout: KvLa
     digest = sha256(repr((spec, layout, dummy and model.seed)).encode() + content_hash(folder, weights=not dummy))
     if wanted.device == "draft":
         digest.update(content_hash(draft_model(wanted, spec, model.load_format)[0], weights=not dummy))
+    if wanted.device in HEADS and wanted.folder is not None:
+        digest.update(head_hash(wanted.folder))
     return digest.hexdigest()
 
 

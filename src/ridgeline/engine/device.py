@@ -28,7 +28,7 @@ from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Gathered, Int, Knob, Spread
 from ridgeline.ops.sample import Limits, greedy
 from ridgeline.ops.step import KvView, Selection, StepInputs
-from ridgeline.speculation.device import DeviceDrafter, DraftRows, NoDrafter
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, DrawnTokens, NoDrafter, QueryTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class DeviceStep:
         self.longest = rows.tables.shape[2] * rows.page_tokens
         self.has_adapters = bool(Linears.of(self.decoder).weights)
         """Steps of adapted batches run other kernels."""
+        self.state_width = spec.d_model + drafter.extra
+        """Elements of a token's hidden state, what the drafter appends included."""
 
     def one_layer_of_each_kind(self) -> DeviceStep:
         """A step through one layer of each kind, for warm-up: it launches the same kernels, and its results are meaningless."""
@@ -121,16 +123,18 @@ class DeviceStep:
         Args:
             max_length: upper bound of the slots of a row.
         Returns:
-            hidden [W, d_model]: of the query tokens whose logits are needed, then of those to score.
+            hidden [W, state_width]: of the query tokens whose logits are needed, then of those to score.
         """
         ragged, (gathered, step) = batch.ragged, self._gathered(batch, max_length)
         all_logits_needed = ragged is None or not (batch.shape.chunked or batch.scores is not None)
         wanted = None if all_logits_needed or ragged is None else ragged.at
         if wanted is not None and batch.scores is not None:
             wanted = torch.cat((wanted, batch.scores.at))
-        hidden = self.decoder.forward(gathered.tokens, self._views(self._layers, gathered.slots), step, wanted)
+        views = self._views(self._layers, gathered.slots)
+        hidden, features = self.drafter.states(self.decoder, gathered.tokens, views, step, wanted)
         if ragged is not None and batch.shape.chunked:
-            self.drafter.read(gathered.tokens, self._drafter_views, gathered.slots, step)
+            query = QueryTokens(self.rows.state, gathered.tokens, gathered.slots, step, features)
+            self.drafter.read(query, self._drafter_views)
         if ragged is not None and (hidden.is_cuda or batch.shape.chunked):
             # A row that has ended advances by 0 here: all its tokens are computed.
             advance = ragged.advance.unsqueeze(1).expand(-1, int(Int.KNOWN))
@@ -140,7 +144,7 @@ class DeviceStep:
     def read(self, batch: Batch) -> None:
         """Run the drafter over the query tokens of a batch."""
         gathered, step = self._gathered(batch, self.longest)
-        self.drafter.read(gathered.tokens, self._drafter_views, gathered.slots, step)
+        self.drafter.read(QueryTokens(self.rows.state, gathered.tokens, gathered.slots, step), self._drafter_views)
 
     def _gathered(self, batch: Batch, max_length: int) -> tuple[Gathered, StepInputs]:
         rows, ragged = batch.rows, batch.ragged
@@ -230,19 +234,23 @@ class DeviceStep:
             bound: most tokens that a row knows before sampling.
             learn: the drafter sees the logits.
         Returns:
-            The outcome, and the hidden states. If the step drafts ahead, these are [S, d_model]: the state from which the last
+            The outcome, and the hidden states. If the step drafts ahead, these are [S, state_width]: the state from which the last
             token of each row was drawn.
         """
-        scores, pooled, draws = None, None, len(batch.owners)
+        scores, pooled, draws, nodes = None, None, len(batch.owners), batch.nodes
+        states, hidden = hidden, hidden[:, : self.spec.d_model].contiguous()
         if batch.scores is not None:
-            (scores, pooled), hidden = self._score(batch.scores, hidden[draws:]), hidden[:draws]
+            (scores, pooled), hidden, states = self._score(batch.scores, hidden[draws:]), hidden[:draws], states[:draws]
         if not draws:
-            return Outcome(None, None, scores, pooled=pooled), hidden
+            return Outcome(None, None, scores, pooled=pooled), states
         drawn, logprobs = self._drawn(batch, hidden, bound, learn)
+        number, depth = (None, None) if nodes is None else (nodes.number, nodes.depth)
+        seen = DrawnTokens(self.rows.state, batch.owners, number, depth, drawn, states, self.longest)
+        self.drafter.follow(seen, self._drafter_views)
         packed, path = self._advance(batch, drawn)
-        if batch.nodes is not None and batch.ahead:
-            hidden = self.ops.sampler.last(packed, path, hidden, batch.nodes.drafted.first)
-        return Outcome(packed, _along(logprobs, batch, path), scores, pooled=pooled), hidden
+        if nodes is not None and batch.ahead:
+            states = self.ops.sampler.last(packed, path, states, nodes.drafted.first)
+        return Outcome(packed, _along(logprobs, batch, path), scores, pooled=pooled), states
 
     def draft(self, rows: Tensor, hidden: Tensor, ahead: int, greedy: bool) -> Tensor | None:
         """Draft `ahead` nodes for the next step of device rows int32 [S], after their last known tokens. hidden: from finish.

@@ -60,13 +60,13 @@ class GraphExecutor(Executor):
         self._mixed = mixed_shapes(sizes, step.spec)
         self._nodes = [nodes for nodes in sizes.drafts if nodes]
         self._drafts = draft_shapes(sizes, bool(step.drafter.parents))
-        self._unread = reading(min(sizes.rows, MIXED_ROWS) + 1, UNREAD_TOKENS) if step.drafter.layers else None
+        self._unread = reading(min(sizes.rows, MIXED_ROWS) + 1, UNREAD_TOKENS) if step.drafter.catches_up else None
         several = [*self._mixed, *chain.from_iterable(self._drafts.values())]
         # Zeros point to row 0, the scratch row, so that runs before the first load change no request.
         zeros = partial(torch.zeros, dtype=torch.int32, device=step.rows.ints.device)
         self._drawing = zeros(max([sizes.rows, *(shape.rows for shape in several)]))
         """Device rows that draw in the loaded step, padded with zeros."""
-        self._hidden = step.decoder.embedding.new_zeros(len(self._drawing), step.spec.d_model)
+        self._hidden = step.decoder.embedding.new_zeros(len(self._drawing), step.state_width)
         """Hidden states that they sample from; after sampling, the states that drafts start from."""
         self._batches = {shape: unpack(self._drawing[: shape.rows], shape) for shape in self._buckets}
         for shape in [*several, *([self._unread] if self._unread else [])]:

@@ -168,7 +168,7 @@ def warm_up_draws(step: DeviceStep, rows: int) -> None:
     biases, masks and log-probabilities, sampled and greedy."""
     row_index = torch.arange(rows, dtype=torch.int32, device=step.rows.ints.device)
     zeros, vocab = torch.zeros_like(row_index), step.spec.vocab_size
-    hidden = step.decoder.embedding.new_zeros(rows, step.spec.d_model)
+    hidden = step.decoder.embedding.new_zeros(rows, step.state_width)
     all_inputs = LogitsInputs(
         penalized=row_index,
         early=row_index,
@@ -195,7 +195,7 @@ def warm_up_verification(step: DeviceStep, rows: int, width: int, tree: bool) ->
     shape = StepShape.verifying(rows, width - 1, tree)
     packed = torch.zeros(packed_size(shape), dtype=torch.int32, device=step.rows.ints.device)
     batch = replace(unpack(packed, shape), ahead=1)
-    step.finish(batch, step.decoder.embedding.new_zeros(shape.tokens, step.spec.d_model), KNOWN)
+    step.finish(batch, step.decoder.embedding.new_zeros(shape.tokens, step.state_width), KNOWN)
 
 
 def allocate_pinned() -> None:

@@ -24,6 +24,7 @@ from ridgeline.models.families import (
     FIXED,
     HARMLESS,
     HARMLESS_PREFIXES,
+    MTP,
     REFUSED,
     WITHOUT_PARTS,
     WRAPPERS,
@@ -172,6 +173,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         positions=max_len if family.rotated == "none" else 0,
         tied=bool(outer.get("tie_word_embeddings", values["tie_word_embeddings"])),
         final_softcap=values.get("final_logit_softcapping"),
+        mtp_layers=_mtp_layers(text),
         dtype=_dtype(text, outer),
         quantization=stored.quantization,
         head_format=stored.head,
@@ -301,6 +303,13 @@ def _windows(family: Family, values: Mapping[str, Any]) -> list[int | None]:
     if window is None and "sliding_attention" in kinds:
         raise ConfigError("config.json: layer_types has sliding_attention, but there is no sliding_window.")
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _mtp_layers(text: Mapping[str, Any]) -> int:
+    count = text.get(MTP) or 0
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ConfigError(f"config.json: {MTP} is {count!r}: it must be a number of layers.")
+    return count
 
 
 def _activation(values: Mapping[str, Any], known: Mapping[str, str]) -> Any:

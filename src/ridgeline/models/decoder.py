@@ -157,6 +157,28 @@ class Decoder:
             stream = self.layers[-1](stream, views[-1], step, wanted)
         return apply_norm(self._build.normed(stream, self.final_norm), self._build.ops.tokenwise.rms_norm)
 
+    def tapped(
+        self,
+        tokens: torch.Tensor,
+        views: Sequence[KvView],
+        step: StepInputs,
+        wanted: torch.Tensor | None,
+        taps: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` layer by layer. Returns its result, and the residual streams before the layers `taps`, [T, len(taps) d_model].
+        Taps beyond the layers, as in a decoder of `with_layers`, give the embeddings."""
+        stream = self._embed(tokens, step)
+        taken, final = dict.fromkeys(taps, stream.clone()), self.layers[-1]
+        restricted = None if wanted is None or len(wanted) >= len(tokens) else wanted
+        for index, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
+            if index in taken:
+                taken[index] = stream.clone()  # layers may overwrite the stream
+            stream = layer(stream, view, step, restricted if layer is final else None)
+        if restricted is None and wanted is not None:
+            stream = stream.index_select(0, wanted)
+        normed = apply_norm(self._build.normed(stream, self.final_norm), self._build.ops.tokenwise.rms_norm)
+        return normed, torch.cat([taken[tap] for tap in taps], dim=1)
+
     def queries(self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> Iterator[torch.Tensor]:
         """Run the layers, and give the rotated queries [T, heads, d] of each."""
         stream = self._embed(tokens, step)

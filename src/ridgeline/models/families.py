@@ -179,6 +179,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
+MTP = "num_nextn_predict_layers"
+"""Key of config.json: layers for multi-token prediction in the checkpoint."""
+
 # Keys of config.json that do not affect a text decoder: bookkeeping, training, other tools.
 HARMLESS = frozenset(
     (
@@ -215,6 +218,7 @@ HARMLESS = frozenset(
         "router_aux_loss_coef",
         "router_jitter_noise",
         "output_router_logits",
+        MTP,
     )
 )
 HARMLESS_PREFIXES = ("_", "unsloth", "transformers", "summary_")

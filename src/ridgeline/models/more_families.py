@@ -59,6 +59,21 @@ _TRAINING = dict.fromkeys(("dropout", "attn_pdrop", "layerdrop", "init_std"))
 
 MORE_FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "mimo": Family(
+            "MiMo-7B (Xiaomi)",
+            ("MiMoForCausalLM",),
+            {
+                **SHAPE,
+                **_CODE,
+                "use_sliding_window": False,
+                "sliding_window": None,
+                "max_window_layers": 28,
+                "layer_types": None,
+            },
+            {"qkv_bias": True},
+            fixed={"attention_bias": (True, None), "use_mrope": (False, None)},
+            windows="listed",
+        ),
         "phi3": Family(
             "Phi-3, Phi-3.5, Phi-4 and Phi-4-mini",
             ("Phi3ForCausalLM",),

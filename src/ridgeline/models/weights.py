@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.spec import ModelSpec
 from ridgeline.gguf.folder import LINK, SUFFIX
 from ridgeline.gguf.tensors import GgufTensors
 from ridgeline.models.decoder import Decoder
@@ -96,12 +97,13 @@ def targets(decoder: Decoder) -> dict[str, Target]:
         dtypes = decoder.head.expects[0, "weight"].dtypes
         tensor_targets[HEAD] = Target(Expected((spec.vocab_size, spec.d_model), dtypes), "weight", decoder.load_head)
     for index, layer in enumerate(decoder.layers, stage.layers.start or 0):
-        for name, target in _layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
+        for name, target in layer_targets(layer, POST_NORMS if spec.post_norms else NORMS):
             tensor_targets[f"layers.{index}.{name}"] = target
     return tensor_targets
 
 
-def _layer_targets(layer: DecoderLayer, norms: dict[str, str]) -> Iterator[tuple[str, Target]]:
+def layer_targets(layer: DecoderLayer, norms: Mapping[str, str]) -> Iterator[tuple[str, Target]]:
+    """Every tensor of a layer, by its name in checkpoints behind that of the layer. norms: NORMS or POST_NORMS."""
     attention, feed_forward = layer.attention, layer.feed_forward
     for field, weight in (*attention.linears(), *feed_forward.linears()):
         names = _projections(field)
@@ -236,7 +238,11 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                 key = short_name(name)
                 target = wanted.pop(key, None)
                 if target is None:
-                    elsewhere = (key == HEAD and decoder.spec.tied) or _of_another_rank(key, decoder)
+                    elsewhere = (
+                        (key == HEAD and decoder.spec.tied)
+                        or _of_another_rank(key, decoder)
+                        or predicts(key, decoder.spec)
+                    )
                     if not UNUSED.search(name) and not elsewhere and not _no_bias(key, get()):
                         unknown.append(name)
                     continue
@@ -272,6 +278,12 @@ def _of_another_rank(name: str, decoder: Decoder) -> bool:
         return False
     others = set(layers) - set(layers[decoder.stage.layers])
     return name in (EMBEDDING, POSITIONS, FINAL_NORM, "norm.bias", HEAD) if layer is None else int(layer[1]) in others
+
+
+def predicts(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor, by its short name, is of a layer for multi-token prediction, which only a drafter reads (models.eagle)."""
+    layer = re.match(r"(mtp_)?layers\.(\d+)\.", name)
+    return layer is not None and int(layer[2]) - (0 if layer[1] else len(spec.layers)) in range(spec.mtp_layers)
 
 
 def _no_bias(name: str, tensor: torch.Tensor) -> bool:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ridgeline.core.compatibility import Choice
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sizing import DrafterMemory
-from ridgeline.core.spec import ModelSpec
+from ridgeline.core.spec import LayerSpec, ModelSpec
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
+from ridgeline.models.eagle import load_head
+from ridgeline.models.eagle_files import head_layers, mtp_bytes, read_eagle, read_mtp
 from ridgeline.models.hub import resolve_model, shipped_model
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.device import DeviceDrafter, NoDrafter
 from ridgeline.speculation.draft_model import DraftModel
+from ridgeline.speculation.eagle import Eagle
 from ridgeline.speculation.first_of import FirstOf
 from ridgeline.speculation.heads import load_heads, tree
 from ridgeline.speculation.host import HostDrafter
@@ -55,7 +59,10 @@ def wanted_by(config: EngineConfig, spec: ModelSpec, folder: Path, place: str) -
         ConfigError: as read_wanted.
     """
     shipped = place == "cpu" and folder == shipped_model() and not spec.quantization
-    return read_wanted(config, folder.parent / "recurrent" if shipped else None)
+    wanted = read_wanted(config, folder.parent / "recurrent" if shipped else None)
+    return (
+        replace(wanted, folder=folder) if wanted.device == "mtp" else wanted
+    )  # its weights are in the model's checkpoint
 
 
 def draft_model(wanted: Wanted, spec: ModelSpec, load_format: str) -> tuple[Path, ModelConfig]:
@@ -80,8 +87,13 @@ def memory_of_drafters(config: EngineConfig, spec: ModelSpec, folder: Path, plac
         draft = served_spec(read_model(draft_folder)[0], draft_config)
         check_draft(draft, spec)
         return wanted, DrafterMemory(draft.layers, draft.weight_bytes, logits)
+    layers: tuple[LayerSpec, ...] = ()
+    if wanted.folder is not None and wanted.device in HEADS:
+        layers = head_layers(wanted.device, wanted.folder, spec)
+    if wanted.folder is not None and wanted.device == "mtp":
+        return wanted, DrafterMemory(layers, mtp_bytes(wanted.folder, spec), logits)
     files = wanted.folder.glob("*") if wanted.folder is not None else ()
-    return wanted, DrafterMemory((), 2 * sum(file.stat().st_size for file in files if file.is_file()), logits)
+    return wanted, DrafterMemory(layers, 2 * sum(file.stat().st_size for file in files if file.is_file()), logits)
 
 
 def choice_of(model: ModelConfig, config: EngineConfig, spec: ModelSpec, wanted: Wanted, device: str) -> Choice:
@@ -144,11 +156,18 @@ def _medusa(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> t
     return medusa, DeviceTraits(len(medusa.parents), medusa.parents)
 
 
+def _head(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
+    files = HEADS[wanted.device](folder, target.spec)
+    return Eagle(load_head(files, target, folder), target), DeviceTraits(wanted.max_nodes, follows_target=True)
+
+
 def _recycling(wanted: Wanted, target: LoadedModel, folder: Path, dummy: bool) -> tuple[DeviceDrafter, DeviceTraits]:
     recycling = Recycling(target.spec.vocab_size, target.decoder.embedding.device)
     return recycling, DeviceTraits(min(wanted.max_nodes, len(recycling.parents)), recycling.parents)
 
 
+HEADS = {"eagle": read_eagle, "mtp": read_mtp}
+"""Drafters with a layer that follows the target -> function that reads its files."""
 HOST_DRAFTERS = {"reference": _ngram, "lookahead": lambda wanted, target, encode: Lookahead(wanted.lookahead)}
 DEVICE_DRAFTERS = {
     "": lambda wanted, target, folder, dummy: (NoDrafter(), None),
@@ -156,5 +175,7 @@ DEVICE_DRAFTERS = {
     "recurrent": _recurrent,
     "medusa": _medusa,
     "recycling": _recycling,
+    "eagle": _head,
+    "mtp": _head,
 }
 """Name in options.DRAFTERS -> function that opens the drafter; folder: its weights, if it has any. "": no device drafter."""

@@ -12,6 +12,7 @@ import torch
 
 from ridgeline.core.drafting import NO_DRAFT_WORK, DraftWork
 from ridgeline.core.spec import LayerSpec
+from ridgeline.models.decoder import Decoder
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.ops.sample import greedy
@@ -24,9 +25,9 @@ Views = Callable[[torch.Tensor], Sequence[KvView]]
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Rows that have just drawn a token. rows: int32 [S], device rows. temperatures: float32 [R], of all rows. hidden: [S,
-    d_model], the target's states from which the last tokens were drawn. longest: most slots of a row. greedy: all rows are
-    greedy."""
+    """Rows that have just drawn a token. rows: int32 [S], device rows. temperatures: float32 [R], of all rows. hidden: [S, W],
+    the target's states (DeviceDrafter.states) from which the last tokens were drawn. longest: most slots of a row. greedy: all rows
+    are greedy."""
 
     state: RowState
     rows: torch.Tensor
@@ -50,6 +51,33 @@ class DraftRows:
     def known(self) -> torch.Tensor:
         """Number of known tokens of each row, int32 [S]."""
         return self.state.ints[:, Int.KNOWN].index_select(0, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTokens:
+    """Query tokens of a step, int32 [T], as a drafter reads them. slots: int64 [groups, T], where their keys go. features: [T, F],
+    the target's states of them that DeviceDrafter.states returned; None: the target did not run."""
+
+    state: RowState
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    step: StepInputs
+    features: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """Tokens int32 [N] that a step drew, one after the last known token of each row that draws and after each node of its draft,
+    before the rows advance. rows: int32 [N], the device row of each. number, depth: int32 [N], index among the nodes of the row and
+    level in the tree; None without drafts. states: [N, W], as in DraftRows.hidden. longest: most slots of a row."""
+
+    state: RowState
+    rows: torch.Tensor
+    number: torch.Tensor | None
+    depth: torch.Tensor | None
+    tokens: torch.Tensor
+    states: torch.Tensor
+    longest: int
 
 
 def draw_draft(
@@ -86,6 +114,10 @@ class DeviceDrafter:
     """Layers of the target whose keys and values it reads."""
     parents: tuple[int, ...] = ()
     """Parents of the largest draft's nodes; a smaller draft is a prefix. Empty: chains."""
+    catches_up = False
+    """It reads tokens that rows gained while drafting was off, from their ids alone."""
+    extra = 0
+    """Elements that `states` appends to the hidden state of each token."""
 
     work: DraftWork = NO_DRAFT_WORK
     """Counts its FLOPs and bytes."""
@@ -94,8 +126,23 @@ class DeviceDrafter:
         """Whether `see` needs the logits of the next step. Called once for each step that no graph runs."""
         return False
 
-    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
-        """Read query tokens int32 [T] of a step with a prompt chunk, or tokens gained while drafting was off."""
+    def states(
+        self,
+        target: Decoder,
+        tokens: torch.Tensor,
+        views: Sequence[KvView],
+        step: StepInputs,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the target; arguments as of Decoder.forward. Returns the hidden states, [T or wanted, d_model + extra], and what
+        `read` needs of all query tokens, [T, F]."""
+        return target.forward(tokens, views, step, wanted), None
+
+    def read(self, query: QueryTokens, views: Views) -> None:
+        """Read query tokens of a step with a prompt chunk, or tokens gained while drafting was off."""
+
+    def follow(self, drawn: DrawnTokens, views: Views) -> None:
+        """Observe the tokens that a step drew and the states from which it drew them. Called in every step."""
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Observe the target's logits [N, V], which predict the tokens at places int32 [N] of device rows int32 [N]."""

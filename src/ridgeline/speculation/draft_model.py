@@ -17,7 +17,7 @@ from ridgeline.models.build import LoadedModel
 from ridgeline.ops.rows import Int, Spread
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import ChainParts, ChainStart, LastTokens, RunChain
-from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views, draw_draft
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, QueryTokens, Views, draw_draft
 
 _UNREAD = 2
 """Tokens that the draft model has not read if its whole draft was accepted: the last node, and the token drawn after it."""
@@ -29,6 +29,8 @@ class DraftModel(DeviceDrafter):
     vocabulary: the only tokens that it proposes, ascending; empty: all. The head is most of the work of a small draft model, and
     most accepted tokens are frequent ones (FR-Spec, Zhao et al. 2025). A vocabulary replaces the head of the decoder.
     """
+
+    catches_up = True
 
     def __init__(self, model: LoadedModel, vocabulary: Sequence[int] = ()) -> None:
         self._decoder, self._ops = model.decoder, model.ops
@@ -45,9 +47,9 @@ class DraftModel(DeviceDrafter):
         if parts is not None:
             self._chain = self._ops.programs.chain(parts, self._step_by_step)
 
-    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
+    def read(self, query: QueryTokens, views: Views) -> None:
         """Compute keys and values. The step is copied, so that values derived from it are derived anew for these layers."""
-        self._decoder.forward(tokens, views(slots), replace(step), tokens[:0])
+        self._decoder.forward(query.tokens, views(query.slots), replace(query.step), query.tokens[:0])
 
     def draft(self, draft_rows: DraftRows, count: int, views: Views) -> None:
         """Read the last two tokens, then draft token by token; each forward pass reads the token drafted before. A row stops at an

@@ -35,9 +35,21 @@ DRAFTERS: Mapping[str, DrafterKind] = {
     "recurrent": DrafterKind(on_host=False, nodes=7, argument=":FOLDER", chains=True),
     "draft": DrafterKind(on_host=False, nodes=4, argument=":FOLDER", chains=True),
     "medusa": DrafterKind(on_host=False, nodes=8, argument=":FOLDER"),
+    "eagle": DrafterKind(on_host=False, nodes=4, argument=":FOLDER", chains=True),
+    "mtp": DrafterKind(on_host=False, nodes=3, chains=True),
 }
 """Name in the option -> drafter. build.py opens them."""
-METHODS = {"ngram": "reference", "draft_model": "draft", "medusa": "medusa", "lookahead": "lookahead"}
+METHODS = {
+    "ngram": "reference",
+    "draft_model": "draft",
+    "medusa": "medusa",
+    "lookahead": "lookahead",
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "mtp": "mtp",
+    "mimo_mtp": "mtp",
+    "deepseek_mtp": "mtp",
+}
 """Method of vLLM's --speculative-config -> drafter."""
 
 
@@ -121,7 +133,7 @@ def _from_json(text: str, nodes: int | None) -> tuple[str, int | None]:
     name, count = METHODS[method], options.get("num_speculative_tokens")
     if count is not None and not (type(count) is int and 1 <= count <= MAX_DRAFT):
         raise refusal(f"num_speculative_tokens is {count!r}, not a whole number from 1 to {MAX_DRAFT}")
-    if DRAFTERS[name].on_host:
+    if DRAFTERS[name].argument != ":FOLDER":
         return name, nodes or count
     if "model" not in options:
         raise refusal(f'method {method!r} needs the key "model"')

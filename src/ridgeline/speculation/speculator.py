@@ -43,9 +43,16 @@ class DeviceTraits:
     parents: tuple[int, ...] = ()
     """Parents of the largest draft's nodes; empty for chains."""
     reads_tokens: bool = False
-    """It has its own keys and values, so it must read every token once."""
+    """It has its own keys and values, and reads tokens that rows gained while drafting was off before it drafts again."""
+    follows_target: bool = False
+    """It has its own keys and values, and writes those of every token in the step in which the target reads it."""
     cuts: bool = False
     """It returns how many of its nodes are worth verifying."""
+
+    @property
+    def writes_slots(self) -> bool:
+        """Drafting writes keys and values of nodes, in slots after the row's."""
+        return self.reads_tokens or self.follows_target
 
     @property
     def chain_nodes(self) -> int:
@@ -71,7 +78,7 @@ class Speculator(Speculation):
         sampled: Controller | None = None,
     ) -> None:
         self.max_nodes = controller.sizes[-1]
-        self.slots_ahead = self.max_nodes if device is not None and device.reads_tokens else 0
+        self.slots_ahead = self.max_nodes if device is not None and device.writes_slots else 0
         self.idle, self.limits = False, limits
         self._host, self._device, self._controller = host, device, controller
         self._controllers = controller, sampled or Controller(controller.sizes, controller.fixed)
