@@ -9,7 +9,7 @@ Rows slo-sim-ARRIVALS-RATE-LIMITS: shares of good requests without and with limi
 someone who knows all arrivals: which requests are given up is fixed from the start, and a climb searches the best choice, beginning
 with those that miss their limits. slo-sim-ARRIVALS-goodput-LIMITS: gain of the highest rate at which 95 % of requests are good.
 
-The second runs two servers at each rate, one with --slo and one without. Rows slo-measured-RATE.
+The second runs two servers at each rate, one with --slo and one without. Rows slo-measured-RATE-LIMITS-without and -with.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def simulated(args: argparse.Namespace, tell_row: Callable[[Row], None]) -> None
     if args.bursts:
         trace = read_trace(args.bursts).first(2 * args.requests)
         arrivals["bursts"] = lambda rate: stretched(trace, rate)
-    for text in LIMITS:
+    for text in args.limits or LIMITS:
         slo = Slo.parse(text)
         name = text.replace("=", "-").replace(",", "-")
         for kind, at in arrivals.items():
@@ -154,7 +154,7 @@ def simulated(args: argparse.Namespace, tell_row: Callable[[Row], None]) -> None
 
 
 async def measured(args: argparse.Namespace, tell_row: Callable[[Row], None]) -> None:
-    for text in LIMITS:
+    for text in args.limits or LIMITS:
         for words in ([], ["--slo", text]):
             with tempfile.TemporaryDirectory() as place:
                 options = [
@@ -193,6 +193,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clairvoyant", type=numbers, default=[22.0], help="rates for which that order is searched")
     parser.add_argument("--rounds", type=int, default=40, help="steps of the search of that order")
     parser.add_argument("--compute-share", type=float, default=0.66)
+    parser.add_argument("--limits", action="append", help="as --slo of serve; may be repeated (default: two)")
     parser.add_argument("--measure", action="store_true", help="run servers instead of simulating them")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--run-s", type=float, default=20.0, help="seconds in which the requests of a run are sent")
