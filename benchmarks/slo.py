@@ -9,7 +9,8 @@ Rows slo-sim-ARRIVALS-RATE-LIMITS: shares of good requests without and with limi
 someone who knows all arrivals: which requests are given up is fixed from the start, and a climb searches the best choice, beginning
 with those that miss their limits. slo-sim-ARRIVALS-goodput-LIMITS: gain of the highest rate at which 95 % of requests are good.
 
-The second runs two servers at each rate, one with --slo and one without. Rows slo-measured-RATE-LIMITS-without and -with.
+The second runs two servers, one with --slo and one without; on a CPU of the shipped model. Rows slo-measured-RATE-LIMITS-without
+and slo-measured-RATE-LIMITS-with.
 """
 
 from __future__ import annotations
@@ -157,20 +158,16 @@ async def measured(args: argparse.Namespace, tell_row: Callable[[Row], None]) ->
     for text in args.limits or LIMITS:
         for words in ([], ["--slo", text]):
             with tempfile.TemporaryDirectory() as place:
-                options = [
-                    "--load-format=dummy",
-                    f"--device={args.device}",
-                    "--max-model-len=16384",
-                    "--no-enable-prefix-caching",
-                ]
-                folder = folder_of(str(args.model), place)
+                options = [f"--device={args.device}", "--no-enable-prefix-caching", *words]
+                if folder := folder_of(str(args.model) if args.device == "cuda" else "", place):
+                    options += [folder, "--load-format=dummy", "--max-model-len=16384"]
                 config = BenchConfig(
                     TargetConfig(prompts="ids"),
                     WorkloadConfig(trace=str(args.trace)),
                     LoadConfig(),
                     ResultConfig(slo=text),
                 )
-                async with serving([folder, *options, *words]) as url, Session(config, url) as session:
+                async with serving(options) as url, Session(config, url) as session:
                     for rate in args.rates:
                         run = await session.measure(LoadConfig(rate=rate, duration=args.run_s, warmup=16))
                         tell(run)
