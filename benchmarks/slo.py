@@ -1,16 +1,17 @@
-"""What `--slo` gains: requests within limits, if the engine orders prompts and sizes steps by them, and if it does not:
+"""What `--keep-slo` gains: requests within limits, if the engine orders prompts and sizes steps by them, and if it does not:
 
     python benchmarks/slo.py --out benchmarks/results/slo.json
     python benchmarks/slo.py --measure --rates 19,22,25 --machine "1x NVIDIA H200" --out benchmarks/results/slo.json
 
-The first simulates a server on one H200: the real scheduler, with step times of the cost model (--compute-share of the peak). It
-gets --requests of Azure's conversations with random arrivals at each rate, and those of --bursts with their own times, stretched.
+The first simulates a server on one H200: the real scheduler, with step times of the cost model (--shares fits them to a measured
+server without --keep-slo). It gets --requests of Azure's conversations with random arrivals at each rate, and those of --bursts
+with their own times, stretched.
 Rows slo-sim-ARRIVALS-RATE-LIMITS: shares of good requests without and with limits. For --clairvoyant rates also the order of
 someone who knows all arrivals: which requests are given up is fixed from the start, and a climb searches the best choice, beginning
 with those that miss their limits. slo-sim-ARRIVALS-goodput-LIMITS: gain of the highest rate at which 95 % of requests are good.
 
-The second runs two servers, one with --slo and one without; on a CPU of the shipped model. Rows slo-measured-RATE-LIMITS-without
-and slo-measured-RATE-LIMITS-with.
+The second runs two servers, one with --keep-slo and one without; on a CPU of the shipped model. Rows slo-measured-RATE-LIMITS-with
+and slo-measured-RATE-LIMITS-without.
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ def simulated(args: argparse.Namespace, tell_row: Callable[[Row], None]) -> None
     model = ModelConfig(model=str(args.model), max_model_len=16_384)
     server = server_of(model, EngineConfig(enable_prefix_caching=False), lookup("h200"))
     server = replace(
-        server, cost=replace(server.cost, compute_share=args.compute_share), host_s=0.0005, outside_s=0.001
+        server,
+        cost=replace(server.cost, compute_share=args.shares[0], memory_share=args.shares[1]),
+        host_s=0.0005,
+        outside_s=0.001,
     )
     random_times = read_trace(args.trace).first(args.requests)
     arrivals: dict[str, Callable[[float], Workload]] = {"random": lambda rate: poisson(random_times, rate, 0)}
@@ -156,7 +160,7 @@ def simulated(args: argparse.Namespace, tell_row: Callable[[Row], None]) -> None
 
 async def measured(args: argparse.Namespace, tell_row: Callable[[Row], None]) -> None:
     for text in args.limits or LIMITS:
-        for words in ([], ["--slo", text]):
+        for words in ([], ["--slo", text, "--keep-slo"]):
             with tempfile.TemporaryDirectory() as place:
                 options = [f"--device={args.device}", "--no-enable-prefix-caching", *words]
                 if folder := folder_of(str(args.model) if args.device == "cuda" else "", place):
@@ -189,7 +193,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=numbers, default=[16.0, 19.0, 22.0, 25.0])
     parser.add_argument("--clairvoyant", type=numbers, default=[22.0], help="rates for which that order is searched")
     parser.add_argument("--rounds", type=int, default=40, help="steps of the search of that order")
-    parser.add_argument("--compute-share", type=float, default=0.66)
+    parser.add_argument(
+        "--shares", type=numbers, default=[0.75, 0.9], help="of peak arithmetic and bandwidth that steps reach"
+    )
     parser.add_argument("--limits", action="append", help="as --slo of serve; may be repeated (default: two)")
     parser.add_argument("--measure", action="store_true", help="run servers instead of simulating them")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))

@@ -81,7 +81,7 @@ OWN = {
     "compress": {"device"},
     "ladder": {"dtype"},
     "plan": {"slo"},
-    "simulate": {"slo"},
+    "simulate": {"slo", "keep_slo"},
 }
 """Options of a command's own that have a configuration's name, and are read where that puts them (Arguments.flags)."""
 

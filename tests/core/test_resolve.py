@@ -111,6 +111,7 @@ SAID = {
     "log_format": "json",
     "log_level": "info",
     "slo": "ttft=200ms",
+    "keep_slo": True,
     "price_per_hour": "2.5",
     "warm_prefix": "prefixes.jsonl",
     "pooling": "mean",

@@ -13,6 +13,7 @@ from ridgeline.engine.deadlines import PATIENCE, Deadlines
 from ridgeline.engine.policy import Limits
 from ridgeline.engine.request import Request
 from ridgeline.planner.simulate import Outcome, Run, Server, VirtualServer, request_of
+from ridgeline.planner.situation import slower
 from ridgeline.planner.split import good_share
 from tests.engine.test_virtual import COST, LAYOUT
 
@@ -101,6 +102,17 @@ def test_prompts_do_not_make_answers_slow(slo: Slo) -> None:
 def test_a_limit_that_no_step_meets_changes_nothing() -> None:
     requests = [(0.01 * number, 700, 20) for number in range(40)]
     assert outcomes(Slo.parse("ttft=1ms,tpot=1ms"), requests) == outcomes(NO_SLO, requests)
+
+
+def test_predictions_follow_what_steps_take() -> None:
+    """The device takes twice the predicted seconds."""
+    server = VirtualServer(replace(SERVER, cost=slower(COST, 2.0), slo=CHAT))
+    deadlines = server._scheduler._deadlines = Deadlines(COST)
+    for number in range(60):
+        server.add(number, RequestSpec(0.0, 900, 60), 0.0)
+    while not server.idle:
+        server.turn()
+    assert deadlines._empty_ratio == pytest.approx(2, rel=0.1) and deadlines._token_ratio == pytest.approx(2, rel=0.1)
 
 
 def test_more_requests_are_good_and_every_one_is_answered() -> None:

@@ -96,8 +96,6 @@ def start(proposal: Proposal, model: ModelConfig) -> Start:
     change = _context(deployment, longest)
     if change is None:
         return Start(why="the longest request does not fit")
-    if slo := proposal.task.demand.slo:
-        change |= {"slo": str(slo)}
     if unit.ratio.decode:
         change |= {"prefill_engines": unit.ratio.prefill, "decode_engines": unit.ratio.decode}
     if proposal.copies == 1 and _hosts(unit.coarse, row) == 1:

@@ -77,6 +77,7 @@ def parser() -> Parser:
         "--prefix-len", type=whole_number, metavar="N", help="without a trace: prompt tokens that all share"
     )
     group.add_argument("--slo", metavar="TEXT", help="objectives: ttft=500ms,tpot=50ms,e2e=10s")
+    group.add_argument("--keep-slo", action="store_true", help="order prompts and size steps by them")
     add_replay(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -89,7 +90,8 @@ def run(args: Arguments) -> int:
     if "gpu" not in options:
         raise ConfigError("--gpu is missing: name a device of the hardware table, as in --gpu h100.", param="gpu")
     row, slo = _device(options["gpu"]), Slo.parse(resolved.service.slo)
-    server = replace(server_of(resolved.model, resolved.engine, row), slo=slo)
+    server = server_of(resolved.model, resolved.engine, row)
+    server = replace(server, slo=slo) if "keep_slo" in options else server
     workload = _workload(options).within(server.limits.max_len)
     if not workload.requests:
         raise ConfigError("No request of the workload fits the context: raise --max-model-len.", param="trace")

@@ -286,10 +286,10 @@ class ServiceConfig:
         "warning", "lowest level of log lines: debug, info (a line for each request), warning or error"
     )
     slo: str = option(
-        "",
-        "latency limits of a good request: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms; ttft and tpot order "
-        "prompts and size steps",
-        "--goodput",
+        "", "latency limits of a good request: ttft=200ms,publish=2s,tpot=100ms,e2e=5s or p95(ttft)<=200ms", "--goodput"
+    )
+    keep_slo: bool = option(
+        False, "order prompts and size steps so that more requests meet the limits of ttft and tpot in --slo"
     )
     price_per_hour: float | None = option(
         None, "price of the device per hour in USD (default: the price in the hardware table)"

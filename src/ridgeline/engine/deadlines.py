@@ -1,6 +1,6 @@
 """Limits on latency decide the order of prompts and the size of steps.
 
-A request brings its limits (`--slo`, or its headers): seconds until the first token, and seconds per token after it. Without limits
+With --keep-slo a request brings its limits: seconds until the first token, and seconds per token after it. Without limits
 every step may be as large as the device allows, and nothing here runs.
 
 *Size.* A step that computes prompts lasts at most as long as the answers beside it can wait. An answer can wait for the seconds
@@ -19,7 +19,7 @@ import math
 from bisect import insort
 from collections.abc import Sequence
 
-from ridgeline.core.cost import CostModel, step_work
+from ridgeline.core.cost import CostModel, WorkMeter, step_work
 from ridgeline.engine.in_flight import StepInFlight
 from ridgeline.engine.request import Request, by_order
 
@@ -33,6 +33,8 @@ LEAST_TOKENS = 128
 """Prompt tokens that a step may have in any case."""
 LOST = 8
 """Tokens after which a slow answer counts as lost: it no longer makes steps smaller."""
+LEARNED = 1 / 16
+"""Weight of a measured step in the ratio of measured to predicted seconds."""
 LATER = 0.5
 """Added to the priority of a late prompt: priorities are integers."""
 CHUNK, SLOTS = 2_048, 4_096
@@ -50,6 +52,9 @@ class NoDeadlines:
         """
         return most
 
+    def observe(self, step: StepInFlight, seconds: float) -> None:
+        """A step took `seconds` of the device."""
+
 
 NO_DEADLINES = NoDeadlines()
 
@@ -58,9 +63,12 @@ class Deadlines(NoDeadlines):
     """cost: predicts steps."""
 
     def __init__(self, cost: CostModel) -> None:
+        self._cost, self._meter = cost, WorkMeter(cost.spec)
         self._step_s = cost.decode_s([1])
         self._slot_s = (cost.decode_s([SLOTS]) - self._step_s) / SLOTS
         self._token_s = (cost.step_s(step_work(cost.spec, [(0, CHUNK)], 1)) - self._step_s) / CHUNK
+        self._empty_ratio = self._token_ratio = 1.0
+        """Measured over predicted seconds of steps without and with prompts."""
         self._limited = False
         self._late: dict[Request, tuple[float, int]] = {}
         """Late prompts with their old order."""
@@ -80,18 +88,33 @@ class Deadlines(NoDeadlines):
         prompts = [request for request in (*running, *waiting) if request.planned < request.prompt_len]
         if not prompts:
             return most
-        empty_s = self._step_s + self._slot_s * sum(request.computed for request in running)
-        begin_s = sum(empty_s + self._token_s * step.plan.n_tokens for step in flight)
+        empty_s, token_s = self._empty_s(running), self._token_s * self._token_ratio
+        begin_s = sum(empty_s + token_s * (step.plan.n_tokens - len(step.requests)) for step in flight)
         room_s = min((_slack(request, now, empty_s) for request in running), default=math.inf) - begin_s - empty_s
-        tokens = int(min(most, max(LEAST_TOKENS, room_s / self._token_s)))
-        for request in self._chosen(prompts, now, now + begin_s, self._token_s + empty_s / tokens):
+        tokens = int(min(most, max(LEAST_TOKENS, room_s / token_s)))
+        for request in self._chosen(prompts, now, now + begin_s, token_s + empty_s / tokens):
             self._late[request] = request.order
             _move(request, (request.order[0] + LATER, request.order[1]), running, waiting)
         for request in self._late:
             limit_s = request.deadline.ttft_s
-            part = LEAST_TOKENS + int(LATE_SHARE * limit_s / self._token_s)
+            part = LEAST_TOKENS + int(LATE_SHARE * limit_s / token_s)
             request.leaves = max(0, tokens - part) if now - self._met < PATIENCE * limit_s else 0
         return min(most, len(running) + tokens)
+
+    def observe(self, step: StepInFlight, seconds: float) -> None:
+        if not self._limited or not seconds:
+            return
+        counts = step.plan.n_query
+        if step.plan.n_tokens == len(counts):
+            self._empty_ratio *= 1 + LEARNED * (seconds / self._empty_s(step.requests) - 1)
+        elif step.plan.n_tokens >= len(counts) + LEAST_TOKENS:
+            ends = [request.computed + count for request, count in zip(step.requests, counts, strict=True)]
+            predicted = self._cost.step_s(self._meter.work(ends, counts, len(counts)))
+            self._token_ratio += LEARNED * (seconds / predicted - self._token_ratio)
+
+    def _empty_s(self, requests: Sequence[Request]) -> float:
+        """Seconds of a step that gives each request a token."""
+        return self._empty_ratio * (self._step_s + self._slot_s * sum(request.computed for request in requests))
 
     def _chosen(self, prompts: list[Request], now: float, begin: float, token_s: float) -> set[Request]:
         """Prompts that have become late, if the others begin at `begin` and take `token_s` for each token."""

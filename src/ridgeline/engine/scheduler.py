@@ -388,10 +388,10 @@ class Scheduler:
         self.counts.failed += result.error is not None
         for request, arrived in self.leases.ended(step.plan, result):
             self._end_transfer(request, arrived, now)
-        gained: list[Request] = []
-        waste: list[Waste] = []
+        gained, waste = list[Request](), list[Waste]()
         tokens, offset = result.tokens, 0
         updates = StepUpdates()
+        self._deadlines.observe(step, result.device_s)
         before, self._price = self._price, self._price + result.device_s / max(1, step.plan.n_tokens)
         rows = zip(step.requests, step.plan.n_query, result.counts, result.flags, strict=True)
         for place, (request, n_query, count, flag) in enumerate(rows):

@@ -153,7 +153,7 @@ def _unit(task: Task, offer: Offer, entry: Ranked) -> Unit | None:
         made = replica(entry.variant.spec, entry.layout, cluster, task.demand.length, task.engine)
     except ConfigError:
         return None
-    server = replace(replica_server(made, entry.variant.cost, task.engine, task.demand.input), slo=task.demand.slo)
+    server = replica_server(made, entry.variant.cost, task.engine, task.demand.input)
     longest = max(request.input + request.output for request in task.workload.requests)
     return Unit(offer, entry, task.engine, server) if longest <= server.limits.max_len else None
 

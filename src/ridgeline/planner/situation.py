@@ -16,7 +16,7 @@ from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import flags
 from ridgeline.core.host_weights import LINK_SHARE
-from ridgeline.core.slo import Slo, reader_pace
+from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import ModelSpec, kv_layout
 from ridgeline.core.workload import HASHED_TOKENS, RequestSpec, Workload
 from ridgeline.engine.policy import Limits
@@ -155,7 +155,6 @@ def read_situation(
             outside_s=snapshot["latencies"].get("outside", {}).get("p50", 0.0),
             tier_pages=tier_pages if row is not None else 0,
             link=row.host_link * LINK_SHARE if row is not None else 0.0,
-            slo=Slo.parse(snapshot.get("slo_text", "")),
         ),
         workload=workload_of(ended),
         recorded=figures_of(ended),

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ridgeline.core.errors import BadGrammar, EngineFailed, RequestError, RidgelineError, Unavailable
 from ridgeline.core.plan import TokenLogprobs
-from ridgeline.core.slo import NO_SLO
+from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.service.answer_cache import answer_key
 from ridgeline.service.batches.objects import PRICE_FACTOR
 from ridgeline.service.beams import BeamAnswers
@@ -155,11 +155,16 @@ async def _recorded(service: Service, call: Call, usage: Usage, key: bytes) -> A
         service.answers.put(key, answer)
 
 
+def _kept(service: Service, call: Call) -> Slo:
+    """The limits that the engine keeps for a request."""
+    return service.metrics.live.slo if service.config.keep_slo and not call.batch else NO_SLO
+
+
 async def _computed(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Piece], None]:
     """The pieces of an answer that the engine computes."""
     subscription: Answers
     if call.beams is None:
-        subscription = service.client.submit(*call.submits(NO_SLO if call.batch else service.metrics.live.slo))
+        subscription = service.client.submit(*call.submits(_kept(service, call)))
     else:
         subscription = BeamAnswers(service, call, call.beams)
     ledger = Ledger(call, service.metrics)
