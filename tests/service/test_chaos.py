@@ -42,8 +42,8 @@ MALFORMED = {
 
 @asynccontextmanager
 async def speaks(*parts: bytes, ends: bool = True) -> AsyncIterator[str]:
-    """The address of a server that answers health checks and what else a router GETs, and every request with these bytes. ends: then
-    it closes the connection."""
+    """The address of a server that answers what a router GETs, as health checks, and every request with these bytes. ends: then it
+    closes the connection."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, asyncio.IncompleteReadError):

@@ -57,8 +57,8 @@ def run(args: Arguments) -> int:
     # "dummy" fetches only the small files of a hub model; sizes of weights follow from config.json.
     folder = resolve_model(replace(model, load_format="dummy"))
     checkpoint, _ = read_model(folder)
-    spec = served_spec(checkpoint, model)
     device = _device(args, engine.device)
+    spec = served_spec(checkpoint, model, device.kind)
     admission(engine.batching)  # raises for an invalid --batching: the printed command must start
     total = device.free_bytes if device.kind == "cpu" else device.memory_bytes
     memory = Memory(device.kind, total, 0 if device.kind == "cpu" else total - device.free_bytes)

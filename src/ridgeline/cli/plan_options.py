@@ -261,7 +261,8 @@ def read_variants(
         for weights in _weight_names(model, row, options.get("formats", ""))
         for cache in _cache_names(model, options.get("kv_formats", ""))
     ]
-    return [_variant(served_spec(checkpoint, config), row, engine.calibration) for config in configs]
+    kind = "cpu" if row.kind == "cpu" else "cuda"
+    return [_variant(served_spec(checkpoint, config, kind), row, engine.calibration) for config in configs]
 
 
 def check_formats(checkpoint: ModelSpec, formats: str, rows: Sequence[Accelerator]) -> None:

@@ -114,7 +114,8 @@ def _device(name: str) -> Accelerator:
 def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Server:
     """A replica on one device of the table, with the options that `ridgeline serve` would choose there. Raises DoesNotFit."""
     checkpoint, _ = read_model(resolve_model(replace(model, load_format="dummy")))
-    spec, kind = served_spec(checkpoint, model), "cpu" if row.kind == "cpu" else "cuda"
+    kind = "cpu" if row.kind == "cpu" else "cuda"
+    spec = served_spec(checkpoint, model, kind)
     check_together(Choice(model, engine, spec.layers, kind))
     calibration = engine.calibration
     cost = calibrated_cost(Path(calibration), spec, row) if calibration else cost_model(row, spec)

@@ -146,6 +146,11 @@ class LayerSpec:
         return end if self.window is None else min(end, self.window - 1 + tokens)
 
 
+TOGETHER = (3, 1, 2, 1)
+"""How many of the matrices q, k, v, out, gate, up and down each linear of a layer multiplies: LayerSpec.formats has them in this
+order."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only model. `dtype` is that of the checkpoint's weights.
@@ -254,7 +259,7 @@ class ModelSpec:
         if not layer.formats:
             return matrices
         sizes = iter(zip((queries, keys, keys, self.d_model, d_ff, d_ff, self.d_model), layer.formats, strict=True))
-        counts = zip(matrices, (3, 1, 2, 1), strict=True)
+        counts = zip(matrices, TOGETHER, strict=True)
         return tuple(replace(matrix, parts=tuple(islice(sizes, count))) for matrix, count in counts)
 
     def matrix_bytes(self, matrix: Matrix) -> int:

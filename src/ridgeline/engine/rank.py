@@ -127,7 +127,7 @@ def plan_rank(
     times.ends("device")
     folder = resolve_model(model)
     checkpoint, _ = read_model(folder)
-    spec = served_spec(checkpoint, model)
+    spec = served_spec(checkpoint, model, device.type)
     check_divided_requests(spec.layers, config)
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
     choice = choice_of(model, config, spec, wanted, device.type)

@@ -183,7 +183,7 @@ class MemorySleeper(Sleeper):
         rank = self._rank
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} has no config.json: give the folder of a model.", param="model_path")
-        check_same(rank.spec, served_spec(read_model(folder)[0], rank.model), folder)
+        check_same(rank.spec, served_spec(read_model(folder)[0], rank.model, rank.device.type), folder)
         if rank.spec.quantization and NUMBER_FORMATS[rank.spec.quantization].kept:
             raise ConfigError(
                 f"--quantization {rank.spec.quantization} keeps inputs that depend on the weights: restart the server with them.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from ridgeline.core.expert_parallel import whole_experts
 from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
 from ridgeline.core.quantization import resolve_format
 from ridgeline.core.selection import select_pages
-from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
+from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, TOGETHER, ModelSpec
 from ridgeline.core.stages import stage_spec
 from ridgeline.models.building import Build
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
@@ -60,8 +61,12 @@ class LoadedModel:
         return stage_spec(spec, self.mesh.stage.layers)
 
 
-def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
-    """The spec with the dtype, context length and quantization of `model`. Raises ConfigError that names the option."""
+def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> ModelSpec:
+    """The spec with the dtype, context length and quantization of `model`. kind: of the device, cpu or cuda.
+
+    On a GPU linears in blocks are expanded to the dtype: their kernels are 3 to 7 times slower than products in 16 bits
+    (docs/ops.md). Raises ConfigError that names the option.
+    """
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} cannot be served: use one of {', '.join(DTYPES)}.", param="dtype")
@@ -84,7 +89,29 @@ def served_spec(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
         host_bytes=int(model.cpu_offload_gb * (1 << 30)),
     )
     served = replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
+    served = _expanded(served) if kind == "cuda" else served
     return select_pages(served, model.kv_selection) if model.kv_selection else served
+
+
+def _expanded(spec: ModelSpec) -> ModelSpec:
+    """The model with linears in blocks (NumberFormat.in_blocks) in the dtype instead. Experts stay in theirs."""
+
+    def expanded(*names: str) -> tuple[str, ...]:
+        in_blocks = any(name in NUMBER_FORMATS and NUMBER_FORMATS[name].in_blocks for name in names)
+        return ("",) * len(names) if in_blocks else names
+
+    if any(layer.experts for layer in spec.layers):
+        return spec
+    formats = []
+    for layer in spec.layers:
+        names = iter(layer.formats)
+        formats.append(tuple(name for count in TOGETHER for name in expanded(*islice(names, count))))
+    (quantization,), (head,) = expanded(spec.quantization), expanded(spec.head_format)
+    quantization = quantization or next((name for names in formats for name in names if name), "")
+    layers = tuple(
+        replace(layer, formats=names if quantization else ()) for layer, names in zip(spec.layers, formats, strict=True)
+    )
+    return replace(spec, layers=layers, quantization=quantization, head_format=head)
 
 
 def _kv_format(spec: ModelSpec, name: str) -> str:
@@ -113,7 +140,9 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
     if spec.quantization != "fp8":
         numbers = NUMBER_FORMATS[spec.quantization]
         if stored.blocks or numbers.in_blocks:
-            return BlockFormat(matmul, dtype, device, None if stored.blocks else numbers)
+            held = {spec.quantization, *(name for layer in spec.layers for name in layer.formats)}
+            expands = not any(name in NUMBER_FORMATS and NUMBER_FORMATS[name].in_blocks for name in held)
+            return BlockFormat(matmul, dtype, device, None if stored.blocks else numbers, expands)
         if numbers.kept:
             return MixedFormat(ops, numbers, dtype, device)
         integer = matmul.w8a8 if numbers.inputs_8bit else matmul.integer
@@ -182,7 +211,7 @@ def load(
     still be moved, until `Decoder.finish_loading`.
     """
     checkpoint, defaults = read_model(model_dir)
-    spec = served_spec(checkpoint, model)
+    spec = served_spec(checkpoint, model, device.type)
     _check_experts(spec, ops, device)
     dtype = DTYPES[spec.dtype]
     recorded = spec.plain and not any(layer.experts for layer in spec.layers)

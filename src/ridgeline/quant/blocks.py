@@ -22,7 +22,6 @@ from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, IntMatrix, MatmulOps, Matrix, Scaled
 from ridgeline.quant.format import (
     BLOCKS,
-    FLOATS,
     Cut,
     Expected,
     LinearShape,
@@ -205,12 +204,14 @@ def _to_e2m1(groups: torch.Tensor) -> Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Linears that stay as a checkpoint has them. numbers: of random weights; None: what is loaded in floating point stays so."""
+    """Linears that stay as a checkpoint has them. numbers: of random weights; None: what is loaded in floating point stays so.
+    expands: blocks that only ops.blocks multiplies become floating point."""
 
     ops: MatmulOps
     dtype: torch.dtype
     device: torch.device
     numbers: NumberFormat | None = None
+    expands: bool = False
     name: str = "blocks"
 
     def create(self, shape: LinearShape, share: Share) -> BlockWeight:
@@ -225,10 +226,7 @@ class BlockWeight(Weight):
 
     def __init__(self, form: BlockFormat, shape: LinearShape, share: Share) -> None:
         self._form, self._shape, self._share = form, shape, share
-        self.expects: Mapping[tuple[int, str], Expected] = {
-            key: replace(expected, dtypes=(*FLOATS, BLOCKS)) if key[1] == "weight" else expected
-            for key, expected in expected_tensors(shape).items()
-        }
+        self.expects: Mapping[tuple[int, str], Expected] = expected_tensors(shape, BLOCKS)
         self._missing = set(self.expects)
         self._cut, self._adds_bias = Cut.of(shape, share), adds_bias(shape, share)
         self._bias = torch.zeros(self._cut.size[0], dtype=form.dtype, device=form.device) if shape.bias else None
@@ -260,7 +258,9 @@ class BlockWeight(Weight):
                 f"Blocks of {step} inputs cannot be split over {self._share.size} devices, which hold "
                 f"{self._cut.size[1]} of {inputs} inputs each: use fewer devices."
             )
-        return blocks.columns(columns)
+        blocks = blocks.columns(columns)
+        only_here = bool(blocks.scaling) or blocks.bits not in PLAIN_BITS
+        return blocks.dequantized() if self._form.expands and only_here else blocks
 
     def _pack(self) -> None:
         """Hand the parts to the device's operations."""

@@ -76,11 +76,12 @@ class Expected:
         return (*tensor.shape[:-2], self.shape[-1]) if in_blocks else tuple(tensor.shape)
 
 
-def expected_tensors(shape: LinearShape) -> dict[tuple[int, str], Expected]:
-    """List the tensors that a floating-point checkpoint contains for a linear, by (part, name)."""
+def expected_tensors(shape: LinearShape, *others: torch.dtype) -> dict[tuple[int, str], Expected]:
+    """List the tensors that a floating-point checkpoint contains for a linear, by (part, name). others: dtypes that weights may
+    have, too."""
     tensors: dict[tuple[int, str], Expected] = {}
     for index, part in enumerate(shape.parts):
-        tensors[index, "weight"] = Expected((part.rows, shape.d_in))
+        tensors[index, "weight"] = Expected((part.rows, shape.d_in), (*FLOATS, *others))
         if shape.bias:
             tensors[index, "bias"] = Expected((part.rows,))
     return tensors

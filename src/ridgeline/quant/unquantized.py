@@ -1,4 +1,4 @@
-"""Unquantized weights in the model's floating-point type, packed by the operations of the device."""
+"""Unquantized weights in the model's floating-point type, packed by the operations of the device. Blocks of GGUF are expanded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, FloatOps, Matrix, Scaled
-from ridgeline.quant.format import Cut, Expected, LinearShape, Part, Share, Weight, adds_bias, expected_tensors
+from ridgeline.quant.blocks import read_blocks
+from ridgeline.quant.format import BLOCKS, Cut, Expected, LinearShape, Part, Share, Weight, adds_bias, expected_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,15 @@ class UnquantizedFormat:
 class UnquantizedWeight(Weight):
     """Parts stacked along the outputs in one matrix [outputs, inputs], and their biases in one vector."""
 
-    __slots__ = ("expects", "_ops", "_cut", "_adds_bias", "_matrix", "_bias", "_missing")
+    __slots__ = ("expects", "_ops", "_cut", "_inputs", "_adds_bias", "_matrix", "_bias", "_missing")
 
     def __init__(
         self, form: UnquantizedFormat, shape: LinearShape, share: Share, loaded: torch.Tensor | None = None
     ) -> None:
         self._ops = form.ops
-        self.expects: Mapping[tuple[int, str], Expected] = expected_tensors(shape)
+        self.expects: Mapping[tuple[int, str], Expected] = expected_tensors(shape, BLOCKS)
         self._missing = set(self.expects)
-        self._cut = Cut.of(shape, share)
+        self._cut, self._inputs = Cut.of(shape, share), shape.d_in
         self._adds_bias = adds_bias(shape, share)
         rows, columns = self._cut.size
         self._bias = torch.zeros(rows, dtype=form.dtype, device=form.device) if shape.bias else None
@@ -54,6 +55,8 @@ class UnquantizedWeight(Weight):
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         cut = self._cut
         if name == "weight":
+            if tensor.dtype is BLOCKS:
+                tensor = read_blocks(tensor, self._inputs).dequantized()
             self._matrix[cut.stacked_rows[part]].copy_(tensor[cut.rows[part], cut.columns])
         elif self._bias is not None and self._adds_bias:
             self._bias[cut.stacked_rows[part]].copy_(tensor[cut.rows[part]])
