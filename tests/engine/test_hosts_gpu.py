@@ -55,11 +55,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first_host(job: dict[str, Any], **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs tests.engine.gpu_host, which sees GPU 0."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-m", "tests.engine.gpu_host", json.dumps(job)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpus()[0], **variables},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "CUDA_VISIBLE_DEVICES": gpus()[0],
+            **variables,
+        },
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -121,7 +126,12 @@ def test_a_lost_host_ends_requests(axes: dict[str, Any], network: str, blow: str
         for name in (*axes, "master_addr", "master_port")
         for part in (f"--{name.replace('_', '-')}", str(sizes[name]))
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": gpus()[1], **variables}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))),
+        "CUDA_VISIBLE_DEVICES": gpus()[1],
+        **variables,
+    }
     with subprocess.Popen([*command, *flags], stderr=subprocess.DEVNULL, env=environment) as host:
         try:
             began = time.monotonic()
