@@ -33,10 +33,9 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.config import read_model
 from ridgeline.ops.rows import Int, RowState
-from ridgeline.ops.step import StepInputs
 from ridgeline.speculation import build
 from ridgeline.speculation.controller import Controller
-from ridgeline.speculation.device import DeviceDrafter, DraftRows, NoDrafter, Views
+from ridgeline.speculation.device import DeviceDrafter, DraftRows, NoDrafter, QueryTokens, Views
 from ridgeline.speculation.interface import NO_SPECULATION, Speculation
 from ridgeline.speculation.options import Wanted
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
@@ -81,8 +80,8 @@ class Controlled(DeviceDrafter):
     def learns(self) -> bool:
         return self._inner.learns()
 
-    def read(self, tokens: torch.Tensor, views: Views, slots: torch.Tensor, step: StepInputs) -> None:
-        self._inner.read(tokens, views, slots, step)
+    def read(self, query: QueryTokens, views: Views) -> None:
+        self._inner.read(query, views)
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         self._inner.see(state, rows, place, logits)

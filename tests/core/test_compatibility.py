@@ -32,6 +32,7 @@ CHOSEN: dict[str, dict[str, object]] = {
     "more than two tensor ranks": {"tensor_parallel_size": 4},
     "context parallelism": {"context_parallel_size": 2},
     "context parallelism on GPUs": {"context_parallel_size": 2},
+    "several hosts": {"nnodes": 2},
     "sequence parallelism": {"sequence_parallel": True},
     "data parallelism": {"data_parallel_size": 2},
     "a pipeline": {"pipeline_parallel_size": 2},

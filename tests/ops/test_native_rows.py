@@ -171,7 +171,7 @@ def test_verify(native: Ops, state: RowState, chosen_rows: list[int], wide: int,
 def test_all_drafts_are_kept_up_to_the_stop(native: Ops, tree: bool) -> None:
     """A case by hand: drafts 5 6 7 8 are all right, 7 is the row's stop."""
     ints = torch.zeros(2, Int.STOP + 1, dtype=torch.int32)
-    ints[1] = torch.tensor([9, 9, 10, 0, 40, 10, 0, 0, 0, 0, 0, 7])
+    ints[1] = torch.tensor([9, 9, 10, 0, 40, 10, 0, 0, 0, 0, 0, 0, 7])
     state = RowState(torch.zeros(2, 20, dtype=torch.int32), ints, torch.zeros(1, 2, 5, dtype=torch.int32), 4)
     state.tokens[1, 10:14] = torch.tensor([5, 6, 7, 8])
     drawn, first, four = (torch.tensor(given, dtype=torch.int32) for given in ([3, 5, 6, 7, 8, 9], [1], [4]))

@@ -30,7 +30,7 @@ def case(seed: int, nodes: int, tree: bool) -> tuple[RowState, torch.Tensor, tor
     parent = torch.zeros(rows, nodes + 1, dtype=torch.int64)
     for row in range(rows):
         known = chance.randint(3, 20)
-        ints[row, : Int.STOP] = torch.tensor([known - 1, known - 1, known, int(row == 0), 0, 0, 0, 0, 1, 2, 0])
+        ints[row, : Int.STOP] = torch.tensor([known - 1, known - 1, known, int(row == 0), 0, 0, 0, 0, 1, 2, 0, 0])
         ints[row, Int.LIMIT] = known + chance.randint(1, nodes + 3)
         ints[row, Int.PROMPT] = known - chance.randint(0, 2)
         ints[row, Int.MIN_TOKENS] = chance.randint(0, 4)

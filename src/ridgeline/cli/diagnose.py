@@ -183,7 +183,7 @@ def situation_of(record: Record, folder: str, most: int = MAX_REQUESTS) -> Situa
             param="model_folder",
         ) from None
     options = facts.get("model_options", {})
-    spec = served_spec(checkpoint, ModelConfig(**options), "cpu" if facts["device"] == "cpu" else "cuda")
+    spec = served_spec(checkpoint, ModelConfig(**options), "cpu" if facts.get("device") == "cpu" else "cuda")
     return read_situation(record.snapshot, record.rows, spec, record.concurrency, most)
 
 

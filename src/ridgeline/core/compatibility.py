@@ -67,6 +67,7 @@ FEATURES: Mapping[str, Feature] = {
     "context parallelism on GPUs": Feature(
         "context_parallel_size", lambda choice: choice.engine.context_parallel_size > 1 and choice.device == "cuda"
     ),
+    "several hosts": Feature("nnodes", lambda choice: choice.engine.nnodes > 1),
     "sequence parallelism": Feature("sequence_parallel", lambda choice: choice.engine.sequence_parallel),
     "steps in flight": Feature("steps_in_flight", lambda choice: choice.engine.steps_in_flight is not None),
     "layers with windows": Feature("", lambda choice: any(layer.window is not None for layer in choice.layers)),
