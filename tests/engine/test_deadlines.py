@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from ridgeline.core.host_weights import HostTimes
 from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.core.workload import RequestSpec, Workload
 from ridgeline.engine.deadlines import PATIENCE, Deadlines
@@ -75,6 +76,14 @@ def test_a_late_prompt_runs_first_again_after_its_patience() -> None:
     waits = PATIENCE * 0.2
     late, early = prompt(0, 300, at=0.0), prompt(1, 300, at=waits)
     assert judged([late, early], now=waits + 0.01) == [0, 1] and not late.leaves
+
+
+def test_steps_that_copies_of_weights_take() -> None:
+    """Every step takes a second, so tokens cost nothing, and no prompt makes another late."""
+    waiting = [prompt(number, 900, ttft="9s") for number in range(4)]
+    deadlines = Deadlines(replace(COST, host=HostTimes(copies_s=1.0)))
+    assert deadlines.step_tokens(8192, [], waiting, (), 0.0) == 8192
+    assert [int(request.id) for request in waiting] == [0, 1, 2, 3]
 
 
 def test_requests_without_limits_are_never_late() -> None:

@@ -35,6 +35,8 @@ LOST = 8
 """Tokens after which a slow answer counts as lost: it no longer makes steps smaller."""
 LEARNED = 1 / 16
 """Weight of a measured step in the ratio of measured to predicted seconds."""
+LEAST_S = 1e-9
+"""Seconds that a token of a prompt takes at least."""
 LATER = 0.5
 """Added to the priority of a late prompt: priorities are integers."""
 CHUNK, SLOTS = 2_048, 4_096
@@ -66,7 +68,8 @@ class Deadlines(NoDeadlines):
         self._cost, self._meter = cost, WorkMeter(cost.spec)
         self._step_s = cost.decode_s([1])
         self._slot_s = (cost.decode_s([SLOTS]) - self._step_s) / SLOTS
-        self._token_s = (cost.step_s(step_work(cost.spec, [(0, CHUNK)], 1)) - self._step_s) / CHUNK
+        # Above 0: where copies of weights take the step, tokens seem to cost nothing.
+        self._token_s = max(LEAST_S, (cost.step_s(step_work(cost.spec, [(0, CHUNK)], 1)) - self._step_s) / CHUNK)
         self._empty_ratio = self._token_ratio = 1.0
         """Measured over predicted seconds of steps without and with prompts."""
         self._limited = False
@@ -82,7 +85,7 @@ class Deadlines(NoDeadlines):
             self._limited = any(min(request.deadline) < math.inf for request in waiting)
             if not self._limited:
                 return most
-        for request in [request for request in self._late if not _due(request, now) < math.inf]:
+        for request in [request for request in self._late if _due(request, now) == math.inf]:
             request.leaves = 0
             _move(request, self._late.pop(request), running, waiting)
         prompts = [request for request in (*running, *waiting) if request.planned < request.prompt_len]
