@@ -125,14 +125,15 @@ def main() -> None:
     with ExitStack() as stack:
         mocks = [stack.enter_context(mock(Speed(TTFT_S, 1 / CHUNKS_PER_S))) for _ in range(arguments.replicas)]
         url, process = stack.enter_context(router(mocks, max(os.sched_getaffinity(0))))
-        rows = [streams_row(url, process, arguments.streams, arguments.seconds)]
+        keep(arguments, streams_row(url, process, arguments.streams, arguments.seconds))
         if arguments.turns:
-            rows.append(ttft_row(url, mocks[0], arguments.streams // 2, arguments.seconds, arguments.turns))
-    for row in rows:
-        print(row)
-    if arguments.out:
-        valid = [row for row in rows if not row["invalid"]]
-        write_rows(arguments.out, [{**row, **provenance(cpu_name(), arguments.commit)} for row in valid])
+            keep(arguments, ttft_row(url, mocks[0], arguments.streams // 2, arguments.seconds, arguments.turns))
+
+
+def keep(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
+    print(row, flush=True)
+    if arguments.out and not row["invalid"]:
+        write_rows(arguments.out, [{**row, **provenance(cpu_name(), arguments.commit)}])
 
 
 if __name__ == "__main__":

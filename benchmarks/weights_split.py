@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import random
 import statistics
 import time
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--machine", default="")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # the measured rates
     for gib in args.gib:
         write_rows(args.out, measure(args, gib))
         gc.collect()

@@ -8,16 +8,18 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ridgeline.core.formats import NUMBER_FORMATS
-from ridgeline.core.host_weights import BUFFERS, Rates, computed_linears, host_weights
+from ridgeline.core.host_weights import BUFFERS, Rates, computed_linears, host_weights, read_s
 from ridgeline.models.config import read_spec
 from ridgeline.ops.native_host import HostOps, host_ops
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.quant.format import LinearShape, Part, WeightFormat
 from ridgeline.quant.hosted import SIZES, Host, HostedWeight, divided
 from ridgeline.quant.integer import IntFormat
-from ridgeline.quant.streamed import HostMemory, StreamedFormat, WeightStream
+from ridgeline.quant.streamed import HostMemory, Pieces, StreamedFormat, WeightStream
 from ridgeline.quant.unquantized import UnquantizedFormat
 from tests.models.paged import PagedRows
 from tests.quant.test_streamed import CONFIG, CPU, F32, FORMATS, EarlyLane, LateLane, model
@@ -71,6 +73,45 @@ def test_rates_divide_the_linears() -> None:
         best = sum(sizes) / (link + products)
         assert max(seconds, copies) < 1.1 * best, (link, products)
     assert len(computed_linears(sizes, Rates(92.0, 55.0, call_s=2.0))) < len(computed_linears(sizes, Rates(92.0, 55.0)))
+
+
+class TimedLane(EarlyLane):
+    """Copies that take their seconds, one after the other, beside the work of a device."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__()
+        self.rate = bytes_per_s
+        self.now = self.link = 0.0
+        self.arrived = [0.0] * BUFFERS
+
+    def copy(self, buffer: int, pieces: Pieces) -> None:
+        self.link = max(self.now, self.link) + sum(len(source) for _, source in pieces) / self.rate
+        self.arrived[buffer] = self.link
+
+    def wait(self, buffer: int) -> None:
+        self.now = max(self.now, self.arrived[buffer])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=24), st.sampled_from((0.5, 1.0, 3.0)))
+def test_the_predicted_order_is_that_of_the_copies(linears: list[tuple[int, bool]], products: float) -> None:
+    """A step of WeightStream with copies that take time lasts as long as `read_s` says."""
+    sizes = [512 * size for size, _ in linears]
+    computed = frozenset(number for number, (_, multiplied) in enumerate(linears) if multiplied)
+    rates, lane = Rates(products, 1.0, call_s=100.0), TimedLane(1.0)
+    stream = WeightStream(len(sizes), lane, HostMemory(pinned=False), computed, few_tokens=1)
+    for number, size in enumerate(sizes):
+        stream.keep(number, [torch.zeros(size, dtype=torch.uint8)])
+    for _ in range(2):
+        lane.now = lane.link = 0.0
+        for number, size in enumerate(sizes):
+            if number in computed:
+                stream.skip(number, 1)
+                lane.now += rates.call_s + size / rates.products
+            else:
+                stream.arrive(number, 1)
+                stream.leave(number, 1)
+        assert lane.now == pytest.approx(read_s(sizes, computed, rates))
 
 
 def test_a_host_without_memory_for_both_computes_nothing() -> None:

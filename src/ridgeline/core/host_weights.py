@@ -139,17 +139,27 @@ class Rates(NamedTuple):
 def read_s(sizes: Sequence[int], computed: frozenset[int], rates: Rates) -> float:
     """Seconds in which the linears in host memory are multiplied one after the other, if nothing else takes time.
 
-    A copy starts when the one before has ended and the linear that was in its buffer is multiplied. See computed_linears.
+    The others have their places in the buffers by their numbers. As in WeightStream (quant.streamed) a step starts with the copy
+    of the first into each buffer, and a later one is copied when the one before it in its buffer is multiplied.
     """
-    now = copied = 0.0
-    left = [0.0] * BUFFERS
+    copied = [number for number in range(len(sizes)) if number not in computed]
+    queues = [iter([number for number in copied if number % BUFFERS == buffer]) for buffer in range(BUFFERS)]
+    now = link = 0.0
+    arrived: dict[int, float] = {}
+
+    def copy(number: int | None) -> None:
+        nonlocal link
+        if number is not None:
+            link = arrived[number] = max(now, link) + sizes[number] / rates.link
+
+    for first in sorted(number for queue in queues if (number := next(queue, None)) is not None):
+        copy(first)
     for number, size in enumerate(sizes):
         if number in computed:
             now += rates.call_s + size / rates.products
         else:
-            copied = max(copied, left.pop(0)) + size / rates.link
-            now = max(now, copied)
-            left.append(now)
+            now = max(now, arrived[number])
+            copy(next(queues[number % BUFFERS], None))
     return now
 
 

@@ -203,8 +203,11 @@ class HostedWeight(StreamedWeight):
         return super().activate(x, kind, step) if product is None else product.run(self._plain(x))
 
     def _product(self, x: Activation, products: Sequence[Product]) -> Product | None:
-        at = bisect_left(self._host.sizes, tokens_of(x))
-        return products[at] if at < len(products) else None
+        tokens = tokens_of(x)
+        if (at := bisect_left(self._host.sizes, tokens)) == len(products):
+            return None
+        self._stream.skip(self._number, tokens)
+        return products[at]
 
     def _plain(self, x: Activation) -> torch.Tensor:
         assert not isinstance(x, Scaled)

@@ -164,12 +164,21 @@ class WeightStream:
         """The work that reads the linear is enqueued."""
         self._send(number + 1, number % BUFFERS, tokens)
 
+    def skip(self, number: int, tokens: int) -> None:
+        """The linear is multiplied in host memory. Where that is the first of a step, the copies of others start beside it."""
+        if not self._coming:
+            following = (self._next(number + 1, buffer, tokens) for buffer in range(BUFFERS))
+            for first in sorted(number for number in following if number is not None):
+                self._copy(first)
+
     def _send(self, first: int, buffer: int, tokens: int) -> None:
-        """Copy the next linear from `first` on that has its place in a buffer."""
-        order = self._copied if tokens <= self.few_tokens else self._all
-        following = (number for number in order[bisect_left(order, first) :] if number % BUFFERS == buffer)
-        if (number := next(following, None)) is not None:
+        if (number := self._next(first, buffer, tokens)) is not None:
             self._copy(number)
+
+    def _next(self, first: int, buffer: int, tokens: int) -> int | None:
+        """The next linear from `first` on that has its place in a buffer; None: there is none."""
+        order = self._copied if tokens <= self.few_tokens else self._all
+        return next((number for number in order[bisect_left(order, first) :] if number % BUFFERS == buffer), None)
 
     def _copy(self, number: int) -> None:
         self._lane.copy(number % BUFFERS, self._copies[number])
