@@ -31,6 +31,8 @@ class FakeReplica:
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
         self.targets: list[str] = []
+        self.sent = 0
+        """Events of the last answer so far, where the script counts them."""
         self.left = 0
         """Requests whose client left."""
         self.health: tuple[int, Any] = (200, {"status": "ok", "step": 0})

@@ -18,6 +18,7 @@ from ridgeline.service.batches.rows import ROW
 from ridgeline.service.errors import BUSY, ENGINE, error_event
 from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.demand import Reading, read_demand
+from ridgeline.service.fleet.splice import Splice
 from ridgeline.service.fleet.upstream import Exchange, ReplicaLost, Upstream
 from ridgeline.service.guard import ACCESS, REQUEST_ID, TRACE, name_request, request_id
 from ridgeline.service.routing import Ticket
@@ -170,9 +171,14 @@ class Passing:
             await response.prepare(request)
         except OSError as error:
             raise ClientLost(type(error).__name__) from error
-        while chunk:
+
+        def passed() -> None:
             upstream.received += 1
             exchange.received += 1
+
+        splice = self._splice(reply, response, passed)
+        while chunk:
+            passed()
             self._last = chunk
             if self.watch is not None and reply.status == 200:
                 self.watch(reply.headers, chunk)
@@ -180,10 +186,26 @@ class Passing:
                 await write(request, response, chunk)
             except (OSError, TimeoutError) as error:
                 raise ClientLost(type(error).__name__) from error
-            chunk = await content.readany()
+            chunk = content.read_nowait()
+            if splice is not None and not chunk:
+                self._last = await splice.run() or self._last
+            chunk = chunk or await content.readany()
+        if splice is not None:
+            splice.leave()
         self.failed = None if reply.status >= 500 else False
         self._balancer.count(self._name, "ok" if reply.status < 400 else "refused")
         return response
+
+    def _splice(
+        self, reply: aiohttp.ClientResponse, response: web.StreamResponse, passed: Callable[[], None]
+    ) -> Splice | None:
+        """For a stream of events that nobody watches."""
+        source = None if reply.connection is None else reply.connection.transport
+        target = self._request.transport
+        chunks = all("chunked" in headers.get("transfer-encoding", "") for headers in (reply.headers, response.headers))
+        if source is None or target is None or not chunks or self.watch is not None:
+            return None
+        return Splice(source, target, passed) if reply.content_type == "text/event-stream" else None
 
     async def _broken(self, response: web.StreamResponse, name: str, error: ReplicaLost) -> web.StreamResponse:
         """An answer that has begun cannot go on: a stream ends with an error event, any other answer with its connection."""
