@@ -1,4 +1,4 @@
-"""Chunks that go from a replica's connection to the client's directly: nothing lost, nothing out of order, aiohttp's parser in step."""
+"""Chunks that go from a replica's connection to the client's directly: none lost, in order, aiohttp in step."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
 
     def counted(data: bytes) -> tuple[int, bool]:
-        counts.append((found := whole_chunks(data))[0])
-        return found
+        counts.append((ended := whole_chunks(data))[0])
+        return ended
 
     monkeypatch.setattr("ridgeline.service.fleet.splice.whole_chunks", counted)
     return counts
@@ -179,13 +179,13 @@ async def test_a_client_that_leaves_ends_the_request_of_the_replica(direct: list
 
 async def test_a_client_that_does_not_read_stops_the_replica(direct: list[int]) -> None:
     """Else the router would keep all of its answer."""
-    async with routed(endless) as fleet:
-        async with fleet.client.post(f"{fleet.server.url}/v1/chat/completions", json={**CHAT, "size": 1 << 17}):
-            await fleet.until(lambda: any(direct))
-            await asyncio.sleep(0.3)
-            sent = fleet.replicas[0].sent
-            await asyncio.sleep(0.3)
-            assert fleet.replicas[0].sent == sent, "it waits"
+    body = {**CHAT, "size": 1 << 17}
+    async with routed(endless) as fleet, fleet.client.post(f"{fleet.server.url}/v1/chat/completions", json=body):
+        await fleet.until(lambda: any(direct))
+        await asyncio.sleep(0.3)
+        sent = fleet.replicas[0].sent
+        await asyncio.sleep(0.3)
+        assert fleet.replicas[0].sent == sent, "it waits"
 
 
 async def endless(replica: FakeReplica, request: web.Request) -> web.StreamResponse:

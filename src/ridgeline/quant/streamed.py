@@ -116,6 +116,8 @@ class WeightStream:
         self._copies: list[Pieces] = []
         self._coming: set[int] = set()
         """Linears whose copies were enqueued and that were not used since. Each is the last one in its buffer."""
+        self._reached = count
+        """The last linear that was used."""
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -152,6 +154,7 @@ class WeightStream:
 
     def arrive(self, number: int, tokens: int) -> None:
         """Work that is enqueued from now on finds the linear in its buffer, until `leave`. tokens: of the step."""
+        self._reach(number)
         if number not in self._coming:
             self._coming.clear()
             self._copy(number)
@@ -166,10 +169,16 @@ class WeightStream:
 
     def skip(self, number: int, tokens: int) -> None:
         """The linear is multiplied in host memory. Where that is the first of a step, the copies of others start beside it."""
+        self._reach(number)
         if not self._coming:
             following = (self._next(number + 1, buffer, tokens) for buffer in range(BUFFERS))
             for first in sorted(number for number in following if number is not None):
                 self._copy(first)
+
+    def _reach(self, number: int) -> None:
+        if number <= self._reached:  # a step begins; the one before, to compile kernels, may have ended early
+            self._coming.clear()
+        self._reached = number
 
     def _send(self, first: int, buffer: int, tokens: int) -> None:
         if (number := self._next(first, buffer, tokens)) is not None:

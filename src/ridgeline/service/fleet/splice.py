@@ -1,8 +1,8 @@
 """Passes the events of a replica's stream from its connection to that of the client, without a task and without parsing HTTP twice.
 
-aiohttp reads the head of an answer and its first event. Its protocol is then set aside, at the end of a chunk (RFC 9112, section 7.1),
-and chunks go from one connection to the other as they come, frames included. aiohttp gets its connection back, again at the end of a
-chunk, for all that is not plain: the last chunk, a client that reads slowly or has left, bytes that are no chunk.
+aiohttp reads the head of an answer and its first events. Its protocol is then set aside, at the end of a chunk (RFC 9112, section
+7.1), and chunks go from one connection to the other as they come, frames included. aiohttp gets its connection back at the end of a
+later chunk, for all that is not plain: the last chunk, a client that reads slowly or has left, bytes that are no chunk.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _UNREAD_BYTES = 1 << 16
 class Splice(asyncio.Protocol):
     """Stands between a replica's connection and aiohttp's protocol of it.
 
-    source: the connection to the replica. target: that to the client, of an answer in chunks. passed: called for each read of events
-    that go to the client directly.
+    source: the connection to the replica. target: that to the client, of an answer in chunks. passed: called for each read of
+    events that go to the client directly.
     """
 
     def __init__(self, source: asyncio.Transport, target: asyncio.Transport, passed: Callable[[], None]) -> None:
@@ -40,8 +40,10 @@ class Splice(asyncio.Protocol):
         source.set_protocol(self)
 
     async def run(self) -> bytes:
-        """Let chunks go directly, if what came so far, all of which is read from aiohttp and written, ends a chunk. Returns the last of
-        these chunks, when aiohttp reads again."""
+        """Let chunks go directly if what came so far ends a chunk. All of it must have been read from aiohttp and written.
+
+        Returns the last of these chunks, when aiohttp reads again.
+        """
         if not self._at_end or self._left is not None:
             return b""
         self._left = asyncio.get_running_loop().create_future()
