@@ -9,8 +9,8 @@ Mock servers and the load generator are processes of their own; the router is `r
     router-ttft-ms    p99 and median of the time to first token through the router, less those of the same load sent to a mock
                       server directly, with half of the streams, in turns
 
-Needs eight cores that nothing else uses. On fewer only the CPU time per event says something. A mock server sends some 12,000 events
-per second.
+Needs eight cores that nothing else uses. On fewer only the CPU time per event says something. A mock server sends some 12,000
+events per second.
 """
 
 from __future__ import annotations
