@@ -74,6 +74,10 @@ class Executor:
         """Drop the loaded step."""
         self._last = None
 
+    def close(self) -> None:
+        """Drop the loaded step, and all that was captured: no step runs any more."""
+        self.forget()
+
     def run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
         """Run the step. plan: the plan that loaded it, or one that repeats that plan."""
         return self._whole(loaded, plan, self._step.drafter.learns())

@@ -72,6 +72,11 @@ class GraphExecutor(Executor):
         for shape in [*several, *([self._unread] if self._unread else [])]:
             self._batches[shape] = unpack(zeros(packed_size(shape)), shape)
 
+    def close(self) -> None:
+        """Ranks must free their graphs before their connections: NCCL frees a communicator when no graph uses it."""
+        super().close()
+        self._captured.clear()
+
     # --- which graph --------------------------------------------------------------------------------------------------
 
     def padded(self, shape: StepShape, fused_sampling: bool) -> StepShape | None:
