@@ -1,4 +1,4 @@
-"""The first of two hosts, with a GPU each or on CPUs, run as `python -m tests.engine.gpu_host JOB` with a job in JSON: see test_hosts_gpu.
+"""The first of two hosts, with a GPU each or on CPUs: `python -m tests.engine.gpu_host JOB` (JSON), see test_hosts_gpu.
 
 It opens an engine in this process, as the service's engine process does, and prints one line of JSON: what the engine said, and how
 its ranks were connected. With `blow` it then strikes the other host while requests run, and says how and when they ended.
