@@ -45,7 +45,12 @@ class LoadedStep:
 
 
 class Executor:
-    """Runs every step eagerly, without padding. Subclasses override what differs."""
+    """Runs every step eagerly, without padding. Subclasses override what differs.
+
+    captures_draws: draws without logits processors run as graphs.
+    """
+
+    captures_draws = False
 
     def __init__(self, step: DeviceStep) -> None:
         self._step, self._inference = step, torch.inference_mode()

@@ -52,6 +52,8 @@ class GraphExecutor(Executor):
     Results are in static memory: copy them, on the same stream, before the next replay.
     """
 
+    captures_draws = True
+
     def __init__(self, step: DeviceStep, sizes: Sizes, capture: Capture) -> None:
         super().__init__(step)
         self._reduced_step, self._capture = step.one_layer_of_each_kind(), capture
