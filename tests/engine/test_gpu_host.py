@@ -28,10 +28,18 @@ def test_replayed_graphs_are_counted_and_say_what_steps_without_graphs_say(
 ) -> None:
     save("llama-gqa", tmp_path)
     said: list[dict[str, Any]] = []
-    for make in (Runner._make_executor, graphs):
+    executors: list[GraphExecutor] = []
+
+    def kept(runner: Runner) -> GraphExecutor:
+        executors.append(graphs(runner))
+        assert executors[0]._captured
+        return executors[0]
+
+    for make in (Runner._make_executor, kept):
         monkeypatch.setattr(Runner, "_make_executor", make)
         main({"folder": str(tmp_path), "sizes": {"device": "cpu"}})
         said.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     eager, replayed = said
     assert replayed["answers"] == replayed["again"] == eager["answers"] and len(eager["answers"]) == 12
     assert replayed["replayed"] > 20 and not eager["replayed"]
+    assert not executors[0]._captured, "a closed engine has freed its graphs, which connections of ranks wait for"
