@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,16 @@ from tests.engine.fake import FakeRunner, next_token
 VOCAB = 97
 PLAIN = KvLayout((KvGroup((0, 1), None, 8),), 4, 64, KV_FORMATS["float32"])
 WINDOWED = KvLayout((KvGroup((0,), None, 8), KvGroup((1,), 6, 8)), 4, 64, KV_FORMATS["float32"])
+
+
+def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    """The function, whose calls add its name to `calls`, with any arguments."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*given, **named)
+
+    return call
 
 
 class Clock:

@@ -87,6 +87,7 @@ def requests() -> Iterator[Submit]:
 def answers(engine: LocalEngine) -> Answers:
     tokens: Answers = {}
     for delta in engine.run(requests()):
+        assert delta.finish != "error", delta.error
         tokens.setdefault(f"{delta.id}/{delta.choice}", []).extend(delta.tokens)
     return tokens
 

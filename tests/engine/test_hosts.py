@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -74,6 +75,37 @@ def test_two_hosts_say_what_one_process_says(sizes: dict[str, int], tmp_path: Pa
         for _ in range(2):
             with opened(here, config) as several:
                 assert answers(several) == expected
+
+
+def started(host: subprocess.Popen[str]) -> list[str]:
+    """Lines of a second host until its rank has started, again or for the first time, and looks for the first host."""
+    assert host.stderr is not None
+    lines = [""]
+    while "cannot reach host 0" not in lines[-1]:
+        lines.append(host.stderr.readline())
+        assert lines[-1], f"it has ended: {lines}"
+    return lines
+
+
+@pytest.mark.parametrize(
+    "axis",
+    ["pipeline", pytest.param("tensor", marks=pytest.mark.long), pytest.param("context", marks=pytest.mark.long)],
+)
+def test_processes_of_both_hosts_end_without_a_crash(axis: str, tmp_path: Path) -> None:
+    """The first host's process ends with status 0. The second host starts its rank again, and does not say that it crashed."""
+    save("llama-gqa", tmp_path)
+    config = two_hosts(**{f"{axis}_parallel_size": 2})
+    names = ("device", f"{axis}_parallel_size", "nnodes", "master_addr", "master_port")
+    job = {"folder": str(tmp_path), "sizes": {name: getattr(config, name) for name in names}}
+    with second_host(config, tmp_path, PYTHONUNBUFFERED="1") as second:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        command = [sys.executable, "-m", "tests.engine.gpu_host", json.dumps(job)]
+        started(second)
+        first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert first.returncode == 0, first.stderr[-4000:]
+        assert not any("ended with status" in line for line in started(second))
+    said = json.loads(first.stdout.splitlines()[-1])
+    assert said["answers"] == said["again"] and all(said["answers"].values())
 
 
 def test_a_host_with_another_model_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ridgeline.engine.warm_up import chunk_sizes, chunked, length_bounds, mixes,
         "8b-one-kernel",
         "8b-drafts",
         "8-heads",
+        "last-stage",
         *(
             pytest.param(case, marks=pytest.mark.long)
             for case in ("8b", "window-eager", "8b-eager-drafts", "8-heads-quotes", "8b-select", "8b-select-eager")

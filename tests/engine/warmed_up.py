@@ -22,15 +22,20 @@ from ridgeline.core.draft import DEVICE
 from ridgeline.core.plan import Compaction, Join, Logits, StepPlan
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.core.spec import kv_layout
+from ridgeline.core.stages import stage_layout
 from ridgeline.engine import runner, warm_up
 from ridgeline.engine.device import DeviceStep
 from ridgeline.engine.executor import Executor
 from ridgeline.engine.graphs import GraphExecutor
 from ridgeline.engine.shape import Sizes
+from ridgeline.engine.stage import StageGraphs, runner_kind
 from ridgeline.models.build import build
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.step import SHORT
 from ridgeline.ops.triton import ahead, hopper, kernels, launch, table
+from ridgeline.parallel.group import Group
+from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
+from ridgeline.parallel.pipeline import Stage
 
 PROCESSORS = 132
 ROWS, STEP_TOKENS, MAX_LEN = 128, 2048, 4096
@@ -55,6 +60,7 @@ SELECTING = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window
 """Only the last layer reads what has left the window, and it selects."""
 BUDGET, CONTEXTS = 512, (400, 600, SHORT, 3000, MAX_LEN)
 """Slots that the cases of selection read, and contexts within the budget and above, of different sizes of kernels."""
+LAST_STAGE = LARGE | {"num_hidden_layers": 2}
 CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "8b": ({}, "", True),
     "8b-drafts": ({}, "", True),
@@ -68,12 +74,23 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "window-eager": (WINDOWED, "", False),
     "8b-select": (SELECTING | LARGE, "", True),
     "8b-select-eager": (SELECTING, "", False),
+    "last-stage": (LAST_STAGE, "", True),
     "fp8": ({}, "fp8", True),
     "int4": ({}, "int4-g128", True),
     "w8a8": ({}, "w8a8", True),
     "llm-int8": ({}, "llm-int8", True),
 }
 """What differs from MODEL, quantization, whether graphs are captured."""
+
+
+class NoRanks(Group):
+    """Messages to ranks that are not there."""
+
+    def send(self, x: torch.Tensor, rank: int, tag: int) -> None:
+        pass
+
+    def receive(self, x: torch.Tensor, rank: int, tag: int) -> None:
+        x.zero_()
 
 
 class PaperDriver:
@@ -125,16 +142,22 @@ def open_runner(
             quantization=quantization,
             kv_selection=BUDGET if SELECTING.items() <= model_facts.items() else 0,
         )
-        model = build(Path(name), model=config, ops=table.TRITON, device=torch.device("cpu"))
+        mesh = ONE_DEVICE
+        if model_facts is LAST_STAGE:
+            mesh = Mesh(stage=Stage(1, 2, slice(1, 2), (0, 1), NoRanks(), NoRanks()))
+        model = build(Path(name), model=config, ops=table.TRITON, device=torch.device("cpu"), mesh=mesh)
     sizes = Sizes(ROWS, STEP_TOKENS, MAX_LEN, 64, drafts=drafts, host_drafts=quotes)
     steps: list[DeviceStep] = []
 
     def executor(step: DeviceStep) -> Executor:
         steps.append(step)
-        return GraphExecutor(step, sizes, Uncaptured) if captured else Executor(step)
+        graphs = GraphExecutor if mesh.stage.count == 1 else StageGraphs
+        return graphs(step, sizes, Uncaptured) if captured else Executor(step)
 
     runner.CapturedExecutor = executor  # that of a CPU
-    made = runner.build_runner(model, kv_layout(model.spec, 64), sizes)
+    layout = kv_layout(model.spec, 64)
+    layout = layout if mesh.stage.count == 1 else stage_layout(layout, mesh.stage.layers, model.spec)
+    made = runner.build_runner(model, layout, sizes, kind=runner_kind(mesh))
     return made, steps[0], sizes
 
 
@@ -219,10 +242,10 @@ def missed(case: str, every: bool = False) -> list[str]:
             made.executor.capture(lambda *_: None)
             assert not texts, "a capture runs what warm-up has run"
             late = []
-            selecting = SELECTING.items() <= CASES[case][0].items()
+            selecting, staged = SELECTING.items() <= CASES[case][0].items(), CASES[case][0] is LAST_STAGE
             spread = [*SPREAD, (8, 0, 5)][: 5 if quoting else 4] if drafting or quoting else [(0,)]
-            decoding = DECODING[:: 4 if drafting or quoting or selecting else 1]
-            few, contexts = (drafting or quoting or selecting) and not every, CONTEXTS if selecting else ()
+            decoding = DECODING[:: 4 if drafting or quoting or selecting or staged else 1]
+            few, contexts = (drafting or quoting or selecting or staged) and not every, CONTEXTS if selecting else ()
             chunks, asking = (BESIDE_DRAFTS, ASKING[:2]) if few else (CHUNKS, ASKING)
             for (place, sampling), drafts, tree in itertools.product(
                 enumerate(SAMPLINGS), spread, (False, True) if quoting else (False,)
@@ -235,7 +258,7 @@ def missed(case: str, every: bool = False) -> list[str]:
                     error = made.collect().error
                     assert error is None, error
                     late += [f"{_step(plan)} at {sampling.temperature}: {text}" for text in texts]
-            if not selecting:
+            if not (selecting or staged):
                 texts.clear()
                 device_step.compact(Compaction(1, 300, 300, 32, 4, [[1, 2, 3, 4, 5]], [[6, 7]]))
                 late += [f"a compaction: {text}" for text in texts]

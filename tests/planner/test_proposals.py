@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,11 @@ from ridgeline.core.slo import Slo
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 from ridgeline.core.workload import arrivals, synthetic
 from ridgeline.hardware.serving import cost_model
+from ridgeline.planner import search as searching
 from ridgeline.planner.cluster import read_cluster
 from ridgeline.planner.layout_times import Times
 from ridgeline.planner.layouts import Layout, replica
-from ridgeline.planner.proposals import Limits, Offer, Task, grows, missed
+from ridgeline.planner.proposals import Limits, Offer, Task, Unit, confirmed, grows, highest, missed, propose
 from ridgeline.planner.ranking import Demand, Variant
 from ridgeline.planner.search import Scope, SearchResult, search
 from ridgeline.planner.servers import divided_cost, replica_server
@@ -121,3 +123,48 @@ def test_what_does_not_suffice_says_so() -> None:
     assert "needs 9 devices of 8" in plan(each, Limits(copies=9)).proposals[0].verdict
     assert "W of design power > 1,000 W" in plan(2.5 * each, Limits(watts=1000)).proposals[0].verdict
     assert plan(None, Limits(usd_hour=7)).proposals[0].copies == 3 and math.isinf(Limits().usd_hour)
+
+
+def test_surrogates_rank_layouts_as_the_scheduler_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same order, chunks, batches and highest rates as when the scheduler simulates every rate of every layout."""
+    requests = synthetic(60, ("800", "20"), 0, 0).at(arrivals(60, 1.0, 1.0, 0))
+    objectives = Slo.parse("p99(ttft)<=300ms,tpot=30ms")
+    task = Task(Demand(800, 20, 60.0, objectives), requests, EngineConfig(), sample=60)
+    offer = Offer(replace(CLUSTER, count=8), 2.0, owned=True)
+    scope = Scope(lambda _: [Variant(SPEC, COST)], lambda layout: layout.replica <= 2, finalists=3)
+    fast = search(task, [offer], scope).proposals
+    monkeypatch.setattr(
+        searching, "_estimated", lambda task, unit: propose(task, unit, highest(task, unit, fast=False))
+    )
+    monkeypatch.setattr(searching, "_simulated", lambda task, estimate, say: estimate)
+    slow = search(task, [offer], scope).proposals
+    chosen = [[(each.unit.coarse.layout, each.unit.engine) for each in proposals] for proposals in (fast, slow)]
+    assert chosen[0] == chosen[1] and len(chosen[0]) == 3
+    assert [each.capacity for each in fast] == pytest.approx([each.capacity for each in slow], rel=0.05)
+    assert [each.verdict for each in fast] == [each.verdict for each in slow]
+
+
+def test_few_simulations_are_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proposal needs one, and one more for the rate that it confirms if none is given."""
+    runs: list[bool] = []
+    served = Unit.served
+
+    def counted(unit: Unit, *given: Any, **named: Any) -> list[Outcome]:
+        runs.append(bool(named.get("fast", given[2:] == (True,))))
+        return served(unit, *given, **named)
+
+    monkeypatch.setattr(Unit, "served", counted)
+    plan.cache_clear()
+    best = plan(None).proposals[0]
+    assert runs.count(False) == 2 and runs.count(True) > 8
+    runs.clear()
+    plan(2.5 * best.capacity / 8)
+    assert runs.count(False) <= 2 and runs.count(True) > 8
+    plan.cache_clear()
+
+
+def test_a_rate_that_the_scheduler_does_not_keep_is_lowered() -> None:
+    best = plan(None, count=1).proposals[0]
+    lowered = confirmed(best.task, best.unit, 1.1 * best.capacity)
+    assert 0.9 * best.capacity < lowered <= 1.05 * best.capacity
+    assert confirmed(best.task, best.unit, 3 * best.capacity) == pytest.approx(best.capacity, rel=0.1)

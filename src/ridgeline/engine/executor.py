@@ -45,7 +45,12 @@ class LoadedStep:
 
 
 class Executor:
-    """Runs every step eagerly, without padding. Subclasses override what differs."""
+    """Runs every step eagerly, without padding. Subclasses override what differs.
+
+    captures_draws: draws without logits processors run as graphs.
+    """
+
+    captures_draws = False
 
     def __init__(self, step: DeviceStep) -> None:
         self._step, self._inference = step, torch.inference_mode()
@@ -73,6 +78,10 @@ class Executor:
     def forget(self) -> None:
         """Drop the loaded step."""
         self._last = None
+
+    def close(self) -> None:
+        """Drop the loaded step, and all that was captured: no step runs any more."""
+        self.forget()
 
     def run(self, loaded: LoadedStep, plan: StepPlan) -> Outcome:
         """Run the step. plan: the plan that loaded it, or one that repeats that plan."""

@@ -96,6 +96,7 @@ def _serve(link: Link, folder: str | None) -> None:
     link.send(encode(Ready()))
     threading.Thread(target=_beat, args=(link,), daemon=True).start()
     follow(link, loaded.runner, order.epoch, rank.plan.steps_in_flight)
+    mesh.close()
 
 
 def follow(link: Link, runner: Runner, epoch: str, steps_in_flight: int) -> None:

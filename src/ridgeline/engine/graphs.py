@@ -52,6 +52,8 @@ class GraphExecutor(Executor):
     Results are in static memory: copy them, on the same stream, before the next replay.
     """
 
+    captures_draws = True
+
     def __init__(self, step: DeviceStep, sizes: Sizes, capture: Capture) -> None:
         super().__init__(step)
         self._reduced_step, self._capture = step.one_layer_of_each_kind(), capture
@@ -71,6 +73,11 @@ class GraphExecutor(Executor):
         self._batches = {shape: unpack(self._drawing[: shape.rows], shape) for shape in self._buckets}
         for shape in [*several, *([self._unread] if self._unread else [])]:
             self._batches[shape] = unpack(zeros(packed_size(shape)), shape)
+
+    def close(self) -> None:
+        """Ranks must free their graphs before their connections: NCCL frees a communicator when no graph uses it."""
+        super().close()
+        self._captured.clear()
 
     # --- which graph --------------------------------------------------------------------------------------------------
 

@@ -200,6 +200,7 @@ class RankGroup(Group):
         deadline = time.monotonic() + _END_S
         for follower in self.followers:
             follower.wait(deadline)
+        self.mesh.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- watching ---------------------------------------------------------------------------------------------------

@@ -188,6 +188,9 @@ def run_host(config: EngineConfig, folder: Path, tell: Callable[[str], None]) ->
             raise EngineFailed(
                 f"No engine has listened on {address} for {JOIN_S:g} s: start host 0, or check --master-addr."
             )
+        for rank, process in zip(config.host_ranks, ranks, strict=True):
+            if (status := process.poll()) is not None and status < 0:
+                log.error("rank %d of this host has ended with status %d", rank, status)
         _end(ranks)
         time.sleep(_RETRY_S)
     return 0

@@ -147,12 +147,12 @@ class Runner:
         return self._failed(oldest.plan, reason, oldest.transfers)
 
     def close(self) -> None:
-        """Wait for the device and drop the steps in flight."""
+        """Wait for the device, and drop the steps in flight and the graphs."""
         if self._cuda:
             torch.cuda.synchronize(self.device)
         self.transfers.close()
         self._pending.clear()
-        self.executor.forget()
+        self.executor.close()
 
     # --- one step ---------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class StageGraphs(GraphExecutor):
     """Runs the layers of a stage as a CUDA graph, messages between stages included. Draws are not captured, because drawn tokens go
     from host to host. Steps with drafts run eagerly."""
 
+    captures_draws = False
+
     def forward(self, loaded: LoadedStep, plan: StepPlan) -> Tensor:
         """As StageExecutor.forward. The result is in static memory; before the last stage it has no meaning."""
         shape = loaded.batch.shape

@@ -81,8 +81,7 @@ def warm_up_kernels(step: DeviceStep, executor: Executor, sizes: Sizes, progress
         # No graph fits a mixed step in which a row has drafts.
         if forms or executor.padded(shape_of(counts), fused_sampling=True) is None:
             work += [partial(warm_up_forward, step, counts, tree) for tree in forms or (False,)]
-    padded = executor.padded(shape_of([1]), fused_sampling=True) is not None
-    draws = [size for size in row_counts(rows) if not padded or size in (1, 3, MOST_PROCESSED)]
+    draws = [size for size in row_counts(rows) if not executor.captures_draws or size in (1, 3, MOST_PROCESSED)]
     work += [partial(warm_up_draws, step, size) for size in draws]
     most = max((*sizes.drafts, sizes.host_drafts), default=0)
     for tree, nodes, count in product(forms, draft_sizes(most), reversed(row_counts(rows))):

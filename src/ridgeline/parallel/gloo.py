@@ -61,6 +61,9 @@ class GlooGroup(Group):
     def abort(self) -> None:
         """Nothing: the connection to a process that ends breaks, and gloo has a timeout."""
 
+    def close(self) -> None:
+        """Nothing: torch frees the connections with the group, whose threads end at once."""
+
     def _run(self, begin: Callable[[], Any], alone: Callable[[], object] = lambda: None) -> None:
         """Begin a collective and wait for it. alone: what a muted group does."""
         if self._muted:

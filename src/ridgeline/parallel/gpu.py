@@ -121,6 +121,10 @@ class GpuGroup(Group):
             sums.stop()
         self.nccl.abort()
 
+    def close(self) -> None:
+        self.abort()
+        self.nccl.wait()
+
 
 def _peer_sums(store: Store, rank: int, size: int, device: torch.device) -> Sums | None:
     if find_spec("triton") is None:  # as all kernels, these need it, for their cache

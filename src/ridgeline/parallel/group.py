@@ -38,3 +38,6 @@ class Group(Protocol):
 
     def abort(self) -> None:
         """End what waits for other ranks, now and later; does not wait."""
+
+    def close(self) -> None:
+        """Free the connections, which no graph uses any more. Waits for that, but not for ever."""

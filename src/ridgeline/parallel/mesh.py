@@ -73,5 +73,10 @@ class Mesh(Axis):
         for group in self.groups:
             group.abort()
 
+    def close(self) -> None:
+        """Free the connections, see Group.close."""
+        for group in self.groups:
+            group.close()
+
 
 ONE_DEVICE = Mesh()

@@ -40,7 +40,7 @@ SETTINGS = {
 _BYTES, _SUM = 1, 0
 _TYPES = {torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
 _ABORT_S = 2.0
-"""Seconds that the end of the process waits for an abort."""
+"""Seconds to wait for an abort, which waits for threads of NCCL and for the other ranks of this host."""
 _SIOCGIFADDR, _IFREQ = 0x8915, 40
 """Request for the first IPv4 address of an interface, and bytes of its argument (netdevice(7))."""
 _INET6 = Path("/proc/net/if_inet6")
@@ -144,6 +144,7 @@ class Communicator:
         """Waits for the other ranks. Raises RuntimeError if they do not come within timeout_s, ConfigError without NCCL."""
         self.rank, self.size = rank, size
         self._device, self._handle, self._lock = device, c_void_p(), threading.Lock()
+        self._ending: threading.Thread | None = None
         store.set_timeout(timedelta(seconds=timeout_s))
         unique = _UniqueId()
         if rank == 0:
@@ -209,9 +210,15 @@ class Communicator:
             torch.cuda.set_device(self._device)
             library().ncclCommAbort(handle)
 
-        thread = threading.Thread(target=end, daemon=True)
-        thread.start()
-        atexit.register(thread.join, _ABORT_S)
+        self._ending = threading.Thread(target=end, daemon=True)
+        self._ending.start()
+        atexit.register(self.wait)
+
+    def wait(self) -> None:
+        """Wait until the communicator is freed, if it was aborted. A process that ends before, while threads of NCCL run, may
+        crash."""
+        if self._ending is not None:
+            self._ending.join(_ABORT_S)
 
     def _open(self) -> c_void_p:
         if self._handle.value is None:

@@ -19,7 +19,17 @@ from ridgeline.planner.links import LINE_SHARES
 from ridgeline.planner.power import Use, watts
 from ridgeline.planner.ranking import Demand, Ranked
 from ridgeline.planner.simulate import Outcome, Server, quantile
-from ridgeline.planner.split import ATTAIN, LOWEST_RATE, Ratio, good_share, highest_rate, latencies, serve_split
+from ridgeline.planner.split import (
+    ATTAIN,
+    LOWEST_RATE,
+    PRECISION,
+    Ratio,
+    good_share,
+    highest_rate,
+    latencies,
+    serve_split,
+)
+from ridgeline.planner.surrogate import Surrogate
 
 JOINT = Ratio(1, 0)
 LEAST, MOST = 120, 1000
@@ -32,6 +42,8 @@ WARM_UP = 0.25
 GROWTH, RATIO = 0.05, 1.25
 """If times to first token grow by more seconds in a second of arrivals, and by more than this ratio, the queue grows without
 end."""
+TRIALS = 4
+"""Rates that the scheduler tries below the one that surrogates found."""
 FACTOR = 1.3
 """Between the first rates that are tried, because the arithmetic is about right."""
 SIMULATED = 2
@@ -106,12 +118,13 @@ class Unit:
         """Copies that the offered devices allow."""
         return self.offer.cluster.count // self.devices
 
-    def served(self, workload: Workload, copies: int = 1) -> list[Outcome]:
-        """Outcomes in the order of arrival, without the first ones."""
+    def served(self, workload: Workload, copies: int = 1, fast: bool = False) -> list[Outcome]:
+        """Outcomes in the order of arrival, without the first ones. fast: of surrogates, if there are any for this unit."""
         if self.ratio.decode:
             outcomes = serve_split(self.server, workload, self.ratio).outcomes
         else:
-            fleet = Fleet(self.server, copies, limit=self.server.limits.rows)
+            surrogate = fast and Surrogate.stands_for(self.server)
+            fleet = Fleet(self.server, copies, limit=self.server.limits.rows, surrogate=surrogate)
             by_number = simulate_fleet(fleet, workload).outcomes
             outcomes = [by_number[number] for number in sorted(by_number)]
         return outcomes[int(WARM_UP * len(outcomes)) :]
@@ -148,15 +161,26 @@ def arriving(task: Task, unit: Unit, rate: float, copies: int = 1) -> Workload:
     return task.workload.first(count).at_rate(rate)
 
 
-def highest(task: Task, unit: Unit) -> float:
-    """The highest rate of one copy that keeps the objectives, in requests per second."""
+def highest(task: Task, unit: Unit, fast: bool = True) -> float:
+    """The highest rate of one copy that keeps the objectives, in requests per second. fast: see Unit.served."""
+    first = max(LOWEST_RATE, unit.coarse.capacity * unit.ratio.devices)
+    return highest_rate(lambda rate: keeps(task, unit, rate, fast), first, FACTOR)
 
-    def keeps(rate: float) -> bool:
-        load = arriving(task, unit, rate)
-        outcomes = unit.served(load)
-        return not missed(task.demand.slo, outcomes) and not grows(outcomes, load.span_s * (1 - WARM_UP))
 
-    return highest_rate(keeps, max(LOWEST_RATE, unit.coarse.capacity * unit.ratio.devices), FACTOR)
+def keeps(task: Task, unit: Unit, rate: float, fast: bool = False) -> bool:
+    """Whether one copy keeps the objectives at a rate."""
+    load = arriving(task, unit, rate)
+    outcomes = unit.served(load, fast=fast)
+    return not missed(task.demand.slo, outcomes) and not grows(outcomes, load.span_s * (1 - WARM_UP))
+
+
+def confirmed(task: Task, unit: Unit, rate: float) -> float:
+    """The rate that surrogates found, or the next lower one that the scheduler keeps, too."""
+    for _ in range(TRIALS):
+        if not rate or keeps(task, unit, rate):
+            return rate
+        rate /= 1 + PRECISION
+    return highest(task, unit, fast=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +280,15 @@ def use_of(unit: Unit, demand: Demand, rate: float, batch: float) -> Use:
     return Use(flops / devices / row.peak(spec.matrix_dtype), moved / devices / row.bandwidth)
 
 
-def propose(task: Task, unit: Unit, capacity: float) -> Proposal:
+def propose(task: Task, unit: Unit, capacity: float, fast: bool = False) -> Proposal:
     """The proposal of a unit. capacity: of one copy, as `highest` finds it. The number of copies is that which the rate needs, or
-    without a rate all that devices and limits allow."""
+    without a rate all that devices and limits allow. fast: see Unit.served."""
     first = _copies(task, unit, capacity)
-    proposal = _simulated(task, unit, first, capacity)
+    proposal = _simulated(task, unit, first, capacity, fast)
     for copies in (first + 1, first + 2):  # the sample of several copies differs from that of one
         if not proposal.verdict or not capacity or task.demand.rate is None or task.limits.copies or copies > unit.most:
             break
-        more = _simulated(task, unit, copies, capacity)
+        more = _simulated(task, unit, copies, capacity, fast)
         proposal = more if not more.verdict else proposal
     return proposal
 
@@ -283,12 +307,12 @@ def _copies(task: Task, unit: Unit, capacity: float) -> int:
     return max(1, most)
 
 
-def _simulated(task: Task, unit: Unit, copies: int, capacity: float) -> Proposal:
+def _simulated(task: Task, unit: Unit, copies: int, capacity: float, fast: bool) -> Proposal:
     demand = task.demand
     rate = demand.rate if demand.rate is not None else copies * (capacity or 0.1 * unit.coarse.capacity)
     together = 1 if unit.ratio.decode or demand.rate is None else min(copies, SIMULATED)
     load = arriving(task, unit, rate * together / copies, together)
-    outcomes = unit.served(load, together)
+    outcomes = unit.served(load, together, fast)
     decoding = sum(outcome.e2e_s - outcome.ttft_s for outcome in outcomes)
     batch = decoding / (load.span_s * (1 - WARM_UP)) / together if load.span_s else 1.0
     use = use_of(unit, demand, rate / copies, batch)

@@ -1,5 +1,5 @@
-"""Search for the best layouts of a task: arithmetic over all layouts first, then a simulation of the best ones with other sizes of
-chunks and batches, and with prefill apart from decode."""
+"""Search for the best layouts of a task: arithmetic over all layouts first. Surrogates of replicas then try the best ones at many
+rates, with other sizes of chunks and batches, and with prefill apart from decode. The scheduler simulates what is proposed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ridgeline.core.errors import ConfigError
 from ridgeline.planner.cluster import Cluster
 from ridgeline.planner.layouts import Layout, layouts, replica
-from ridgeline.planner.proposals import JOINT, Offer, Proposal, Task, Unit, apart, highest, propose
+from ridgeline.planner.proposals import JOINT, Offer, Proposal, Task, Unit, apart, confirmed, highest, propose
 from ridgeline.planner.ranking import Ranked, Refused, Variant, evaluate, has_experts
 from ridgeline.planner.servers import replica_server
 from ridgeline.planner.split import RATIOS
@@ -52,12 +52,13 @@ def search(task: Task, offers: Sequence[Offer], scope: Scope) -> SearchResult:
         check_split(task, offers)
     entries, refused = coarse(task, offers, scope)
     units = [unit for offer, entry in finalists(task, entries, scope.finalists) if (unit := _unit(task, offer, entry))]
-    simulated = list(_proposals(task, units, scope.say))
-    best = sorted(simulated, key=rank_key)[:VARIED]
-    simulated += _proposals(task, _variations(task, [each.unit for each in best]), scope.say)
+    estimates = [_estimated(task, unit) for unit in units]
+    best = sorted(estimates, key=rank_key)[:VARIED]
+    estimates += [_estimated(task, unit) for unit in _variations(task, [each.unit for each in best])]
     if scope.ratios:
-        simulated += _proposals(task, _apart(simulated), scope.say)
-    return SearchResult(tuple(best_sizes(simulated)), tuple(refused), len(entries) + len(refused))
+        estimates += [_estimated(task, unit) for unit in _apart(estimates)]
+    proposals = sorted((_simulated(task, each, scope.say) for each in best_sizes(estimates)), key=rank_key)
+    return SearchResult(tuple(proposals), tuple(refused), len(entries) + len(refused))
 
 
 def best_sizes(simulated: Iterable[Proposal]) -> list[Proposal]:
@@ -200,7 +201,15 @@ def _apart(simulated: Sequence[Proposal]) -> Iterator[Unit]:
             yield apart(alone[0], ratio)
 
 
-def _proposals(task: Task, units: Iterable[Unit], say: Callable[[str], None]) -> Iterator[Proposal]:
-    for unit in units:
-        say(f"{unit.coarse.layout} of {unit.offer.cluster.device.name}, {unit.coarse.variant.name}")
-        yield propose(task, unit, highest(task, unit))
+def _estimated(task: Task, unit: Unit) -> Proposal:
+    """The proposal of a unit by surrogates."""
+    return propose(task, unit, highest(task, unit), fast=True)
+
+
+def _simulated(task: Task, estimate: Proposal, say: Callable[[str], None]) -> Proposal:
+    """The proposal by the scheduler, with the highest rate of the surrogates. Without a rate the scheduler confirms it."""
+    unit, capacity = estimate.unit, estimate.capacity / estimate.copies
+    say(f"{unit.coarse.layout} of {unit.offer.cluster.device.name}, {unit.coarse.variant.name}")
+    if task.demand.rate is None:
+        capacity = confirmed(task, unit, capacity)
+    return propose(task, unit, capacity)
