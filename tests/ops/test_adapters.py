@@ -197,9 +197,8 @@ FORM: dict[str, object] = {
     "SORTED": True,
     "ROWS": 16,
     "MADE": kernels.MAKER_ROWS,
-    "GROUPS": kernels.WARPS,
-    "READ": kernels.READ_ELEMENTS // 16,
-    "PREFETCH": 1,
+    "MADE_ELEMENTS": kernels.MAKER_ELEMENTS,
+    "MAKERS": kernels.MOST_MAKERS,
     "USED": kernels.USER_OUTPUTS,
     "USED_ELEMENTS": kernels.USER_ELEMENTS,
     "PIECES": 1,
@@ -237,7 +236,7 @@ def check_compiles(constants: dict[str, object]) -> str:
     [
         FORM,
         pytest.param({**FORM, **GATED}, marks=pytest.mark.long),
-        pytest.param({**FORM, "ROWS": 64, "READ": 128, "SPLITS": 4, "BLOCK": 64}, marks=pytest.mark.long),
+        pytest.param({**FORM, "ROWS": 64, "SPLITS": 4, "BLOCK": 64}, marks=pytest.mark.long),
     ],
 )
 def test_the_kernel_compiles_for_hopper(constants: dict[str, object], apart) -> None:

@@ -33,24 +33,26 @@ FEW_TOKENS = 16
 MANY_TOKENS = 1024
 """Fewest tokens of a step whose tiles are large."""
 LARGE_ROWS = 64
-MAKER_ROWS = 16
-"""Rows of A that a maker multiplies at a time."""
-READ_ELEMENTS = 8192
-"""Inputs times tokens that a maker multiplies at a time."""
+MAKER_ROWS = 32
+"""Rows of A of a maker."""
+MOST_MAKERS = 2
+"""Most makers of the same inputs of a tile, whatever the largest rank is: each takes further rows of A after its first ones."""
+REGISTERS = 0
+"""Most of a thread; 0: as many as the compiler takes."""
+MAKER_ELEMENTS = 2048
+"""Of A that a maker has in registers, and reads ahead."""
 MAKER_INPUTS = 512
 """Inputs of a maker: the others are read at the same time."""
 MOST_PARTS, LARGE_PARTS = 16, 4
 """Most parts of the inputs, and those of large tiles."""
 USER_OUTPUTS = 256
 """Of each part of a linear, by a user; of gate and up together."""
-USER_ELEMENTS = 8192
+USER_ELEMENTS = 4096
 """Of B that a user has in registers, and reads ahead, if a rank is above SMALL_RANK."""
 MANY_PIECES, PROGRAMS = 4, 4
 """Times USER_OUTPUTS that a user computes, reading the next ones while it multiplies, if so many users remain on each
 multiprocessor."""
 WARPS = 4
-PREFETCH = 1
-REGISTERS = 0
 SMALL_RANK: tl.constexpr = tl.constexpr(16)
 """Up to this many rows, products have the smallest tile that a matrix instruction takes."""
 RANK_STEP: tl.constexpr = tl.constexpr(PADDED_RANK)
@@ -79,13 +81,13 @@ def _adapt(
     chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
     tokens, tiles, makers, held, inputs, length, width, a_stride, b_stride, outputs, end_0, end_1, users,
     PARTS: tl.constexpr, SPLITS: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, MADE: tl.constexpr,
-    GROUPS: tl.constexpr, READ: tl.constexpr, USED: tl.constexpr, USED_ELEMENTS: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    MADE_ELEMENTS: tl.constexpr, MAKERS: tl.constexpr, USED: tl.constexpr, USED_ELEMENTS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, outputs] += B (A x); with KIND out [T, outputs / 2] = act(gate) * up of this sum.
 
-    Programs 0 .. makers - 1 write inner float32 [SPLITS, T, width] = A x over `length` inputs each, all rows of A [PARTS * rank,
-    inputs] of the slot. Of the others `users` work on each tile, PIECES times USED outputs each. end_0, end_1: where the first two
+    Programs 0 .. makers - 1 write inner float32 [SPLITS, T, width] = A x over `length` inputs each, MADE rows of A [PARTS * rank,
+    inputs] at a time: MAKERS programs share all rows. Of the others `users` work on each tile, PIECES times USED outputs each. end_0, end_1: where the first two
     of three parts of the outputs end, which read different rows of A; a part may be empty. BLOCK: at least a rank. A and B are the
     begin of a slot's memory.
     """
@@ -104,27 +106,25 @@ def _adapt(
     arrivals_ptr += tile
     rows = PARTS * rank
     if made:
-        split = program // tiles
+        part = program // tiles
+        split = part % SPLITS
         x_ptr += split * length
         a_ptr += split * length
         inner_ptr += split.to(tl.int64) * tokens * width
         size = tl.minimum(length, inputs - split * length)
         # Without rows a program ends at once, also before earlier kernels have completed: users wait for those.
-        if rows > 0:
-            if PDL and PREFETCH:
-                lane = tl.arange(0, 32)
-                if PREFETCH & 2:
-                    for start in range(MADE, rows, 32):
-                        row = start + lane
-                        _fetch(a_ptr + row.to(tl.int64) * inputs, tl.where(row < rows, size * 2, 0))
-                if PREFETCH & 1:
-                    share = tl.cdiv(outputs, SPLITS * 32)
-                    start = (split * 32 + lane) * share
-                    _fetch(b_ptr + start * rank, tl.minimum(share, outputs - start) * rank * 2)
-            _make(
-                x_ptr, a_ptr, inner_ptr, arrivals_ptr, token, inside, rows, size, length, inputs, width,
-                MADE, GROUPS, READ // GROUPS, PDL,
-            )  # fmt: skip
+        if rows <= SMALL_RANK:
+            if part < SPLITS:
+                _make(
+                    x_ptr, a_ptr, inner_ptr, arrivals_ptr, token, inside, rows, size, inputs, width,
+                    SMALL_RANK, MADE_ELEMENTS // SMALL_RANK, PDL,
+                )  # fmt: skip
+        else:
+            for first in range(part // SPLITS * MADE, rows, MAKERS * MADE):
+                _make(
+                    x_ptr, a_ptr + first.to(tl.int64) * inputs, inner_ptr + first, arrivals_ptr, token, inside, rows - first,
+                    size, inputs, width, MADE, MADE_ELEMENTS // MADE, PDL,
+                )  # fmt: skip
     else:
         block = (program - makers) % users
         blocks_0, blocks_1 = tl.cdiv(end_0, PIECES * USED), tl.cdiv(end_1 - end_0, PIECES * USED)
@@ -132,7 +132,7 @@ def _adapt(
         begin = tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
         end = tl.where(part == 0, end_0, tl.where(part == 1, end_1, outputs))
         block -= tl.where(part == 0, 0, tl.where(part == 1, blocks_0, blocks_0 + blocks_1))
-        first, goal = begin + block * PIECES * USED, tl.where(rows > 0, SPLITS, 0)
+        first, goal = begin + block * PIECES * USED, tl.cdiv(rows, MADE) * SPLITS
         inner_ptr += part * rank
         if rank <= SMALL_RANK:
             _use(
@@ -148,72 +148,42 @@ def _adapt(
 
 
 @triton.jit
-def _fetch(pointers, size):
-    """Read into the L2 cache, from each of 32 pointers on, `size` bytes, a multiple of 16."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p, q;
-        .reg .b32 t;
-        mov.u32 t, %tid.x;
-        setp.lt.u32 p, t, 32;
-        setp.gt.s32 q, $2, 0;
-        and.pred p, p, q;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [pointers.to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _make(
-    x_ptr, a_ptr, inner_ptr, arrivals_ptr, token, inside, rows, size, length, inputs, width,
-    WIDE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, a_ptr, inner_ptr, arrivals_ptr, token, inside, rows, size, inputs, width,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [token, rows] = A x over `size` inputs, and an arrival. Each of GROUPS warps multiplies inputs of its own."""
-    at = tl.arange(0, WIDE)
-    READ: tl.constexpr = GROUPS * BLOCK
-    place = tl.arange(0, GROUPS)[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-    steps = tl.cdiv(length, READ)
-    # The first weights come while the previous kernel ends.
-    a = _factors(a_ptr, at, place, rows, size, inputs)
-    await_inputs(PDL)
-    x = _inputs(x_ptr, token, inside, place, size, inputs)
-    total = tl.zeros((GROUPS, token.shape[0], WIDE), dtype=tl.float32)
-    for number in range(tl.cdiv(rows, WIDE) * steps):
-        first, step = number // steps * WIDE, number % steps
-        further, next_step = (number + 1) // steps * WIDE, (number + 1) % steps
-        next_a = _factors(
-            a_ptr + further.to(tl.int64) * inputs, at, place + next_step * READ, rows - further, size, inputs
-        )
-        next_x = _inputs(x_ptr, token, inside & (further < rows), place + next_step * READ, size, inputs)
-        total = tl.dot(x, tl.trans(a, 0, 2, 1), total, input_precision="ieee")
-        if step + 1 == steps:
-            pointers = inner_ptr + token[:, None] * width + first + at[None, :]
-            tl.store(pointers, tl.sum(total, 0), mask=inside[:, None] & (first + at < rows)[None, :])
-            total = tl.zeros_like(total)
-        a, x = next_a, next_x
-    # All threads must have stored their sums before one thread increments the counter.
-    tl.debug_barrier()
-    tl.atomic_add(arrivals_ptr, 1, sem="release")
+    """inner [token, WIDE] = A x over `size` inputs, and an arrival, if any of the rows exists."""
+    at, place = tl.arange(0, WIDE), tl.arange(0, BLOCK)
+    # Without rows a program ends at once, also before earlier kernels have completed: users wait for those.
+    if rows > 0:
+        # The first weights come while the previous kernel ends.
+        a = _factors(a_ptr, at, place, rows, size, inputs)
+        await_inputs(PDL)
+        x = _inputs(x_ptr, token, inside, place, size, inputs)
+        total = tl.zeros((token.shape[0], WIDE), dtype=tl.float32)
+        for start in range(BLOCK, size + BLOCK, BLOCK):
+            following = _factors(a_ptr, at, place + start, rows, size, inputs)
+            following_x = _inputs(x_ptr, token, inside, place + start, size, inputs)
+            total = tl.dot(x, a, total, input_precision="ieee")
+            a, x = following, following_x
+        tl.store(inner_ptr + token[:, None] * width + at[None, :], total, mask=inside[:, None] & (at < rows)[None, :])
+        # All threads must have stored their sums before one thread increments the counter.
+        tl.debug_barrier()
+        tl.atomic_add(arrivals_ptr, 1, sem="release")
 
 
 @triton.jit
 def _inputs(x_ptr, token, inside, place, end, inputs):
-    """Some inputs of the tokens of a tile: [GROUPS, ROWS, BLOCK]."""
-    pointers = x_ptr + token[None, :, None] * inputs + place
-    return tl.load(pointers, mask=inside[None, :, None] & (place < end), other=0.0)
+    """Some inputs of the tokens of a tile: [ROWS, BLOCK]."""
+    pointers = x_ptr + token[:, None] * inputs + place[None, :]
+    return tl.load(pointers, mask=inside[:, None] & (place < end)[None, :], other=0.0)
 
 
 @triton.jit
 def _factors(a_ptr, at, place, rows, end, inputs):
-    """A of some inputs: [GROUPS, WIDE, BLOCK]."""
-    pointers = a_ptr + at[None, :, None].to(tl.int64) * inputs + place
-    return tl.load(pointers, mask=(at < rows)[None, :, None] & (place < end), other=0.0)
+    """A of some inputs, transposed: [BLOCK, WIDE]."""
+    pointers = a_ptr + at[None, :].to(tl.int64) * inputs + place[:, None]
+    return tl.load(pointers, mask=(at < rows)[None, :] & (place < end)[:, None], other=0.0)
 
 
 @triton.jit
@@ -252,13 +222,13 @@ def _use(
             value = tl.load(y, mask=mask, other=0.0).to(tl.float32)
             following = _rows(b_ptr, here + WIDE, place, rank, further)
             if KIND == 0:
-                value = tl.dot(inner, b.T, value, input_precision="ieee")
+                value = tl.dot(inner, b, value, input_precision="ieee")
                 tl.store(y, value.to(y_ptr.dtype.element_ty), mask=mask)
             else:
                 up = tl.load(y + half, mask=mask, other=0.0).to(tl.float32)
                 up_following = _rows(up_ptr, here + WIDE, place, rank, further)
-                value = tl.dot(inner, b.T, value, input_precision="ieee")
-                up = tl.dot(up_inner, up_b.T, up, input_precision="ieee")
+                value = tl.dot(inner, b, value, input_precision="ieee")
+                up = tl.dot(up_inner, up_b, up, input_precision="ieee")
                 value = gated(value, up, KIND, PDL).to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + token[:, None] * half + here[None, :], value, mask=mask)
                 up_b = up_following
@@ -267,9 +237,9 @@ def _use(
 
 @triton.jit
 def _rows(b_ptr, at, place, rank, end):
-    """B of some outputs: [WIDE, BLOCK]."""
-    pointers = b_ptr + at[:, None].to(tl.int64) * rank + place[None, :]
-    return tl.load(pointers, mask=(at < end)[:, None] & (place < rank)[None, :], other=0.0)
+    """B of some outputs, transposed: [BLOCK, WIDE]."""
+    pointers = b_ptr + at[None, :].to(tl.int64) * rank + place[:, None]
+    return tl.load(pointers, mask=(at < end)[None, :] & (place < rank)[:, None], other=0.0)
 
 
 @triton.jit
@@ -322,15 +292,15 @@ def _launch(
     fewest = PROGRAMS * processors(x.device)
     pieces = MANY_PIECES if tiles * ends[2] > MANY_PIECES * fewest * used else 1
     users = sum(triton.cdiv(end - begin, pieces * used) for begin, end in zip((0, *ends), ends, strict=False))
-    makers = tiles * splits
+    most_makers = min(MOST_MAKERS, triton.cdiv(width, MAKER_ROWS))
+    makers = tiles * splits * most_makers
     limited = {"maxnreg": REGISTERS} if REGISTERS and x.device.type == "cuda" else {}
     _adapt[(makers + tiles * users,)](
         x, pairs.a, pairs.b, pairs.device_ranks, inner, y, out, group.arrivals, group.chosen, group.order, *group.places,
         tokens, tiles, makers, group.slots, pairs.inputs, length, width, pairs.a.stride(0), pairs.b.stride(0), outputs,
         ends[0], ends[1], users, PARTS=parts, SPLITS=splits, SORTED=group.is_sorted, ROWS=group.rows, MADE=MAKER_ROWS,
-        GROUPS=WARPS, READ=READ_ELEMENTS // group.rows, USED=used,
-        USED_ELEMENTS=USER_ELEMENTS if kind is None else USER_ELEMENTS // 2, PIECES=pieces, BLOCK=most, KIND=KINDS[kind],
-        PREFETCH=PREFETCH if pairs.inputs % 8 == 0 and x.element_size() == 2 else 0, num_warps=WARPS, num_stages=1, **limited, **overlap(x.device),
+        MADE_ELEMENTS=MAKER_ELEMENTS, MAKERS=most_makers, USED=used,
+        USED_ELEMENTS=USER_ELEMENTS if kind is None else USER_ELEMENTS // 2, PIECES=pieces, BLOCK=most, KIND=KINDS[kind], num_warps=WARPS, num_stages=1, **limited, **overlap(x.device),
     )  # fmt: skip
     return out
 
