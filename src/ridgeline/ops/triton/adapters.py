@@ -87,9 +87,9 @@ def _adapt(
     """y [T, outputs] += B (A x); with KIND out [T, outputs / 2] = act(gate) * up of this sum.
 
     Programs 0 .. makers - 1 write inner float32 [SPLITS, T, width] = A x over `length` inputs each, MADE rows of A [PARTS * rank,
-    inputs] at a time: MAKERS programs share all rows. Of the others `users` work on each tile, PIECES times USED outputs each. end_0, end_1: where the first two
-    of three parts of the outputs end, which read different rows of A; a part may be empty. BLOCK: at least a rank. A and B are the
-    begin of a slot's memory.
+    inputs] at a time; MAKERS programs share all rows. Of the others `users` work on each tile, PIECES times USED outputs each.
+    end_0, end_1: where the first two of three parts of the outputs end, which read different rows of A; a part may be empty. BLOCK:
+    at least a rank. A and B are the begin of a slot's memory.
     """
     program = tl.program_id(0)
     made = program < makers
@@ -122,7 +122,7 @@ def _adapt(
         else:
             for first in range(part // SPLITS * MADE, rows, MAKERS * MADE):
                 _make(
-                    x_ptr, a_ptr + first.to(tl.int64) * inputs, inner_ptr + first, arrivals_ptr, token, inside, rows - first,
+                    x_ptr, a_ptr + first * inputs, inner_ptr + first, arrivals_ptr, token, inside, rows - first,
                     size, inputs, width, MADE, MADE_ELEMENTS // MADE, PDL,
                 )  # fmt: skip
     else:
@@ -300,7 +300,8 @@ def _launch(
         tokens, tiles, makers, group.slots, pairs.inputs, length, width, pairs.a.stride(0), pairs.b.stride(0), outputs,
         ends[0], ends[1], users, PARTS=parts, SPLITS=splits, SORTED=group.is_sorted, ROWS=group.rows, MADE=MAKER_ROWS,
         MADE_ELEMENTS=MAKER_ELEMENTS, MAKERS=most_makers, USED=used,
-        USED_ELEMENTS=USER_ELEMENTS if kind is None else USER_ELEMENTS // 2, PIECES=pieces, BLOCK=most, KIND=KINDS[kind], num_warps=WARPS, num_stages=1, **limited, **overlap(x.device),
+        USED_ELEMENTS=USER_ELEMENTS if kind is None else USER_ELEMENTS // 2, PIECES=pieces,
+        BLOCK=most, KIND=KINDS[kind], num_warps=WARPS, num_stages=1, **limited, **overlap(x.device),
     )  # fmt: skip
     return out
 
