@@ -36,19 +36,19 @@ LARGE_ROWS = 64
 MAKER_ROWS = 32
 """Rows of A of a maker."""
 MOST_MAKERS = 2
-"""Most makers of the same inputs of a tile, whatever the largest rank is: each takes further rows of A after its first ones."""
-REGISTERS = 0
-"""Most of a thread; 0: as many as the compiler takes."""
-MAKER_ELEMENTS = 2048
-"""Of A that a maker has in registers, and reads ahead."""
+"""Most makers of the same inputs of a tile, whatever the largest rank is, where there are many tiles: each takes further rows of A
+after its first ones."""
+MAKER_ELEMENTS, FEW_MAKER_ELEMENTS = 2048, 4096
+"""Of A that a maker has in registers, and reads ahead: where there are many tiles, so that a multiprocessor holds five programs
+instead of three, and where there are few or large ones."""
 MAKER_INPUTS = 512
 """Inputs of a maker: the others are read at the same time."""
 MOST_PARTS, LARGE_PARTS = 16, 4
 """Most parts of the inputs, and those of large tiles."""
 USER_OUTPUTS = 256
 """Of each part of a linear, by a user; of gate and up together."""
-USER_ELEMENTS = 4096
-"""Of B that a user has in registers, and reads ahead, if a rank is above SMALL_RANK."""
+USER_ELEMENTS, FEW_USER_ELEMENTS = 4096, 8192
+"""Of B that a user has in registers, and reads ahead, if a rank is above SMALL_RANK: as MAKER_ELEMENTS."""
 MANY_PIECES, PROGRAMS = 4, 4
 """Times USER_OUTPUTS that a user computes, reading the next ones while it multiplies, if so many users remain on each
 multiprocessor."""
@@ -292,16 +292,16 @@ def _launch(
     fewest = PROGRAMS * processors(x.device)
     pieces = MANY_PIECES if tiles * ends[2] > MANY_PIECES * fewest * used else 1
     users = sum(triton.cdiv(end - begin, pieces * used) for begin, end in zip((0, *ends), ends, strict=False))
-    most_makers = min(MOST_MAKERS, triton.cdiv(width, MAKER_ROWS))
-    makers = tiles * splits * most_makers
-    limited = {"maxnreg": REGISTERS} if REGISTERS and x.device.type == "cuda" else {}
+    each, made, held = triton.cdiv(width, MAKER_ROWS), FEW_MAKER_ELEMENTS, FEW_USER_ELEMENTS
+    if group.is_sorted and group.rows == MMA_ROWS:
+        each, made, held = min(MOST_MAKERS, each), MAKER_ELEMENTS, USER_ELEMENTS
+    makers = tiles * splits * each
     _adapt[(makers + tiles * users,)](
         x, pairs.a, pairs.b, pairs.device_ranks, inner, y, out, group.arrivals, group.chosen, group.order, *group.places,
         tokens, tiles, makers, group.slots, pairs.inputs, length, width, pairs.a.stride(0), pairs.b.stride(0), outputs,
         ends[0], ends[1], users, PARTS=parts, SPLITS=splits, SORTED=group.is_sorted, ROWS=group.rows, MADE=MAKER_ROWS,
-        MADE_ELEMENTS=MAKER_ELEMENTS, MAKERS=most_makers, USED=used,
-        USED_ELEMENTS=USER_ELEMENTS if kind is None else USER_ELEMENTS // 2, PIECES=pieces,
-        BLOCK=most, KIND=KINDS[kind], num_warps=WARPS, num_stages=1, **limited, **overlap(x.device),
+        MADE_ELEMENTS=made, MAKERS=each, USED=used, USED_ELEMENTS=held if kind is None else held // 2, PIECES=pieces,
+        BLOCK=most, KIND=KINDS[kind], num_warps=WARPS, num_stages=1, **overlap(x.device),
     )  # fmt: skip
     return out
 
