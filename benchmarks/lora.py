@@ -14,6 +14,7 @@ import argparse
 import gc
 from array import array
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,7 +142,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="threads of a CPU")
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--out", help="result file, into which the rows are merged")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a constant of ops.triton.adapters"
+    )
     args = parser.parse_args()
+    for setting in args.set:
+        name, _, value = setting.partition("=")
+        setattr(import_module("ridgeline.ops.triton.adapters"), name, int(value))
     if args.threads:
         torch.set_num_threads(args.threads)
     machine = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()

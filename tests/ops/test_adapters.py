@@ -198,6 +198,7 @@ FORM: dict[str, object] = {
     "ROWS": 16,
     "MADE": kernels.MAKER_ROWS,
     "MADE_ELEMENTS": kernels.MAKER_ELEMENTS,
+    "MAKERS": kernels.MOST_MAKERS,
     "USED": kernels.USER_OUTPUTS,
     "USED_ELEMENTS": kernels.USER_ELEMENTS,
     "PIECES": 1,

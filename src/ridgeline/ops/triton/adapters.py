@@ -35,16 +35,20 @@ MANY_TOKENS = 1024
 LARGE_ROWS = 64
 MAKER_ROWS = 32
 """Rows of A of a maker."""
-MAKER_ELEMENTS = 4096
-"""Of A that a maker has in registers, and reads ahead."""
+MOST_MAKERS = 2
+"""Most makers of the same inputs of a tile, whatever the largest rank is, where there are many tiles: each takes further rows of A
+after its first ones."""
+MAKER_ELEMENTS, FEW_MAKER_ELEMENTS = 2048, 4096
+"""Of A that a maker has in registers, and reads ahead: where there are many tiles, so that a multiprocessor holds five programs
+instead of three, and where there are few or large ones."""
 MAKER_INPUTS = 512
 """Inputs of a maker: the others are read at the same time."""
 MOST_PARTS, LARGE_PARTS = 16, 4
 """Most parts of the inputs, and those of large tiles."""
 USER_OUTPUTS = 256
 """Of each part of a linear, by a user; of gate and up together."""
-USER_ELEMENTS = 8192
-"""Of B that a user has in registers, and reads ahead, if a rank is above SMALL_RANK."""
+USER_ELEMENTS, FEW_USER_ELEMENTS = 4096, 8192
+"""Of B that a user has in registers, and reads ahead, if a rank is above SMALL_RANK: as MAKER_ELEMENTS."""
 MANY_PIECES, PROGRAMS = 4, 4
 """Times USER_OUTPUTS that a user computes, reading the next ones while it multiplies, if so many users remain on each
 multiprocessor."""
@@ -77,15 +81,15 @@ def _adapt(
     chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr,
     tokens, tiles, makers, held, inputs, length, width, a_stride, b_stride, outputs, end_0, end_1, users,
     PARTS: tl.constexpr, SPLITS: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, MADE: tl.constexpr,
-    MADE_ELEMENTS: tl.constexpr, USED: tl.constexpr, USED_ELEMENTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr,
+    MADE_ELEMENTS: tl.constexpr, MAKERS: tl.constexpr, USED: tl.constexpr, USED_ELEMENTS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, outputs] += B (A x); with KIND out [T, outputs / 2] = act(gate) * up of this sum.
 
     Programs 0 .. makers - 1 write inner float32 [SPLITS, T, width] = A x over `length` inputs each, MADE rows of A [PARTS * rank,
-    inputs] per program. Of the others `users` work on each tile, PIECES times USED outputs each. end_0, end_1: where the first two
-    of three parts of the outputs end, which read different rows of A; a part may be empty. BLOCK: at least a rank. A and B are the
-    begin of a slot's memory.
+    inputs] at a time; MAKERS programs share all rows. Of the others `users` work on each tile, PIECES times USED outputs each.
+    end_0, end_1: where the first two of three parts of the outputs end, which read different rows of A; a part may be empty. BLOCK:
+    at least a rank. A and B are the begin of a slot's memory.
     """
     program = tl.program_id(0)
     made = program < makers
@@ -103,21 +107,24 @@ def _adapt(
     rows = PARTS * rank
     if made:
         part = program // tiles
-        split, first = part % SPLITS, part // SPLITS * MADE
+        split = part % SPLITS
         x_ptr += split * length
-        a_ptr += first.to(tl.int64) * inputs + split * length
-        inner_ptr += split.to(tl.int64) * tokens * width + first
-        left, size = rows - first, tl.minimum(length, inputs - split * length)
+        a_ptr += split * length
+        inner_ptr += split.to(tl.int64) * tokens * width
+        size = tl.minimum(length, inputs - split * length)
+        # Without rows a program ends at once, also before earlier kernels have completed: users wait for those.
         if rows <= SMALL_RANK:
-            _make(
-                x_ptr, a_ptr, inner_ptr, arrivals_ptr, token, inside, left, size, inputs, width,
-                SMALL_RANK, MADE_ELEMENTS // SMALL_RANK, PDL,
-            )  # fmt: skip
+            if part < SPLITS:
+                _make(
+                    x_ptr, a_ptr, inner_ptr, arrivals_ptr, token, inside, rows, size, inputs, width,
+                    SMALL_RANK, MADE_ELEMENTS // SMALL_RANK, PDL,
+                )  # fmt: skip
         else:
-            _make(
-                x_ptr, a_ptr, inner_ptr, arrivals_ptr, token, inside, left, size, inputs, width,
-                MADE, MADE_ELEMENTS // MADE, PDL,
-            )  # fmt: skip
+            for first in range(part // SPLITS * MADE, rows, MAKERS * MADE):
+                _make(
+                    x_ptr, a_ptr + first * inputs, inner_ptr + first, arrivals_ptr, token, inside, rows - first,
+                    size, inputs, width, MADE, MADE_ELEMENTS // MADE, PDL,
+                )  # fmt: skip
     else:
         block = (program - makers) % users
         blocks_0, blocks_1 = tl.cdiv(end_0, PIECES * USED), tl.cdiv(end_1 - end_0, PIECES * USED)
@@ -285,13 +292,16 @@ def _launch(
     fewest = PROGRAMS * processors(x.device)
     pieces = MANY_PIECES if tiles * ends[2] > MANY_PIECES * fewest * used else 1
     users = sum(triton.cdiv(end - begin, pieces * used) for begin, end in zip((0, *ends), ends, strict=False))
-    makers = tiles * splits * triton.cdiv(width, MAKER_ROWS)
+    each, made, held = triton.cdiv(width, MAKER_ROWS), FEW_MAKER_ELEMENTS, FEW_USER_ELEMENTS
+    if group.is_sorted and group.rows == MMA_ROWS:
+        each, made, held = min(MOST_MAKERS, each), MAKER_ELEMENTS, USER_ELEMENTS
+    makers = tiles * splits * each
     _adapt[(makers + tiles * users,)](
         x, pairs.a, pairs.b, pairs.device_ranks, inner, y, out, group.arrivals, group.chosen, group.order, *group.places,
         tokens, tiles, makers, group.slots, pairs.inputs, length, width, pairs.a.stride(0), pairs.b.stride(0), outputs,
         ends[0], ends[1], users, PARTS=parts, SPLITS=splits, SORTED=group.is_sorted, ROWS=group.rows, MADE=MAKER_ROWS,
-        MADE_ELEMENTS=MAKER_ELEMENTS, USED=used, USED_ELEMENTS=USER_ELEMENTS if kind is None else USER_ELEMENTS // 2,
-        PIECES=pieces, BLOCK=most, KIND=KINDS[kind], num_warps=WARPS, num_stages=1, **overlap(x.device),
+        MADE_ELEMENTS=made, MAKERS=each, USED=used, USED_ELEMENTS=held if kind is None else held // 2, PIECES=pieces,
+        BLOCK=most, KIND=KINDS[kind], num_warps=WARPS, num_stages=1, **overlap(x.device),
     )  # fmt: skip
     return out
 
