@@ -98,7 +98,7 @@ def _factors(scale_ptr, extra_ptr, row, unit, half: tl.constexpr, groups, SCALIN
     else:
         at = row * groups + tl.minimum(group, groups - 1)
         if SCALING == E8M0:
-            scale = (tl.load(scale_ptr + at).to(tl.int32) << 23).to(tl.float32, bitcast=True) * 0.5
+            scale = (tl.load(scale_ptr + at).to(tl.int32) << 23).to(tl.float32, bitcast=True)
             return scale, scale
         else:
             scale = tl.load(scale_ptr + at).to(tl.float32)
@@ -112,10 +112,9 @@ def _factors(scale_ptr, extra_ptr, row, unit, half: tl.constexpr, groups, SCALIN
 def _scaled(codes, scale, minimum, SCALING: tl.constexpr, TYPE: tl.constexpr):
     """Weights of codes int32 [rows, units, 32]."""
     if SCALING == E8M0:
-        magnitude = codes & 7
-        normal = (2 | (magnitude & 1)) << tl.maximum((magnitude >> 1) - 1, 0)
-        twice = tl.where(magnitude < 2, magnitude, normal).to(tl.float32)
-        return (tl.where(codes > 7, -twice, twice) * scale).to(TYPE)
+        # The bits of a code are those of a float32 that is 2^-126 of it; small codes are subnormal there too.
+        bits = (codes & 8) << 28 | (codes & 7) << 22
+        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale).to(TYPE)
     else:
         return (codes.to(tl.float32) * scale - minimum).to(TYPE)
 

@@ -1,0 +1,192 @@
+"""Products of up to 64 tokens with weights in blocks (ops.blocks) on Hopper, in CUDA C++ (block_tiles.cu).
+
+Layout: units of 16 outputs and 256 inputs, those of a tile of 16 outputs one after the other. The four threads of a warp that share
+an output hold eight neighbours of each 32 inputs, a piece, so that their codes of all pieces are whole words, their inputs are 16
+bytes of x, and a group's scales are unpacked once for eight weights. codes: int32 [tiles, units, bits, 32 threads, 4] words of the
+threads. Bits of a word: the lower four bits of the codes of a piece, codes 2 j in the lower half of the word and 2 j + 1 in the
+upper one. The upper bits of codes follow those of a unit, a word for the four (two of two bits) pieces that fill it. Scales lie by
+unit and output. They are those of the checkpoint, as many bytes as there.
+
+A matrix unit takes codes as bfloat16 below the smallest normal number, where an "and" makes a number of a code, and a fused
+multiply-add scales it and subtracts the minimum: scales are rounded to x's dtype, then weights.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_uint32, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.ops.blocks import SCALINGS, SUPER, Blocks
+from ridgeline.ops.table import IntMatrix
+from ridgeline.ops.triton import cuda, pairs
+from ridgeline.ops.triton.launch import is_hopper, processors
+
+ROWS, LANES, PIECE = 16, 32, 32
+"""Outputs of a tile; threads of a warp; inputs of a piece."""
+MOST_TOKENS = 64
+LARGEST_EXPONENT = 156
+"""Larger scales of MXFP4, 2^29 and more, are set to this one."""
+TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+class Tile(NamedTuple):
+    """across, along: warps of a program with other outputs, and with other inputs. each: programs for a multiprocessor."""
+
+    across: int
+    along: int
+    each: int
+
+
+class _Arrays(Structure):
+    """Arrays of block_tiles.cu."""
+
+    _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("extra", c_void_p))
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+def takes(blocks: Blocks) -> bool:
+    """Whether the kernels have this form. Other kernels have plain codes of 4 or 8 bits."""
+    return is_hopper(blocks.codes.device) and cuda.available() and (bool(blocks.scaling) or blocks.bits in (5, 6))
+
+
+def is_tiled(matrix: IntMatrix) -> bool:
+    return matrix.codes.dtype is torch.int32
+
+
+def _tiles(tensor: torch.Tensor, per_unit: int) -> torch.Tensor:
+    """[outputs, n] -> [tiles, units, 16, per_unit], filled with zeros. per_unit: elements of a row in 256 inputs."""
+    padded = F.pad(tensor, (0, -tensor.shape[1] % per_unit, 0, -tensor.shape[0] % ROWS))
+    return padded.view(-1, ROWS, padded.shape[1] // per_unit, per_unit).transpose(1, 2)
+
+
+def _words(fields: torch.Tensor, bits: int) -> torch.Tensor:
+    """Fields of `bits` bits [..., n, 2] -> int32 words [...] with field i, 0 at i * bits, and i, 1 at 16 + i * bits."""
+    words = torch.zeros(fields.shape[:-2], dtype=torch.int32, device=fields.device)
+    for field in range(fields.shape[-2]):
+        for half in range(2):
+            words |= fields[..., field, half].int() << (16 * half + field * bits)
+    return words
+
+
+def _codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [outputs, inputs] -> int32 [tiles, words]."""
+    tiled = _tiles(codes, SUPER)
+    tiles, units = tiled.shape[:2]
+    # [tiles, units, row half, row, piece, thread of four, pair, code of a pair] -> row and thread are the lane.
+    at = tiled.reshape(tiles, units, 2, 8, 8, 4, 4, 2)
+    words = _words(at & 15, 4)  # [tiles, units, half, row, piece, thread]
+    lower = words.unflatten(4, (4, 2)).permute(0, 1, 4, 3, 6, 5, 2).reshape(tiles, units, -1)
+    if bits == 4:
+        return lower.flatten(1)
+    together = 16 // (bits - 4) // 4  # pieces of a word
+    upper = (at >> 4).permute(0, 1, 3, 5, 4, 2, 6, 7)  # [tiles, units, row, thread, piece, half, pair, code]
+    upper = upper.unflatten(4, (-1, together)).transpose(5, 6).flatten(6, 7)  # [..., word, half, pairs, code]
+    words = _words(upper, bits - 4).flatten(4, 5).unflatten(4, (-1, 4))  # [tiles, units, row, thread, vectors, 4]
+    return torch.cat((lower, words.permute(0, 1, 4, 2, 3, 5).reshape(tiles, units, -1)), 2).flatten(1)
+
+
+def _super_six(blocks: Blocks) -> torch.Tensor:
+    """uint8 [tiles, units, 16, 16]: two float16; lower bits of scale and minimum of 8 groups; byte i of the last four: the upper
+    bits of scale and minimum of group i, then of group i + 4."""
+    assert blocks.extra is not None
+    packed = _tiles(blocks.scales, 12)
+    pairs_ = packed[..., 8:]
+    groups = torch.stack((pairs_ & 15, pairs_ >> 4), -1).flatten(-2)  # upper bits of groups 0 to 7
+    upper = groups[..., :4] | groups[..., 4:] << 4
+    halves = _tiles(blocks.extra, 2).contiguous().view(torch.uint8)
+    return torch.cat((halves, packed[..., :8], upper), -1)
+
+
+def pack(blocks: Blocks) -> IntMatrix:
+    """See MatmulOps.blocks."""
+    (outputs, inputs), extra = blocks.codes.shape, None
+    if blocks.scaling == "super_6bit":
+        scales = _super_six(blocks)
+    elif blocks.scaling == "super_8bit":
+        assert blocks.extra is not None
+        # A thread's inputs of a piece are in one of two groups.
+        scales = _tiles(blocks.scales, 16).unflatten(-1, (8, 2)).transpose(-1, -2)
+        extra = _tiles(blocks.extra, 1)
+    else:
+        scales = blocks.scales.clamp(max=LARGEST_EXPONENT) if blocks.scaling == "e8m0" else blocks.scales
+        scales = _tiles(scales, SUPER // blocks.group)
+        extra = None if blocks.extra is None else _tiles(blocks.extra, SUPER // blocks.group)
+    rows = -(-outputs // ROWS)
+    return IntMatrix(
+        _codes(blocks.codes, blocks.bits).contiguous(), scales.reshape(rows, -1).contiguous(), None, blocks.bits, blocks.group,
+        outputs, inputs, scaling=blocks.scaling, extra=None if extra is None else extra.reshape(rows, -1).contiguous(),
+    )  # fmt: skip
+
+
+def units_of(matrix: IntMatrix) -> int:
+    """Units of a tile."""
+    return -(-matrix.d_in // SUPER)
+
+
+def arrays_of(matrix: IntMatrix) -> _Arrays:
+    """Addresses of the kernels' arrays."""
+    extra = None if matrix.extra is None else matrix.extra.data_ptr()
+    return _Arrays(matrix.codes.data_ptr(), matrix.scales.data_ptr(), extra)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def source(tile: Tile, columns: int, bits: int, scaling: str, dtype: torch.dtype) -> str:
+    """Source text that NVRTC compiles."""
+    macros = {"BITS": bits, "FORM": SCALINGS.index(scaling), "TYPE": f'"{TYPES[dtype]}"', "COLUMNS": columns}
+    macros |= {"BRAIN": int(dtype is torch.bfloat16), "ACROSS": tile.across, "ALONG": tile.along}
+    return pairs.text("block_tiles.cu", {}, **macros)
+
+
+def shared_bytes(tile: Tile, columns: int) -> int:
+    return 4 * tile.along * tile.across * ROWS * (8 * columns + 1)
+
+
+@cache
+def kernel(
+    device: torch.device, tile: Tile, columns: int, bits: int, scaling: str, dtype: torch.dtype, name: str
+) -> cuda.Kernel | None:
+    text = source(tile, columns, bits, scaling, dtype)
+    return pairs.kernel(device, text, name, shared_bytes(tile, columns) if name == "block_product" else 0)
+
+
+def tile_for(tokens: int, outputs: int, inputs: int) -> Tile:
+    return Tile(1, 8, 2) if tokens <= 8 else Tile(2, 8, 1)
+
+
+def product(
+    x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor | None, tile: Tile | None = None
+) -> torch.Tensor | None:
+    """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the contiguous stream. None: not supported."""
+    tokens = len(x)
+    tile = tile or tile_for(tokens, matrix.out, matrix.d_in)
+    columns = next(columns for columns in (1, 2, 4, 8) if 8 * columns >= tokens)
+    multiply = kernel(x.device, tile, columns, matrix.bits, matrix.scaling, x.dtype, "block_product")
+    if multiply is None:
+        return None
+    out = torch.empty((tokens, matrix.out), dtype=x.dtype, device=x.device) if stream is None else stream
+    groups = -(-len(matrix.codes) // tile.across)
+    pointers = (c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, stream, out))
+    sizes = (c_uint32(size) for size in (tokens, matrix.out, matrix.d_in, units_of(matrix)))
+    programs = min(groups, tile.each * processors(x.device))
+    multiply(programs, LANES * tile.across * tile.along, arrays_of(matrix), *pointers, *sizes, early=True)
+    return out
+
+
+def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix [out, d_in] in `dtype`."""
+    device = matrix.codes.device
+    convert = kernel(device, Tile(1, 1, 1), 1, matrix.bits, matrix.scaling, dtype, "block_weights")
+    assert convert is not None
+    out = torch.empty((matrix.out, matrix.d_in), dtype=dtype, device=device)
+    units = units_of(matrix)
+    sizes = (c_uint32(size) for size in (matrix.out, matrix.d_in, units))
+    convert(-(-len(matrix.codes) * units // 8), 8 * LANES, arrays_of(matrix), c_void_p(out.data_ptr()), *sizes, early=True)
+    return out
