@@ -1,6 +1,6 @@
 // out^T = W x^T for weights in blocks (ops.blocks) and up to 64 tokens. ops/triton/block_tiles.py describes the layout and defines
 // BITS (of a code), FORM (number of a scaling), TYPE and BRAIN (of x: bfloat16 or float16), COLUMNS (tokens / 8), ACROSS (warps
-// with other rows) and ALONG (warps with other inputs).
+// with other rows), ALONG (warps with other inputs) and SIDES (2: half of a program's rows are of gate, half of up).
 //
 // A warp multiplies 16 rows. It loads their next 256 inputs into registers, exactly the codes and scales that each of its threads
 // multiplies, while it converts and multiplies the last 256. Warps along the inputs add their sums in shared memory. Programs are
@@ -11,6 +11,8 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 constexpr u32 THREADS = 32 * ACROSS * ALONG, ROWS = 16 * ACROSS, TOKENS = 8 * COLUMNS;
+constexpr u32 OWN = ROWS / SIDES, APART = ACROSS / SIDES;  // outputs and tiles of a program
+static_assert(ACROSS % SIDES == 0, "as many rows of gate as of up");
 constexpr u32 PITCH = TOKENS + 1;  // floats from row to row of the sums
 constexpr u32 PLAIN = 0, MINIMUM = 1, SUPER_6BIT = 2, SUPER_8BIT = 3, E8M0 = 4;
 constexpr u32 UPPER = BITS - 4;
@@ -18,6 +20,9 @@ constexpr bool MINIMA = FORM == MINIMUM || FORM == SUPER_6BIT;
 // With bfloat16 weights are scaled by 2^-DOWN, so that no scale overflows.
 constexpr int DOWN = BRAIN ? 28 : 0;
 
+#ifndef ON_CPU  // a test runs the code below on a CPU, with its own instructions (tests/ops/cuda_on_cpu.h)
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ uint4 stream16(const uint4* from) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -72,6 +77,7 @@ __device__ __forceinline__ float widened(u16 x) {
   asm("{\ncvt.f32." TYPE " %0, %1;\n}" : "=f"(y) : "h"(x));
   return y;
 }
+#endif
 __device__ __forceinline__ u16 rounded(float x) { return (u16)twice(x); }
 // Byte AT of x as a float, without a conversion: an integer in the low bits of 2^23.
 template <u32 AT>
@@ -246,18 +252,27 @@ __device__ __forceinline__ void add_piece(float (&sums)[COLUMNS][4], const Unit&
   }
 }
 
+// See activation.gated.
+__device__ __forceinline__ float activated(float gate, float up, u32 kind) {
+  if (kind == 3) gate = fminf(gate, 7.0f), up = fminf(fmaxf(up, -7.0f), 7.0f) + 1.0f;
+  const float inner = kind == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : kind == 3 ? 1.702f * gate : gate;
+  return gate * sigmoid(inner) * up;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     block_product(const Arrays from, const u16* x, const u16* bias, const u16* stream, u16* out, u32 tokens, u32 rows, u32 inputs,
-                  u32 units) {
+                  u32 units, u32 kind) {
   extern __shared__ float parts[];  // [ALONG][ROWS][PITCH]
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  start_next();
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, across = warp % ACROSS, along = warp / ACROSS;
   const u32 begin = along * units / ALONG, end = (along + 1) * units / ALONG;
-  const u32 tiles = (rows + 15) / 16, groups = (tiles + ACROSS - 1) / ACROSS;
-  auto unit_of = [&](u32 group, u32 unit) { return (u64)min(group * ACROSS + across, tiles - 1) * units + unit; };
+  const u32 features = rows / SIDES, tiles = (features + 15) / 16, groups = (tiles + APART - 1) / APART;
+  auto unit_of = [&](u32 group, u32 unit) {
+    return (u64)(across / APART * tiles + min(group * APART + across % APART, tiles - 1)) * units + unit;
+  };
   Unit next;
   if (begin < end) next = load(from, unit_of(blockIdx.x, begin), lane);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  await_previous();
   const u16* of[COLUMNS];
   bool real[COLUMNS];
 #pragma unroll
@@ -290,18 +305,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       part[8 * n + 8 * PITCH] = sums[n][2], part[8 * n + 8 * PITCH + 1] = sums[n][3];
     }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < ROWS * tokens; i += THREADS) {
-      const u32 row = i % ROWS, token = i / ROWS, output = group * ROWS + row;
-      float sum = 0.0f;
+    for (u32 i = threadIdx.x; i < OWN * tokens; i += THREADS) {
+      const u32 row = i % OWN, token = i / OWN, output = group * OWN + row;
+      if (output >= features) continue;
+      float sum[SIDES];
 #pragma unroll
-      for (u32 j = 0; j < ALONG; ++j) sum += parts[(j * ROWS + row) * PITCH + token];
-      if (output < rows) {
-        if (BRAIN) sum *= (float)(1 << DOWN);
-        if (bias) sum += widened(bias[output]);
-        const u64 to = (u64)token * rows + output;
-        if (stream) sum += widened(stream[to]);
-        out[to] = rounded(sum);
+      for (u32 side = 0; side < SIDES; ++side) {
+        sum[side] = 0.0f;
+#pragma unroll
+        for (u32 j = 0; j < ALONG; ++j) sum[side] += parts[(j * ROWS + side * OWN + row) * PITCH + token];
+        if (BRAIN) sum[side] *= (float)(1 << DOWN);
+        if (bias) sum[side] += widened(bias[side * features + output]);
       }
+      const u64 to = (u64)token * features + output;
+      float result = SIDES == 2 ? activated(sum[0], sum[SIDES - 1], kind) : sum[0];
+      if (stream) result += widened(stream[to]);
+      out[to] = rounded(result);
     }
     __syncthreads();
   }
@@ -309,11 +328,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // out [rows, inputs]: a warp for each unit.
 extern "C" __global__ void __launch_bounds__(256) block_weights(const Arrays from, u16* out, u32 rows, u32 inputs, u32 units) {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  start_next();
   const u32 lane = threadIdx.x % 32, at = blockIdx.x * 8 + threadIdx.x / 32, tile = at / units, unit = at % units;
   if (tile * 16 >= rows) return;
   const Unit u = load(from, at, lane);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  await_previous();
   const u32 up = BRAIN ? (127 + DOWN) << 7 | (127 + DOWN) << 23 : 0x3C003C00;
 #pragma unroll
   for (u32 r = 0; r < 2; ++r) {

@@ -14,15 +14,17 @@ multiply-add scales it and subtracts the minimum: scales are rounded to x's dtyp
 from __future__ import annotations
 
 from ctypes import Structure, c_uint32, c_void_p
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ridgeline.ops.blocks import SCALINGS, SUPER, Blocks
+from ridgeline.ops.blocks import MOST_WEIGHTS, SCALINGS, SUPER, Blocks
 from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton import cuda, pairs
+from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.launch import is_hopper, processors
 
 ROWS, LANES, PIECE = 16, 32, 32
@@ -51,8 +53,9 @@ class _Arrays(Structure):
 
 
 def takes(blocks: Blocks) -> bool:
-    """Whether the kernels have this form. Other kernels have plain codes of 4 or 8 bits."""
-    return is_hopper(blocks.codes.device) and cuda.available() and (bool(blocks.scaling) or blocks.bits in (5, 6))
+    """Whether linears of this form have this layout. Other kernels have plain codes of 4 or 8 bits, and experts, in MXFP4."""
+    form = (bool(blocks.scaling) or blocks.bits in (5, 6)) and blocks.scaling != "e8m0"
+    return form and is_hopper(blocks.codes.device) and cuda.available()
 
 
 def is_tiled(matrix: IntMatrix) -> bool:
@@ -124,9 +127,62 @@ def pack(blocks: Blocks) -> IntMatrix:
     )  # fmt: skip
 
 
+def unpack(matrix: IntMatrix) -> Blocks:
+    """Inverse of pack, but for padding and scales that do not exist in bfloat16."""
+    tiles, units, bits = len(matrix.codes), units_of(matrix), matrix.bits
+    words = matrix.codes.view(tiles, units, bits, 8, 4, 4)
+    codes = _fields(words[:, :, :4].unflatten(-1, (2, 2)), 4)  # [tiles, units, pieces / 2, row, thread, piece, half, pair, code]
+    codes = codes.permute(0, 6, 3, 1, 2, 5, 4, 7, 8)
+    if bits > 4:
+        pieces = 16 // (bits - 4) // 4
+        upper = _fields(words[:, :, 4:].unflatten(-1, (2, 2)), bits - 4).unflatten(7, (pieces, 4))
+        # [tiles, units, vector, row, thread, word, half, piece, pair, code]
+        codes = codes.reshape(tiles, 2, 8, units, 8, 4, 4, 2) | upper.permute(0, 6, 3, 1, 2, 5, 7, 4, 8, 9).reshape(
+            tiles, 2, 8, units, 8, 4, 4, 2
+        ) << 4
+    codes = codes.reshape(tiles * ROWS, units * SUPER)[: matrix.out, : matrix.d_in]
+    scales, extra = _rows(matrix, matrix.scales), None if matrix.extra is None else _rows(matrix, matrix.extra)
+    if matrix.scaling == "super_6bit":
+        headers = scales.unflatten(1, (-1, 16))
+        upper = torch.cat((headers[..., 12:] & 15, headers[..., 12:] >> 4), -1)
+        packed = upper[..., 0::2] | upper[..., 1::2] << 4
+        extra = headers[..., :4].contiguous().view(torch.float16).flatten(1)
+        scales = torch.cat((headers[..., 4:12], packed), -1).flatten(1)
+    elif matrix.scaling == "super_8bit":
+        scales = scales.unflatten(1, (-1, 2, 8)).transpose(2, 3).flatten(1)
+    groups = -(-matrix.d_in // matrix.group)
+    if not matrix.scaling.startswith("super"):
+        scales, extra = scales[:, :groups], None if extra is None else extra[:, :groups]
+    return Blocks(codes, scales, bits, matrix.group, matrix.scaling, extra)
+
+
+def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Inverse of _words, uint8 [..., fields, 2]."""
+    shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=words.device).unsqueeze(1)
+    halves = torch.tensor([0, 16], dtype=torch.int32, device=words.device)
+    return (words[..., None, None] >> shifts + halves & (1 << bits) - 1).to(torch.uint8)
+
+
+def _rows(matrix: IntMatrix, tensor: torch.Tensor) -> torch.Tensor:
+    """[tiles, n] in order of units and outputs -> [outputs, n of an output]."""
+    units = units_of(matrix)
+    return tensor.view(len(tensor), units, ROWS, -1).transpose(1, 2).reshape(len(tensor) * ROWS, -1)[: matrix.out]
+
+
 def units_of(matrix: IntMatrix) -> int:
     """Units of a tile."""
     return -(-matrix.d_in // SUPER)
+
+
+def pieces_of(matrix: IntMatrix) -> list[IntMatrix]:
+    """Pieces of at most MOST_WEIGHTS weights, or of one tile."""
+    rows = max(1, MOST_WEIGHTS // (matrix.d_in * ROWS)) * ROWS
+    made = []
+    for first in range(0, matrix.out, rows):
+        tiles, outputs = slice(first // ROWS, (first + rows) // ROWS), min(rows, matrix.out - first)
+        extra = None if matrix.extra is None else matrix.extra[tiles]
+        made.append(replace(matrix, codes=matrix.codes[tiles], scales=matrix.scales[tiles], extra=extra, out=outputs, more=None))
+    return made
 
 
 def arrays_of(matrix: IntMatrix) -> _Arrays:
@@ -138,10 +194,10 @@ def arrays_of(matrix: IntMatrix) -> _Arrays:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def source(tile: Tile, columns: int, bits: int, scaling: str, dtype: torch.dtype) -> str:
+def source(tile: Tile, columns: int, bits: int, scaling: str, dtype: torch.dtype, sides: int = 1) -> str:
     """Source text that NVRTC compiles."""
     macros = {"BITS": bits, "FORM": SCALINGS.index(scaling), "TYPE": f'"{TYPES[dtype]}"', "COLUMNS": columns}
-    macros |= {"BRAIN": int(dtype is torch.bfloat16), "ACROSS": tile.across, "ALONG": tile.along}
+    macros |= {"BRAIN": int(dtype is torch.bfloat16), "ACROSS": tile.across, "ALONG": tile.along, "SIDES": sides}
     return pairs.text("block_tiles.cu", {}, **macros)
 
 
@@ -151,30 +207,40 @@ def shared_bytes(tile: Tile, columns: int) -> int:
 
 @cache
 def kernel(
-    device: torch.device, tile: Tile, columns: int, bits: int, scaling: str, dtype: torch.dtype, name: str
+    device: torch.device, tile: Tile, columns: int, bits: int, scaling: str, dtype: torch.dtype, name: str, sides: int = 1
 ) -> cuda.Kernel | None:
-    text = source(tile, columns, bits, scaling, dtype)
+    text = source(tile, columns, bits, scaling, dtype, sides)
     return pairs.kernel(device, text, name, shared_bytes(tile, columns) if name == "block_product" else 0)
 
 
-def tile_for(tokens: int, outputs: int, inputs: int) -> Tile:
-    return Tile(1, 8, 2) if tokens <= 8 else Tile(2, 8, 1)
+def tile_for(tokens: int, outputs: int, inputs: int, sides: int = 1) -> Tile:
+    return Tile(1, 8, 2) if tokens <= 8 and sides == 1 else Tile(2, 8, 1)
 
 
 def product(
-    x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream: torch.Tensor | None, tile: Tile | None = None
+    x: torch.Tensor,
+    matrix: IntMatrix,
+    bias: torch.Tensor | None,
+    stream: torch.Tensor | None,
+    kind: str | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor | None:
-    """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the contiguous stream. None: not supported."""
-    tokens = len(x)
-    tile = tile or tile_for(tokens, matrix.out, matrix.d_in)
-    columns = next(columns for columns in (1, 2, 4, 8) if 8 * columns >= tokens)
-    multiply = kernel(x.device, tile, columns, matrix.bits, matrix.scaling, x.dtype, "block_product")
-    if multiply is None:
+    """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the contiguous stream. kind: activation of gate and up,
+    [2 F, in] -> [T, F]. None: not supported."""
+    tokens, sides = len(x), 1 if kind is None else 2
+    features = matrix.out // sides
+    if x.dtype not in TYPES or not 0 < tokens <= MOST_TOKENS or (sides == 2 and features % ROWS):
         return None
-    out = torch.empty((tokens, matrix.out), dtype=x.dtype, device=x.device) if stream is None else stream
-    groups = -(-len(matrix.codes) // tile.across)
+    tile = tile or tile_for(tokens, matrix.out, matrix.d_in, sides)
+    columns = next(columns for columns in (1, 2, 4, 8) if 8 * columns >= tokens)
+    multiply = kernel(x.device, tile, columns, matrix.bits, matrix.scaling, x.dtype, "block_product", sides)
+    if multiply is None or (bias is not None and bias.dtype is not x.dtype):
+        return None
+    x = x.contiguous()
+    out = torch.empty((tokens, features), dtype=x.dtype, device=x.device) if stream is None else stream
+    groups = -(-features // (ROWS * tile.across // sides))
     pointers = (c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, stream, out))
-    sizes = (c_uint32(size) for size in (tokens, matrix.out, matrix.d_in, units_of(matrix)))
+    sizes = (c_uint32(size) for size in (tokens, matrix.out, matrix.d_in, units_of(matrix), KINDS[kind]))
     programs = min(groups, tile.each * processors(x.device))
     multiply(programs, LANES * tile.across * tile.along, arrays_of(matrix), *pointers, *sizes, early=True)
     return out
@@ -182,9 +248,11 @@ def product(
 
 def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
     """The matrix [out, d_in] in `dtype`."""
-    device = matrix.codes.device
-    convert = kernel(device, Tile(1, 1, 1), 1, matrix.bits, matrix.scaling, dtype, "block_weights")
-    assert convert is not None
+    device, convert = matrix.codes.device, None
+    if dtype in TYPES:
+        convert = kernel(device, Tile(1, 1, 1), 1, matrix.bits, matrix.scaling, dtype, "block_weights")
+    if convert is None:
+        return unpack(matrix).dequantized().to(dtype)
     out = torch.empty((matrix.out, matrix.d_in), dtype=dtype, device=device)
     units = units_of(matrix)
     sizes = (c_uint32(size) for size in (matrix.out, matrix.d_in, units))

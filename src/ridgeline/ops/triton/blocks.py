@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ridgeline.ops.blocks import SCALINGS, Blocks, joined_products, parts_of, pieces_of
 from ridgeline.ops.table import FloatInput, IntMatrix, IntOps, apply_norm
-from ridgeline.ops.triton import integer, linears
+from ridgeline.ops.triton import block_tiles, integer, linears
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer_matrix import dequantize as dequantize_plain
 from ridgeline.ops.triton.norm import rms_norm
@@ -69,6 +69,8 @@ def is_plain(form: Blocks | IntMatrix) -> bool:
 
 def pack(blocks: Blocks) -> IntMatrix:
     """See MatmulOps.blocks."""
+    if block_tiles.takes(blocks):
+        return block_tiles.pack(blocks)
     if is_plain(blocks):
         return integer.pack(blocks.codes, blocks.scales.float(), None, blocks.bits, blocks.group)
     (outputs, inputs), codes = blocks.codes.shape, pack_codes(blocks.codes, blocks.bits)
@@ -221,6 +223,8 @@ def dequantize_kernel(
 
 def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
     """One matrix of a chain [out, d_in] in `dtype`."""
+    if block_tiles.is_tiled(matrix):
+        return block_tiles.dequantize(matrix, dtype)
     if is_plain(matrix):
         return dequantize_plain(matrix, dtype)
     out = torch.empty((matrix.out, matrix.d_in), dtype=dtype, device=matrix.codes.device)
@@ -243,11 +247,12 @@ def _part(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream:
         return (
             linears.int_linear(x, matrix, bias) if stream is None else linears.int_linear_add(x, matrix, bias, stream)
         )
-    tokens = len(x)
-    if not 0 < tokens <= MOST_TOKENS:
-        product = joined_products(
-            lambda piece, part: F.linear(x, dequantize(piece, x.dtype), part), pieces_of(matrix), bias
-        )
+    tokens, is_tiled = len(x), block_tiles.is_tiled(matrix)
+    if is_tiled and (tiled := block_tiles.product(x, matrix, bias, stream)) is not None:
+        return tiled
+    if is_tiled or not 0 < tokens <= MOST_TOKENS:
+        pieces = block_tiles.pieces_of(matrix) if is_tiled else pieces_of(matrix)
+        product = joined_products(lambda piece, part: F.linear(x, dequantize(piece, x.dtype), part), pieces, bias)
         return product if stream is None else stream.add_(product)
     out = stream if stream is not None else torch.empty((tokens, matrix.out), dtype=x.dtype, device=x.device)
     tile = tile_for(tokens, matrix.out)
@@ -278,6 +283,11 @@ def linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None,
     """See IntOps."""
     if matrix.more is None and is_plain(matrix):
         return linears.int_linear_activate(x, matrix, bias, kind)
+    x = apply_norm(x, rms_norm)
+    if matrix.more is None and block_tiles.is_tiled(matrix):
+        product = block_tiles.product(x, matrix, bias, None, kind)
+        if product is not None:
+            return product
     return activate(linear(x, matrix, bias), kind)
 
 
