@@ -47,7 +47,7 @@ __device__ __forceinline__ uint4 read16(const void* from) {
   return v;
 }
 __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -236,17 +236,17 @@ __device__ __forceinline__ void convert(u32 (&w)[4], const Unit& u, const Scales
   w[3] = weights<3, FIRST + 3>(word, upper, f);
 }
 
+// Weights after the last input are 0: x is read within its rows there.
 template <u32 PIECE>
 __device__ __forceinline__ void add_piece(float (&sums)[COLUMNS][4], const Unit& u, const Scales (&s)[2], const u16* const (&x)[COLUMNS],
-                                          const bool (&real)[COLUMNS], u32 first, u32 inputs) {
+                                          u32 first, u32 inputs) {
   u32 low[4], high[4];
   convert<PIECE>(low, u, s[0], 0);
   convert<PIECE>(high, u, s[1], 1);
-  const u32 at = first + 32 * PIECE;
+  const u32 at = min(first + 32 * PIECE, inputs - 32);
 #pragma unroll
   for (u32 n = 0; n < COLUMNS; ++n) {
-    uint4 b = {0, 0, 0, 0};
-    if (real[n] && at < inputs) b = read16(x[n] + at);
+    const uint4 b = read16(x[n] + at);
     multiply(sums[n], low[0], high[0], low[1], high[1], b.x, b.y);
     multiply(sums[n], low[2], high[2], low[3], high[3], b.z, b.w);
   }
@@ -274,13 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (begin < end) next = load(from, unit_of(blockIdx.x, begin), lane);
   await_previous();
   const u16* of[COLUMNS];
-  bool real[COLUMNS];
 #pragma unroll
-  for (u32 n = 0; n < COLUMNS; ++n) {
-    const u32 token = 8 * n + lane / 4;
-    real[n] = token < tokens;
-    of[n] = x + (u64)min(token, tokens - 1) * inputs + lane % 4 * 8;
-  }
+  for (u32 n = 0; n < COLUMNS; ++n) of[n] = x + (u64)min(8 * n + lane / 4, tokens - 1) * inputs + lane % 4 * 8;
   for (u32 group = blockIdx.x; group < groups; group += gridDim.x) {
     float sums[COLUMNS][4] = {};
     for (u32 unit = begin; unit < end; ++unit) {
@@ -289,14 +284,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const u32 then = last ? group + gridDim.x : group;
       if (then < groups) next = load(from, unit_of(then, last ? begin : unit + 1), lane);
       const Scales s[2] = {prepare(now, 0), prepare(now, 1)};
-      add_piece<0>(sums, now, s, of, real, unit * 256, inputs);
-      add_piece<1>(sums, now, s, of, real, unit * 256, inputs);
-      add_piece<2>(sums, now, s, of, real, unit * 256, inputs);
-      add_piece<3>(sums, now, s, of, real, unit * 256, inputs);
-      add_piece<4>(sums, now, s, of, real, unit * 256, inputs);
-      add_piece<5>(sums, now, s, of, real, unit * 256, inputs);
-      add_piece<6>(sums, now, s, of, real, unit * 256, inputs);
-      add_piece<7>(sums, now, s, of, real, unit * 256, inputs);
+      add_piece<0>(sums, now, s, of, unit * 256, inputs);
+      add_piece<1>(sums, now, s, of, unit * 256, inputs);
+      add_piece<2>(sums, now, s, of, unit * 256, inputs);
+      add_piece<3>(sums, now, s, of, unit * 256, inputs);
+      add_piece<4>(sums, now, s, of, unit * 256, inputs);
+      add_piece<5>(sums, now, s, of, unit * 256, inputs);
+      add_piece<6>(sums, now, s, of, unit * 256, inputs);
+      add_piece<7>(sums, now, s, of, unit * 256, inputs);
     }
     float* const part = parts + (along * ROWS + across * 16 + lane / 4) * PITCH + lane % 4 * 2;
 #pragma unroll
