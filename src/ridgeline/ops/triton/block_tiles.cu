@@ -1,9 +1,12 @@
 // out^T = W x^T for weights in blocks (ops.blocks) and up to 64 tokens. ops/triton/block_tiles.py describes the layout and defines
 // BITS (of a code), FORM (number of a scaling), TYPE and BRAIN (of x: bfloat16 or float16), COLUMNS (tokens / 8), ACROSS (warps
-// with other rows), ALONG (warps with other inputs) and SIDES (2: half of a program's rows are of gate, half of up).
+// with other rows), ALONG (warps with other inputs), SIDES (2: half of a program's rows are of gate, half of up),
+// RESIDENT (1: x stays in shared memory, behind the sums), DEPTH (units that a warp has asked for) and EACH (programs of a
+// multiprocessor).
 //
 // A warp multiplies 16 rows. It loads their next 256 inputs into registers, exactly the codes and scales that each of its threads
-// multiplies, while it converts and multiplies the last 256. Warps along the inputs add their sums in shared memory. Programs are
+// multiplies, while it converts and multiplies the last 256. An L1 cache returns loads in order, so that one of x would wait for
+// those of weights: x is in shared memory where it fits. Warps along the inputs add their sums in shared memory. Programs are
 // persistent, so that the loads of a program's next rows are in flight while the sums of the last ones are added.
 
 typedef unsigned int u32;
@@ -246,10 +249,48 @@ __device__ __forceinline__ void add_piece(float (&sums)[COLUMNS][4], const Unit&
   const u32 at = min(first + 32 * PIECE, inputs - 32);
 #pragma unroll
   for (u32 n = 0; n < COLUMNS; ++n) {
-    const uint4 b = read16(x[n] + at);
+    const uint4 b = RESIDENT ? *(const uint4*)(x[n] + at) : read16(x[n] + at);
     multiply(sums[n], low[0], high[0], low[1], high[1], b.x, b.y);
     multiply(sums[n], low[2], high[2], low[3], high[3], b.z, b.w);
   }
+}
+
+__device__ __forceinline__ void add_unit(float (&sums)[COLUMNS][4], const Unit& u, const u16* const (&x)[COLUMNS], u32 first, u32 inputs) {
+  const Scales s[2] = {prepare(u, 0), prepare(u, 1)};
+  add_piece<0>(sums, u, s, x, first, inputs);
+  add_piece<1>(sums, u, s, x, first, inputs);
+  add_piece<2>(sums, u, s, x, first, inputs);
+  add_piece<3>(sums, u, s, x, first, inputs);
+  add_piece<4>(sums, u, s, x, first, inputs);
+  add_piece<5>(sums, u, s, x, first, inputs);
+  add_piece<6>(sums, u, s, x, first, inputs);
+  add_piece<7>(sums, u, s, x, first, inputs);
+}
+
+// Sums of a warp to shared memory [ALONG][ROWS][PITCH], where `total` adds those of a row's warps.
+__device__ __forceinline__ void put_sums(float* parts, const float (&sums)[COLUMNS][4], u32 along, u32 across, u32 lane) {
+  float* const part = parts + (along * ROWS + across * 16 + lane / 4) * PITCH + lane % 4 * 2;
+#pragma unroll
+  for (u32 n = 0; n < COLUMNS; ++n) {
+    part[8 * n] = sums[n][0], part[8 * n + 1] = sums[n][1];
+    part[8 * n + 8 * PITCH] = sums[n][2], part[8 * n + 8 * PITCH + 1] = sums[n][3];
+  }
+}
+__device__ __forceinline__ float total(const float* parts, u32 row, u32 token) {
+  float sum = 0.0f;
+#pragma unroll
+  for (u32 j = 0; j < ALONG; ++j) sum += parts[(j * ROWS + row) * PITCH + token];
+  return BRAIN ? sum * (float)(1 << DOWN) : sum;
+}
+
+// The row of x at `from` to shared memory, as row `place` there.
+constexpr u32 PARTS = (ALONG * ROWS * PITCH + 3) / 4 * 4, APART_X = 32;  // floats; numbers between rows of x, for other banks
+__device__ __forceinline__ void keep(float* parts, const u16* from, u32 place, u32 inputs) {
+  u16* const to = (u16*)(parts + PARTS) + (u64)place * (inputs + APART_X);
+  for (u32 i = threadIdx.x * 8; i < inputs; i += THREADS * 8) *(uint4*)(to + i) = read16(from + i);
+}
+__device__ __forceinline__ const u16* kept(const float* parts, u32 place, u32 inputs) {
+  return (const u16*)(parts + PARTS) + place * (inputs + APART_X);
 }
 
 // See activation.gated.
@@ -259,7 +300,7 @@ __device__ __forceinline__ float activated(float gate, float up, u32 kind) {
   return gate * sigmoid(inner) * up;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, EACH)
     block_product(const Arrays from, const u16* x, const u16* bias, const u16* stream, u16* out, u32 tokens, u32 rows, u32 inputs,
                   u32 units, u32 kind) {
   extern __shared__ float parts[];  // [ALONG][ROWS][PITCH]
@@ -270,35 +311,37 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   auto unit_of = [&](u32 group, u32 unit) {
     return (u64)(across / APART * tiles + min(group * APART + across % APART, tiles - 1)) * units + unit;
   };
-  Unit next;
-  if (begin < end) next = load(from, unit_of(blockIdx.x, begin), lane);
+  u32 at_group = begin < end ? blockIdx.x : groups, at_unit = begin;
+  auto ask = [&] {
+    Unit u;
+    if (at_group < groups) u = load(from, unit_of(at_group, at_unit), lane);
+    if (++at_unit == end) at_unit = begin, at_group += gridDim.x;
+    return u;
+  };
+  Unit ahead[DEPTH + 1];
+#pragma unroll
+  for (u32 i = 0; i < DEPTH; ++i) ahead[i] = ask();
   await_previous();
   const u16* of[COLUMNS];
 #pragma unroll
-  for (u32 n = 0; n < COLUMNS; ++n) of[n] = x + (u64)min(8 * n + lane / 4, tokens - 1) * inputs + lane % 4 * 8;
+  for (u32 n = 0; n < COLUMNS; ++n) {
+    const u32 token = min(8 * n + lane / 4, tokens - 1);
+    of[n] = (RESIDENT ? kept(parts, token, inputs) : x + (u64)token * inputs) + lane % 4 * 8;
+  }
+  if (RESIDENT) {
+    for (u32 token = 0; token < tokens; ++token) keep(parts, x + (u64)token * inputs, token, inputs);
+    __syncthreads();
+  }
   for (u32 group = blockIdx.x; group < groups; group += gridDim.x) {
     float sums[COLUMNS][4] = {};
     for (u32 unit = begin; unit < end; ++unit) {
-      const Unit now = next;
-      const bool last = unit + 1 == end;
-      const u32 then = last ? group + gridDim.x : group;
-      if (then < groups) next = load(from, unit_of(then, last ? begin : unit + 1), lane);
-      const Scales s[2] = {prepare(now, 0), prepare(now, 1)};
-      add_piece<0>(sums, now, s, of, unit * 256, inputs);
-      add_piece<1>(sums, now, s, of, unit * 256, inputs);
-      add_piece<2>(sums, now, s, of, unit * 256, inputs);
-      add_piece<3>(sums, now, s, of, unit * 256, inputs);
-      add_piece<4>(sums, now, s, of, unit * 256, inputs);
-      add_piece<5>(sums, now, s, of, unit * 256, inputs);
-      add_piece<6>(sums, now, s, of, unit * 256, inputs);
-      add_piece<7>(sums, now, s, of, unit * 256, inputs);
-    }
-    float* const part = parts + (along * ROWS + across * 16 + lane / 4) * PITCH + lane % 4 * 2;
+      ahead[DEPTH] = ask();
+      const Unit now = ahead[0];
 #pragma unroll
-    for (u32 n = 0; n < COLUMNS; ++n) {
-      part[8 * n] = sums[n][0], part[8 * n + 1] = sums[n][1];
-      part[8 * n + 8 * PITCH] = sums[n][2], part[8 * n + 8 * PITCH + 1] = sums[n][3];
+      for (u32 i = 0; i < DEPTH; ++i) ahead[i] = ahead[i + 1];
+      add_unit(sums, now, of, unit * 256, inputs);
     }
+    put_sums(parts, sums, along, across, lane);
     __syncthreads();
     for (u32 i = threadIdx.x; i < OWN * tokens; i += THREADS) {
       const u32 row = i % OWN, token = i / OWN, output = group * OWN + row;
@@ -306,10 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       float sum[SIDES];
 #pragma unroll
       for (u32 side = 0; side < SIDES; ++side) {
-        sum[side] = 0.0f;
-#pragma unroll
-        for (u32 j = 0; j < ALONG; ++j) sum[side] += parts[(j * ROWS + side * OWN + row) * PITCH + token];
-        if (BRAIN) sum[side] *= (float)(1 << DOWN);
+        sum[side] = total(parts, side * OWN + row, token);
         if (bias) sum[side] += widened(bias[side * features + output]);
       }
       const u64 to = (u64)token * features + output;
@@ -318,6 +358,64 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       out[to] = rounded(result);
     }
     __syncthreads();
+  }
+}
+
+// Products of experts, for a tile of ops/triton/experts.py: pairs `tile_first` to `tile_end` in `order`, or one pair without an order.
+// from: of all experts, each of `rows` rows. x: row pair / per_row of a pair. Two sides: out [pairs, features] of x's type is activated.
+// One side: float32 [pairs, rows], multiplied by the pair's share if there are shares.
+struct Pairs {
+  const int *chosen, *order, *tile_expert, *tile_first, *tile_end;
+};
+extern "C" __global__ void __launch_bounds__(THREADS, EACH)
+    block_experts(const Arrays from, const Pairs pairs, const u16* x, const u16* bias, const float* shares, void* out, u32 rows,
+                  u32 inputs, u32 units, u32 kind, u32 sorted, u32 per_row, u32 held) {
+  extern __shared__ float parts[];
+  start_next();
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, across = warp % ACROSS, along = warp / ACROSS;
+  const u32 begin = along * units / ALONG, end = (along + 1) * units / ALONG;
+  const u32 features = rows / SIDES, tiles = (features + 15) / 16, groups = (tiles + APART - 1) / APART;
+  const u32 group = blockIdx.x % groups, number = blockIdx.x / groups;
+  await_previous();
+  const int expert = sorted ? pairs.tile_expert[number] : pairs.chosen[number];
+  if (expert < 0 || expert >= (int)held) return;
+  const u32 first = sorted ? pairs.tile_first[number] : number, count = sorted ? pairs.tile_end[number] - first : 1;
+  auto pair_of = [&](u32 token) { return sorted ? (u32)pairs.order[first + token] : number; };
+  const u64 own = (u64)(expert * SIDES + across / APART) * tiles + min(group * APART + across % APART, tiles - 1);
+  Unit next;
+  if (begin < end) next = load(from, own * units + begin, lane);
+  const u16* of[COLUMNS];
+#pragma unroll
+  for (u32 n = 0; n < COLUMNS; ++n) {
+    const u32 token = min(8 * n + lane / 4, count - 1);
+    of[n] = (RESIDENT ? kept(parts, token, inputs) : x + (u64)(pair_of(token) / per_row) * inputs) + lane % 4 * 8;
+  }
+  if (RESIDENT) {
+    for (u32 token = 0; token < min(count, TOKENS); ++token) keep(parts, x + (u64)(pair_of(token) / per_row) * inputs, token, inputs);
+    __syncthreads();
+  }
+  float sums[COLUMNS][4] = {};
+  for (u32 unit = begin; unit < end; ++unit) {
+    const Unit now = next;
+    if (unit + 1 < end) next = load(from, own * units + unit + 1, lane);
+    add_unit(sums, now, of, unit * 256, inputs);
+  }
+  put_sums(parts, sums, along, across, lane);
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < OWN * min(count, TOKENS); i += THREADS) {
+    const u32 row = i % OWN, token = i / OWN, output = group * OWN + row, pair = pair_of(token);
+    if (output >= features) continue;
+    float sum[SIDES];
+#pragma unroll
+    for (u32 side = 0; side < SIDES; ++side) {
+      sum[side] = total(parts, side * OWN + row, token);
+      if (bias) sum[side] += widened(bias[(u64)expert * rows + side * features + output]);
+    }
+    const u64 to = (u64)pair * features + output;
+    if (SIDES == 2)
+      ((u16*)out)[to] = rounded(activated(sum[0], sum[SIDES - 1], kind));
+    else
+      ((float*)out)[to] = shares ? sum[0] * shares[pair] : sum[0];
   }
 }
 

@@ -26,21 +26,36 @@ from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton import cuda, pairs
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.launch import is_hopper, processors
+from ridgeline.ops.triton.shapes import MEMORY
 
 ROWS, LANES, PIECE = 16, 32, 32
 """Outputs of a tile; threads of a warp; inputs of a piece."""
 MOST_TOKENS = 64
+RESERVED = 1024
+"""Bytes of shared memory that each program takes besides its own."""
 LARGEST_EXPONENT = 156
 """Larger scales of MXFP4, 2^29 and more, are set to this one."""
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class Tile(NamedTuple):
-    """across, along: warps of a program with other outputs, and with other inputs. each: programs for a multiprocessor."""
+    """across, along: warps of a program with other outputs, and with other inputs. each: programs for a multiprocessor. depth: units
+    that a warp has asked for."""
 
     across: int
     along: int
     each: int
+    depth: int = 1
+
+
+EXPERT_TILES = {2: Tile(2, 4, 2), 1: Tile(1, 4, 4)}
+"""Of gate and up, and of down."""
+
+
+class _Pairs(Structure):
+    """Pairs of block_tiles.cu."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("chosen", "order", "tile_expert", "tile_first", "tile_end"))
 
 
 class _Arrays(Structure):
@@ -194,23 +209,36 @@ def arrays_of(matrix: IntMatrix) -> _Arrays:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def source(tile: Tile, columns: int, bits: int, scaling: str, dtype: torch.dtype, sides: int = 1) -> str:
+class Form(NamedTuple):
+    """What a kernel is compiled for. columns: eights of tokens. sides: 2 for gate and up. resident: x is in shared memory."""
+
+    bits: int
+    scaling: str
+    dtype: torch.dtype
+    columns: int
+    sides: int = 1
+    resident: bool = False
+
+
+def source(tile: Tile, form: Form) -> str:
     """Source text that NVRTC compiles."""
-    macros = {"BITS": bits, "FORM": SCALINGS.index(scaling), "TYPE": f'"{TYPES[dtype]}"', "COLUMNS": columns}
-    macros |= {"BRAIN": int(dtype is torch.bfloat16), "ACROSS": tile.across, "ALONG": tile.along, "SIDES": sides}
+    macros: dict[str, int | str] = {"BITS": form.bits, "FORM": SCALINGS.index(form.scaling), "TYPE": f'"{TYPES[form.dtype]}"'}
+    macros |= {"BRAIN": int(form.dtype is torch.bfloat16), "COLUMNS": form.columns, "SIDES": form.sides}
+    macros |= {"ACROSS": tile.across, "ALONG": tile.along, "DEPTH": tile.depth, "EACH": tile.each, "RESIDENT": int(form.resident)}
     return pairs.text("block_tiles.cu", {}, **macros)
 
 
-def shared_bytes(tile: Tile, columns: int) -> int:
-    return 4 * tile.along * tile.across * ROWS * (8 * columns + 1)
+def shared_bytes(tile: Tile, columns: int, tokens: int = 0, inputs: int = 0) -> int:
+    """Of the sums, and of the rows of x that are resident."""
+    parts = -(-tile.along * tile.across * ROWS * (8 * columns + 1) // 4) * 16
+    return parts + tokens * 2 * (inputs + 32)
 
 
 @cache
-def kernel(
-    device: torch.device, tile: Tile, columns: int, bits: int, scaling: str, dtype: torch.dtype, name: str, sides: int = 1
-) -> cuda.Kernel | None:
-    text = source(tile, columns, bits, scaling, dtype, sides)
-    return pairs.kernel(device, text, name, shared_bytes(tile, columns) if name == "block_product" else 0)
+def kernel(device: torch.device, tile: Tile, form: Form, name: str) -> cuda.Kernel | None:
+    """name: of the function. It is loaded for all shared memory that programs may have of which tile.each share a multiprocessor."""
+    shared = MEMORY // tile.each - RESERVED if form.resident else shared_bytes(tile, form.columns)
+    return pairs.kernel(device, source(tile, form), name, 0 if name == "block_weights" else shared)
 
 
 def tile_for(tokens: int, outputs: int, inputs: int, sides: int = 1) -> Tile:
@@ -233,7 +261,10 @@ def product(
         return None
     tile = tile or tile_for(tokens, matrix.out, matrix.d_in, sides)
     columns = next(columns for columns in (1, 2, 4, 8) if 8 * columns >= tokens)
-    multiply = kernel(x.device, tile, columns, matrix.bits, matrix.scaling, x.dtype, "block_product", sides)
+    shared = shared_bytes(tile, columns, tokens, matrix.d_in)
+    resident = shared <= MEMORY // tile.each - RESERVED
+    form = Form(matrix.bits, matrix.scaling, x.dtype, columns, sides, resident)
+    multiply = kernel(x.device, tile, form, "block_product")
     if multiply is None or (bias is not None and bias.dtype is not x.dtype):
         return None
     x = x.contiguous()
@@ -242,15 +273,55 @@ def product(
     pointers = (c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, stream, out))
     sizes = (c_uint32(size) for size in (tokens, matrix.out, matrix.d_in, units_of(matrix), KINDS[kind]))
     programs = min(groups, tile.each * processors(x.device))
-    multiply(programs, LANES * tile.across * tile.along, arrays_of(matrix), *pointers, *sizes, early=True)
+    shared = shared if resident else shared_bytes(tile, columns)
+    multiply(programs, LANES * tile.across * tile.along, arrays_of(matrix), *pointers, *sizes, early=True, shared=shared)
     return out
+
+
+class Pairs(NamedTuple):
+    """Pairs of tokens and experts, see ops.triton.experts. tiles: of the list, or pairs if they have no order. columns: eights of
+    pairs of a tile. per_row: pairs that read the same row of x. experts: held here."""
+
+    chosen: torch.Tensor
+    order: torch.Tensor
+    places: torch.Tensor
+    tiles: int
+    is_sorted: bool
+    columns: int
+    experts: int
+
+
+def expert_product(
+    x: torch.Tensor, weights: IntMatrix, bias: torch.Tensor | None, shares: torch.Tensor | None, out: torch.Tensor,
+    pairs_: Pairs, per_row: int, kind: int = 0,
+) -> None:  # fmt: skip
+    """A product of each pair's row of x with its expert. weights: of all experts, of which each has `out` outputs. kind: of KINDS,
+    the activation of gate and up, out is [pairs, F]; 0: out is float32 [pairs, outputs], multiplied by shares."""
+    sides = 2 if kind else 1
+    tile = EXPERT_TILES[sides]
+    tokens, inputs = (8 * pairs_.columns if pairs_.is_sorted else 1), weights.d_in
+    shared = shared_bytes(tile, pairs_.columns, tokens, inputs)
+    resident = shared <= MEMORY // tile.each - RESERVED
+    form = Form(weights.bits, weights.scaling, x.dtype, pairs_.columns, sides, resident)
+    multiply = kernel(x.device, tile, form, "block_experts")
+    if multiply is None:
+        raise RuntimeError("The kernel of experts in blocks cannot be compiled; the log says why.")
+    groups = -(-weights.out // (ROWS * tile.across))
+    places = _Pairs(*(tensor.data_ptr() for tensor in (pairs_.chosen, pairs_.order, *pairs_.places)))
+    pointers = (c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, shares, out))
+    numbers = (weights.out, inputs, units_of(weights), kind, int(pairs_.is_sorted), per_row, pairs_.experts)
+    shared = shared if resident else shared_bytes(tile, pairs_.columns)
+    multiply(
+        groups * pairs_.tiles, LANES * tile.across * tile.along, arrays_of(weights), places, *pointers,
+        *(c_uint32(number) for number in numbers), early=True, shared=shared,
+    )  # fmt: skip
 
 
 def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
     """The matrix [out, d_in] in `dtype`."""
     device, convert = matrix.codes.device, None
     if dtype in TYPES:
-        convert = kernel(device, Tile(1, 1, 1), 1, matrix.bits, matrix.scaling, dtype, "block_weights")
+        convert = kernel(device, Tile(1, 1, 1), Form(matrix.bits, matrix.scaling, dtype, 1), "block_weights")
     if convert is None:
         return unpack(matrix).dequantized().to(dtype)
     out = torch.empty((matrix.out, matrix.d_in), dtype=dtype, device=device)
