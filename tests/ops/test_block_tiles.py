@@ -27,8 +27,8 @@ FORMS = ["q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "mxfp4"]
 BF16, F16 = torch.bfloat16, torch.float16
 CALLS = """
 extern "C" void product(u32 programs, const Arrays* from, const u16* x, const u16* bias, const u16* stream, u16* out, u32 tokens,
-                        u32 rows, u32 inputs, u32 units, u32 kind) {
-  launch(programs, THREADS, [=] { block_product(*from, x, bias, stream, out, tokens, rows, inputs, units, kind); });
+                        u32 rows, u32 inputs, u32 units, u32 kind, u32 pitch) {
+  launch(programs, THREADS, [=] { block_product(*from, x, bias, stream, out, tokens, rows, inputs, units, kind, pitch); });
 }
 extern "C" void experts(u32 programs, const Arrays* from, const Pairs* pairs, const u16* x, const u16* bias, const float* shares,
                         void* out, u32 rows, u32 inputs, u32 units, u32 kind, u32 sorted, u32 per_row, u32 held) {
@@ -81,18 +81,37 @@ class Library:
         kernels = (Path(block_tiles.__file__).parent / "block_tiles.cu").read_text()
         text = "\n".join((*macros, "#define ON_CPU", '#include "cuda_on_cpu.h"', kernels, CALLS))
         (folder / "kernels.cpp").write_text(text)
-        flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread", f"-I{Path(__file__).parent}"]
+        flags = [
+            "-std=c++20",
+            "-O1",
+            "-ffp-contract=off",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            f"-I{Path(__file__).parent}",
+        ]
         subprocess.run([compiler, *flags, "-o", folder / "kernels.so", folder / "kernels.cpp"], check=True)
         self.code = ctypes.CDLL(str(folder / "kernels.so"))
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor, stream: torch.Tensor | None, kind: str | None) -> torch.Tensor:
+    def product(
+        self, x: torch.Tensor, bias: torch.Tensor, stream: torch.Tensor | None, kind: str | None
+    ) -> torch.Tensor:
         matrix = self.matrix
         features = matrix.out // self.sides
         out = torch.empty(len(x), features, dtype=self.dtype) if stream is None else stream
         tensors = [c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, stream, out)]
         # Two programs, of which one has more rows.
         self.code.product(
-            2, byref(arrays_of(matrix)), *tensors, len(x), matrix.out, matrix.d_in, units_of(matrix), KINDS[kind]
+            2,
+            byref(arrays_of(matrix)),
+            *tensors,
+            len(x),
+            matrix.out,
+            matrix.d_in,
+            units_of(matrix),
+            KINDS[kind],
+            features,
         )
         return out
 
@@ -100,9 +119,7 @@ class Library:
         matrix, units = self.matrix, units_of(self.matrix)
         out = torch.empty(matrix.out, matrix.d_in, dtype=self.dtype)
         programs = -(-len(matrix.codes) * units // 8)
-        self.code.weights(
-            programs, byref(arrays_of(matrix)), c_void_p(out.data_ptr()), matrix.out, matrix.d_in, units
-        )
+        self.code.weights(programs, byref(arrays_of(matrix)), c_void_p(out.data_ptr()), matrix.out, matrix.d_in, units)
         return out
 
 
@@ -141,7 +158,9 @@ def test_gates(tmp_path: Path) -> None:
 def test_experts(tmp_path: Path) -> None:
     """Gate, up and down of three experts for pairs in an order and without: the first expert has no pair, the last is not held."""
     experts, width, d_model, per_token = 3, 32, 288, 2
-    sides = [[random_blocks(NUMBER_FORMATS["mxfp4"], *shape) for _ in range(experts)] for shape in ((64, 288), (288, 32))]
+    sides = [
+        [random_blocks(NUMBER_FORMATS["mxfp4"], *shape) for _ in range(experts)] for shape in ((64, 288), (288, 32))
+    ]
     x, shares = torch.randn(3, d_model).bfloat16(), torch.rand(6)
     chosen = torch.tensor([1, 3, 2, 1, 1, 2], dtype=torch.int32)
     order = torch.tensor([0, 3, 4, 2, 5, 1], dtype=torch.int32)

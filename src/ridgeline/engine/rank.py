@@ -34,7 +34,7 @@ from ridgeline.engine.shape import Sizes
 from ridgeline.engine.stage import runner_kind
 from ridgeline.hardware.probe import host_memory
 from ridgeline.hardware.serving import space_here
-from ridgeline.models.build import DTYPES, LoadedModel, load, served_spec
+from ridgeline.models.build import DTYPES, LoadedModel, kind_of, load, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.hub import resolve_model
@@ -127,7 +127,7 @@ def plan_rank(
     times.ends("device")
     folder = resolve_model(model)
     checkpoint, _ = read_model(folder)
-    spec = served_spec(checkpoint, model, device.type)
+    spec = served_spec(checkpoint, model, kind_of(device))
     check_divided_requests(spec.layers, config)
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
     choice = choice_of(model, config, spec, wanted, device.type)

@@ -12,6 +12,7 @@ from ridgeline.core.adapters import plan_adapters
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.expert_parallel import whole_experts
+from ridgeline.core.formats import GPU_BLOCKS
 from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
 from ridgeline.core.quantization import resolve_format
 from ridgeline.core.selection import select_pages
@@ -38,6 +39,8 @@ from ridgeline.quant.mixed import MixedFormat
 from ridgeline.quant.unquantized import UnquantizedFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+HOPPER = 9
+"""Major compute capability."""
 OLDEST_FP8 = (8, 9)
 """Lowest compute capability with e4m3 tensor cores (Ada)."""
 
@@ -62,10 +65,9 @@ class LoadedModel:
 
 
 def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> ModelSpec:
-    """The spec with the dtype, context length and quantization of `model`. kind: of the device, cpu or cuda.
+    """The spec with the dtype, context length and quantization of `model`. kind: see kind_of.
 
-    On a GPU linears in blocks are expanded to the dtype: their kernels are 3 to 7 times slower than products in 16 bits
-    (docs/ops.md). Raises ConfigError that names the option.
+    On a GPU linears in blocks are expanded to the dtype, but for those of GPU_BLOCKS. Raises ConfigError that names the option.
     """
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
@@ -89,16 +91,24 @@ def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> Model
         host_bytes=int(model.cpu_offload_gb * (1 << 30)),
     )
     served = replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
-    served = _expanded(served) if kind == "cuda" else served
+    if kind in GPU_BLOCKS:
+        served = _expanded(served, GPU_BLOCKS[kind] if dtype != "float32" else frozenset())
     return select_pages(served, model.kv_selection) if model.kv_selection else served
 
 
-def _expanded(spec: ModelSpec) -> ModelSpec:
-    """The model with linears in blocks (NumberFormat.in_blocks) in the dtype instead. Experts stay in theirs."""
+def kind_of(device: torch.device) -> str:
+    """cpu, hopper for a GPU of that architecture, or cuda for another one."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+    return "hopper" if is_hopper else device.type
+
+
+def _expanded(spec: ModelSpec, kept: frozenset[str]) -> ModelSpec:
+    """The model with linears in blocks (NumberFormat.in_blocks) in the dtype instead, but for formats `kept`. Experts stay in
+    theirs."""
 
     def expanded(*names: str) -> tuple[str, ...]:
-        in_blocks = any(name in NUMBER_FORMATS and NUMBER_FORMATS[name].in_blocks for name in names)
-        return ("",) * len(names) if in_blocks else names
+        slow = any(name in NUMBER_FORMATS and NUMBER_FORMATS[name].in_blocks and name not in kept for name in names)
+        return ("",) * len(names) if slow else names
 
     if any(layer.experts for layer in spec.layers):
         return spec
@@ -141,8 +151,12 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
         numbers = NUMBER_FORMATS[spec.quantization]
         if stored.blocks or numbers.in_blocks:
             held = {spec.quantization, *(name for layer in spec.layers for name in layer.formats)}
-            expands = not any(name in NUMBER_FORMATS and NUMBER_FORMATS[name].in_blocks for name in held)
-            return BlockFormat(matmul, dtype, device, None if stored.blocks else numbers, expands)
+            forms = {
+                (form.bits, form.scaling)
+                for name, form in NUMBER_FORMATS.items()
+                if form.in_blocks and name not in held
+            }
+            return BlockFormat(matmul, dtype, device, None if stored.blocks else numbers, frozenset(forms))
         if numbers.kept:
             return MixedFormat(ops, numbers, dtype, device)
         integer = matmul.w8a8 if numbers.inputs_8bit else matmul.integer
@@ -211,7 +225,7 @@ def load(
     still be moved, until `Decoder.finish_loading`.
     """
     checkpoint, defaults = read_model(model_dir)
-    spec = served_spec(checkpoint, model, device.type)
+    spec = served_spec(checkpoint, model, kind_of(device))
     _check_experts(spec, ops, device)
     dtype = DTYPES[spec.dtype]
     recorded = spec.plain and not any(layer.experts for layer in spec.layers)

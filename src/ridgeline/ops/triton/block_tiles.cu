@@ -302,7 +302,7 @@ __device__ __forceinline__ float activated(float gate, float up, u32 kind) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, EACH)
     block_product(const Arrays from, const u16* x, const u16* bias, const u16* stream, u16* out, u32 tokens, u32 rows, u32 inputs,
-                  u32 units, u32 kind) {
+                  u32 units, u32 kind, u32 pitch) {
   extern __shared__ float parts[];  // [ALONG][ROWS][PITCH]
   start_next();
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, across = warp % ACROSS, along = warp / ACROSS;
@@ -352,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH)
         sum[side] = total(parts, side * OWN + row, token);
         if (bias) sum[side] += widened(bias[side * features + output]);
       }
-      const u64 to = (u64)token * features + output;
+      const u64 to = (u64)token * pitch + output;
       float result = SIDES == 2 ? activated(sum[0], sum[SIDES - 1], kind) : sum[0];
       if (stream) result += widened(stream[to]);
       out[to] = rounded(result);

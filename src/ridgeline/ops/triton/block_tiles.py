@@ -68,9 +68,8 @@ class _Arrays(Structure):
 
 
 def takes(blocks: Blocks) -> bool:
-    """Whether linears of this form have this layout. Other kernels have plain codes of 4 or 8 bits, and experts, in MXFP4."""
-    form = (bool(blocks.scaling) or blocks.bits in (5, 6)) and blocks.scaling != "e8m0"
-    return form and is_hopper(blocks.codes.device) and cuda.available()
+    """Whether blocks have this layout. Other kernels have plain codes of 4 or 8 bits."""
+    return (bool(blocks.scaling) or blocks.bits in (5, 6)) and is_hopper(blocks.codes.device) and cuda.available()
 
 
 def is_tiled(matrix: IntMatrix) -> bool:
@@ -146,15 +145,18 @@ def unpack(matrix: IntMatrix) -> Blocks:
     """Inverse of pack, but for padding and scales that do not exist in bfloat16."""
     tiles, units, bits = len(matrix.codes), units_of(matrix), matrix.bits
     words = matrix.codes.view(tiles, units, bits, 8, 4, 4)
-    codes = _fields(words[:, :, :4].unflatten(-1, (2, 2)), 4)  # [tiles, units, pieces / 2, row, thread, piece, half, pair, code]
+    codes = _fields(
+        words[:, :, :4].unflatten(-1, (2, 2)), 4
+    )  # [tiles, units, pieces / 2, row, thread, piece, half, pair, code]
     codes = codes.permute(0, 6, 3, 1, 2, 5, 4, 7, 8)
     if bits > 4:
         pieces = 16 // (bits - 4) // 4
         upper = _fields(words[:, :, 4:].unflatten(-1, (2, 2)), bits - 4).unflatten(7, (pieces, 4))
         # [tiles, units, vector, row, thread, word, half, piece, pair, code]
-        codes = codes.reshape(tiles, 2, 8, units, 8, 4, 4, 2) | upper.permute(0, 6, 3, 1, 2, 5, 7, 4, 8, 9).reshape(
-            tiles, 2, 8, units, 8, 4, 4, 2
-        ) << 4
+        codes = (
+            codes.reshape(tiles, 2, 8, units, 8, 4, 4, 2)
+            | upper.permute(0, 6, 3, 1, 2, 5, 7, 4, 8, 9).reshape(tiles, 2, 8, units, 8, 4, 4, 2) << 4
+        )
     codes = codes.reshape(tiles * ROWS, units * SUPER)[: matrix.out, : matrix.d_in]
     scales, extra = _rows(matrix, matrix.scales), None if matrix.extra is None else _rows(matrix, matrix.extra)
     if matrix.scaling == "super_6bit":
@@ -196,7 +198,9 @@ def pieces_of(matrix: IntMatrix) -> list[IntMatrix]:
     for first in range(0, matrix.out, rows):
         tiles, outputs = slice(first // ROWS, (first + rows) // ROWS), min(rows, matrix.out - first)
         extra = None if matrix.extra is None else matrix.extra[tiles]
-        made.append(replace(matrix, codes=matrix.codes[tiles], scales=matrix.scales[tiles], extra=extra, out=outputs, more=None))
+        made.append(
+            replace(matrix, codes=matrix.codes[tiles], scales=matrix.scales[tiles], extra=extra, out=outputs, more=None)
+        )
     return made
 
 
@@ -222,9 +226,19 @@ class Form(NamedTuple):
 
 def source(tile: Tile, form: Form) -> str:
     """Source text that NVRTC compiles."""
-    macros: dict[str, int | str] = {"BITS": form.bits, "FORM": SCALINGS.index(form.scaling), "TYPE": f'"{TYPES[form.dtype]}"'}
+    macros: dict[str, int | str] = {
+        "BITS": form.bits,
+        "FORM": SCALINGS.index(form.scaling),
+        "TYPE": f'"{TYPES[form.dtype]}"',
+    }
     macros |= {"BRAIN": int(form.dtype is torch.bfloat16), "COLUMNS": form.columns, "SIDES": form.sides}
-    macros |= {"ACROSS": tile.across, "ALONG": tile.along, "DEPTH": tile.depth, "EACH": tile.each, "RESIDENT": int(form.resident)}
+    macros |= {
+        "ACROSS": tile.across,
+        "ALONG": tile.along,
+        "DEPTH": tile.depth,
+        "EACH": tile.each,
+        "RESIDENT": int(form.resident),
+    }
     return pairs.text("block_tiles.cu", {}, **macros)
 
 
@@ -245,6 +259,10 @@ def tile_for(tokens: int, outputs: int, inputs: int, sides: int = 1) -> Tile:
     return Tile(1, 8, 2) if tokens <= 8 and sides == 1 else Tile(2, 8, 1)
 
 
+def takes_tokens(x: torch.Tensor, matrix: IntMatrix) -> bool:
+    return is_tiled(matrix) and x.dtype in TYPES and 0 < len(x) <= MOST_TOKENS
+
+
 def product(
     x: torch.Tensor,
     matrix: IntMatrix,
@@ -252,12 +270,13 @@ def product(
     stream: torch.Tensor | None,
     kind: str | None = None,
     tile: Tile | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the contiguous stream. kind: activation of gate and up,
-    [2 F, in] -> [T, F]. None: not supported."""
+    """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the stream. kind: activation of gate and up, [2 F, in] ->
+    [T, F]. out: memory of the result, contiguous in its rows. None: not supported."""
     tokens, sides = len(x), 1 if kind is None else 2
     features = matrix.out // sides
-    if x.dtype not in TYPES or not 0 < tokens <= MOST_TOKENS or (sides == 2 and features % ROWS):
+    if not takes_tokens(x, matrix) or (sides == 2 and features % ROWS):
         return None
     tile = tile or tile_for(tokens, matrix.out, matrix.d_in, sides)
     columns = next(columns for columns in (1, 2, 4, 8) if 8 * columns >= tokens)
@@ -268,13 +287,16 @@ def product(
     if multiply is None or (bias is not None and bias.dtype is not x.dtype):
         return None
     x = x.contiguous()
-    out = torch.empty((tokens, features), dtype=x.dtype, device=x.device) if stream is None else stream
+    if out is None:
+        out = torch.empty((tokens, features), dtype=x.dtype, device=x.device) if stream is None else stream
     groups = -(-features // (ROWS * tile.across // sides))
     pointers = (c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, stream, out))
-    sizes = (c_uint32(size) for size in (tokens, matrix.out, matrix.d_in, units_of(matrix), KINDS[kind]))
+    sizes = (c_uint32(size) for size in (tokens, matrix.out, matrix.d_in, units_of(matrix), KINDS[kind], out.stride(0)))
     programs = min(groups, tile.each * processors(x.device))
     shared = shared if resident else shared_bytes(tile, columns)
-    multiply(programs, LANES * tile.across * tile.along, arrays_of(matrix), *pointers, *sizes, early=True, shared=shared)
+    multiply(
+        programs, LANES * tile.across * tile.along, arrays_of(matrix), *pointers, *sizes, early=True, shared=shared
+    )
     return out
 
 
@@ -327,5 +349,7 @@ def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty((matrix.out, matrix.d_in), dtype=dtype, device=device)
     units = units_of(matrix)
     sizes = (c_uint32(size) for size in (matrix.out, matrix.d_in, units))
-    convert(-(-len(matrix.codes) * units // 8), 8 * LANES, arrays_of(matrix), c_void_p(out.data_ptr()), *sizes, early=True)
+    convert(
+        -(-len(matrix.codes) * units // 8), 8 * LANES, arrays_of(matrix), c_void_p(out.data_ptr()), *sizes, early=True
+    )
     return out

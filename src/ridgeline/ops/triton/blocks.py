@@ -266,9 +266,25 @@ def _part(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream:
     return out
 
 
+def _chained(x: torch.Tensor, parts: list[IntMatrix], bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The products of few tokens with matrices in tiles, each written to its columns. None: not supported."""
+    if not all(block_tiles.takes_tokens(x, part) for part in parts):
+        return None
+    out = torch.empty((len(x), sum(part.out for part in parts)), dtype=x.dtype, device=x.device)
+    first = 0
+    for part in parts:
+        columns = slice(first, first := first + part.out)
+        here = None if bias is None else bias[columns]
+        if block_tiles.product(x, part, here, None, out=out[:, columns]) is None:
+            return None
+    return out
+
+
 def linear(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See MatmulOps.blocks. The matrices of a chain are multiplied one by one."""
     source = apply_norm(x, rms_norm)
+    if matrix.more is not None and (product := _chained(source, parts_of(matrix), bias)) is not None:
+        return product
     return joined_products(lambda part, part_bias: _part(source, part, part_bias, None), parts_of(matrix), bias)
 
 

@@ -326,7 +326,13 @@ class GroupedExperts:
         return out.view(tokens, per_token, d_model).sum(1)
 
     def _multiply_tiles(
-        self, x: torch.Tensor, inner: torch.Tensor, shares: torch.Tensor, out: torch.Tensor, pairs: block_tiles.Pairs, per_token: int
+        self,
+        x: torch.Tensor,
+        inner: torch.Tensor,
+        shares: torch.Tensor,
+        out: torch.Tensor,
+        pairs: block_tiles.Pairs,
+        per_token: int,
     ) -> None:
         """`_inner` and `_outer` with weights in tiles."""
         matrix, biases = _matrix(self._gate_up, x.shape[1]), (self._gate_up.biases, self._down.biases)
