@@ -168,24 +168,24 @@ def test_experts(tmp_path: Path) -> None:
     libraries, stored = [], []
     for number, blocks in enumerate(sides):
         packed = [pack(each) for each in blocks]
-        one = replace(
+        matrix = replace(
             packed[0],
             codes=torch.stack([each.codes for each in packed]),
             scales=torch.stack([each.scales for each in packed]),
         )
-        stored.append(one)
+        stored.append(matrix)
         (folder := tmp_path / str(number)).mkdir()
-        libraries.append(Library(folder, one, BF16, Tile(2, 1, 1), 2 - number, resident=number == 0))
+        libraries.append(Library(folder, matrix, BF16, Tile(2, 1, 1), 2 - number, resident=number == 0))
     for is_sorted in (True, False):
         inner, out = torch.zeros(6, width).bfloat16(), torch.zeros(6, d_model)
         lists = _Pairs(*(tensor.data_ptr() for tensor in (chosen, order, *places)))
         for number, (source, per_row, target) in enumerate(((x, per_token, inner), (inner, 1, out))):
-            one, bias = stored[number], torch.randn(experts, stored[number].out).bfloat16()
-            groups = -(-one.out // 32)
+            matrix, bias = stored[number], torch.randn(experts, stored[number].out).bfloat16()
+            groups = -(-matrix.out // 32)
             libraries[number].code.experts(
-                groups * (4 if is_sorted else 6), byref(arrays_of(one)), byref(lists), c_void_p(source.data_ptr()),
-                c_void_p(bias.data_ptr()), c_void_p(shares.data_ptr()), c_void_p(target.data_ptr()), one.out, one.d_in,
-                units_of(one), KINDS["swiglu_clamped"], int(is_sorted), per_row, experts,
+                groups * (4 if is_sorted else 6), byref(arrays_of(matrix)), byref(lists), c_void_p(source.data_ptr()),
+                c_void_p(bias.data_ptr()), c_void_p(shares.data_ptr()), c_void_p(target.data_ptr()), matrix.out, matrix.d_in,
+                units_of(matrix), KINDS["swiglu_clamped"], int(is_sorted), per_row, experts,
             )  # fmt: skip
             for pair, expert in enumerate(chosen.tolist()):
                 if expert == experts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -89,12 +88,6 @@ NUMBER_FORMATS = {
     "mxfp4": NumberFormat(4, 32, scale_bytes=1, scaling="e8m0", published=True, experts=True),
 }
 """Formats by their name in the option `quantization`. Embedding, head, norms and biases stay in the model's dtype."""
-GPU_BLOCKS: Mapping[str, frozenset[str]] = {
-    "cuda": frozenset(),
-    "hopper": frozenset({"q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "mxfp4"}),
-}
-"""Number formats of blocks in which the linears of a GPU stay, by kind of GPU: products of 1 to 16 tokens are faster there than in 16
-bits (benchmarks/results/products_int.json). Others are expanded to 16 bits."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 
 

@@ -34,11 +34,12 @@ from ridgeline.engine.shape import Sizes
 from ridgeline.engine.stage import runner_kind
 from ridgeline.hardware.probe import host_memory
 from ridgeline.hardware.serving import space_here
-from ridgeline.models.build import DTYPES, LoadedModel, kind_of, load, served_spec
+from ridgeline.models.build import DTYPES, LoadedModel, load, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.hub import resolve_model
 from ridgeline.models.weights import Progress
+from ridgeline.ops.blocks import kind_of
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.releasable import DeviceRange, move
 from ridgeline.ops.table import Ops

@@ -24,8 +24,9 @@ from ridgeline.core.errors import ConfigError, EngineFailed, RidgelineError, Uns
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.engine.leases import Leases
 from ridgeline.engine.rank import LoadedRank, RankPlan, operations
-from ridgeline.models.build import kind_of, load, served_spec
+from ridgeline.models.build import load, served_spec
 from ridgeline.models.config import read_model
+from ridgeline.ops.blocks import kind_of
 from ridgeline.ops.releasable import release_pages, trim
 from ridgeline.quant.streamed import HostMemory
 

@@ -65,7 +65,7 @@ def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:
 
 
 def kind_on(name: str, kind: str) -> str:
-    """As models.build.kind_of, of a device with this name of the table or of a driver."""
+    """As ops.blocks.kind_of, of a device with this name of the table or of a driver."""
     return "hopper" if kind == "cuda" and re.search(HOPPER, name) else kind
 
 

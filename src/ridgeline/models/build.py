@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -12,17 +11,18 @@ from ridgeline.core.adapters import plan_adapters
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.expert_parallel import whole_experts
-from ridgeline.core.formats import GPU_BLOCKS
+from ridgeline.core.gpu_blocks import expanded
 from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
 from ridgeline.core.quantization import resolve_format
 from ridgeline.core.selection import select_pages
-from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, TOGETHER, ModelSpec
+from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
 from ridgeline.core.stages import stage_spec
 from ridgeline.models.building import Build
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
+from ridgeline.ops.blocks import kind_of
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.native_host import host_ops
 from ridgeline.ops.selective import selecting
@@ -39,8 +39,6 @@ from ridgeline.quant.mixed import MixedFormat
 from ridgeline.quant.unquantized import UnquantizedFormat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-HOPPER = 9
-"""Major compute capability."""
 OLDEST_FP8 = (8, 9)
 """Lowest compute capability with e4m3 tensor cores (Ada)."""
 
@@ -65,9 +63,9 @@ class LoadedModel:
 
 
 def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> ModelSpec:
-    """The spec with the dtype, context length and quantization of `model`. kind: see kind_of.
+    """The spec with the dtype, context length and quantization of `model`. kind: see ops.blocks.kind_of.
 
-    On a GPU linears in blocks are expanded to the dtype, but for those of GPU_BLOCKS. Raises ConfigError that names the option.
+    A GPU expands linears in blocks to the dtype where that is faster (core.gpu_blocks). Raises ConfigError that names the option.
     """
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
@@ -91,37 +89,8 @@ def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> Model
         host_bytes=int(model.cpu_offload_gb * (1 << 30)),
     )
     served = replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
-    if kind in GPU_BLOCKS:
-        served = _expanded(served, GPU_BLOCKS[kind] if dtype != "float32" else frozenset())
+    served = expanded(served, kind)
     return select_pages(served, model.kv_selection) if model.kv_selection else served
-
-
-def kind_of(device: torch.device) -> str:
-    """cpu, hopper for a GPU of that architecture, or cuda for another one."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
-    return "hopper" if is_hopper else device.type
-
-
-def _expanded(spec: ModelSpec, kept: frozenset[str]) -> ModelSpec:
-    """The model with linears in blocks (NumberFormat.in_blocks) in the dtype instead, but for formats `kept`. Experts stay in
-    theirs."""
-
-    def expanded(*names: str) -> tuple[str, ...]:
-        slow = any(name in NUMBER_FORMATS and NUMBER_FORMATS[name].in_blocks and name not in kept for name in names)
-        return ("",) * len(names) if slow else names
-
-    if any(layer.experts for layer in spec.layers):
-        return spec
-    formats = []
-    for layer in spec.layers:
-        names = iter(layer.formats)
-        formats.append(tuple(name for count in TOGETHER for name in expanded(*islice(names, count))))
-    (quantization,), (head,) = expanded(spec.quantization), expanded(spec.head_format)
-    quantization = quantization or next((name for names in formats for name in names if name), "")
-    layers = tuple(
-        replace(layer, formats=names if quantization else ()) for layer, names in zip(spec.layers, formats, strict=True)
-    )
-    return replace(spec, layers=layers, quantization=quantization, head_format=head)
 
 
 def _kv_format(spec: ModelSpec, name: str) -> str:

@@ -39,8 +39,8 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class Tile(NamedTuple):
-    """across, along: warps of a program with other outputs, and with other inputs. each: programs for a multiprocessor. depth: units
-    that a warp has asked for."""
+    """across, along: warps of a program with other outputs, and with other inputs. each: programs for a multiprocessor. depth:
+    units that a warp has asked for."""
 
     across: int
     along: int
@@ -250,7 +250,7 @@ def shared_bytes(tile: Tile, columns: int, tokens: int = 0, inputs: int = 0) -> 
 
 @cache
 def kernel(device: torch.device, tile: Tile, form: Form, name: str) -> cuda.Kernel | None:
-    """name: of the function. It is loaded for all shared memory that programs may have of which tile.each share a multiprocessor."""
+    """name: of the function. It is loaded for all shared memory that a program may have if tile.each share a multiprocessor."""
     shared = MEMORY // tile.each - RESERVED if form.resident else shared_bytes(tile, form.columns)
     return pairs.kernel(device, source(tile, form), name, 0 if name == "block_weights" else shared)
 
@@ -272,8 +272,8 @@ def product(
     tile: Tile | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the stream. kind: activation of gate and up, [2 F, in] ->
-    [T, F]. out: memory of the result, contiguous in its rows. None: not supported."""
+    """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the stream. kind: activation of gate and up,
+    [2 F, in] -> [T, F]. out: memory of the result, contiguous in its rows. None: not supported."""
     tokens, sides = len(x), 1 if kind is None else 2
     features = matrix.out // sides
     if not takes_tokens(x, matrix) or (sides == 2 and features % ROWS):
@@ -302,7 +302,7 @@ def product(
 
 class Pairs(NamedTuple):
     """Pairs of tokens and experts, see ops.triton.experts. tiles: of the list, or pairs if they have no order. columns: eights of
-    pairs of a tile. per_row: pairs that read the same row of x. experts: held here."""
+    pairs of a tile. experts: held here. shares: float32 [pairs]."""
 
     chosen: torch.Tensor
     order: torch.Tensor
@@ -311,14 +311,15 @@ class Pairs(NamedTuple):
     is_sorted: bool
     columns: int
     experts: int
+    shares: torch.Tensor
 
 
 def expert_product(
-    x: torch.Tensor, weights: IntMatrix, bias: torch.Tensor | None, shares: torch.Tensor | None, out: torch.Tensor,
-    pairs_: Pairs, per_row: int, kind: int = 0,
-) -> None:  # fmt: skip
+    x: torch.Tensor, weights: IntMatrix, bias: torch.Tensor | None, out: torch.Tensor, pairs_: Pairs, kind: int = 0
+) -> None:
     """A product of each pair's row of x with its expert. weights: of all experts, of which each has `out` outputs. kind: of KINDS,
-    the activation of gate and up, out is [pairs, F]; 0: out is float32 [pairs, outputs], multiplied by shares."""
+    the activation of gate and up, x is [tokens, D] and out [pairs, F]; 0: x is [pairs, F] and out float32 [pairs, outputs],
+    multiplied by shares."""
     sides = 2 if kind else 1
     tile = EXPERT_TILES[sides]
     tokens, inputs = (8 * pairs_.columns if pairs_.is_sorted else 1), weights.d_in
@@ -330,7 +331,11 @@ def expert_product(
         raise RuntimeError("The kernel of experts in blocks cannot be compiled; the log says why.")
     groups = -(-weights.out // (ROWS * tile.across))
     places = _Pairs(*(tensor.data_ptr() for tensor in (pairs_.chosen, pairs_.order, *pairs_.places)))
-    pointers = (c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, shares, out))
+    pointers = (
+        c_void_p(None if tensor is None else tensor.data_ptr())
+        for tensor in (x, bias, None if kind else pairs_.shares, out)
+    )
+    per_row = len(out) // len(x)
     numbers = (weights.out, inputs, units_of(weights), kind, int(pairs_.is_sorted), per_row, pairs_.experts)
     shared = shared if resident else shared_bytes(tile, pairs_.columns)
     multiply(

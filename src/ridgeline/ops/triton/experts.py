@@ -22,9 +22,9 @@ import triton.language as tl
 
 from ridgeline.ops.experts import Grouped, Tensors
 from ridgeline.ops.reference import FP8
-from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton import block_tiles
+from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.blocks import E8M0, block_product, pack_codes
 
 FEW_PAIRS = 32
@@ -226,7 +226,7 @@ def _outer(
 
 class Stacked(NamedTuple):
     """Weights [experts, outputs, inputs]; scales float32 and biases [experts, outputs] or None. In MXFP4 weights and scales are
-    [experts, outputs, ...] in the layout of ops.triton.blocks, or int32 [experts, tiles, ...] and likewise in that of block_tiles."""
+    [experts, outputs, ...] in the layout of ops.triton.blocks, or int32 and uint8 [experts, tiles, ...] in that of block_tiles."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
@@ -308,8 +308,8 @@ class GroupedExperts:
             _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=SORTED_AT_ONCE, num_warps=4)
         if tiled:
             columns = tile.rows // 8 if is_sorted or self._fixed else 1
-            listed = block_tiles.Pairs(chosen, order, places, tiles, is_sorted, columns, experts)
-            self._multiply_tiles(x, inner, shares, out, listed, per_token)
+            listed = block_tiles.Pairs(chosen, order, places, tiles, is_sorted, columns, experts, shares)
+            self._multiply_tiles(x, inner, out, listed)
             return out.view(tokens, per_token, d_model).sum(1)
         shape = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
         launch = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -326,19 +326,13 @@ class GroupedExperts:
         return out.view(tokens, per_token, d_model).sum(1)
 
     def _multiply_tiles(
-        self,
-        x: torch.Tensor,
-        inner: torch.Tensor,
-        shares: torch.Tensor,
-        out: torch.Tensor,
-        pairs: block_tiles.Pairs,
-        per_token: int,
+        self, x: torch.Tensor, inner: torch.Tensor, out: torch.Tensor, pairs: block_tiles.Pairs
     ) -> None:
         """`_inner` and `_outer` with weights in tiles."""
-        matrix, biases = _matrix(self._gate_up, x.shape[1]), (self._gate_up.biases, self._down.biases)
-        block_tiles.expert_product(x.contiguous(), matrix, biases[0], None, inner, pairs, per_token, self._kind)
+        matrix = _matrix(self._gate_up, x.shape[1])
+        block_tiles.expert_product(x.contiguous(), matrix, self._gate_up.biases, inner, pairs, self._kind)
         matrix = _matrix(self._down, inner.shape[1])
-        block_tiles.expert_product(inner, matrix, biases[1], shares, out, pairs, 1)
+        block_tiles.expert_product(inner, matrix, self._down.biases, out, pairs)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for tensor in (*self._gate_up, *self._down) if tensor is not None)
