@@ -83,7 +83,7 @@ class Library:
         (folder / "kernels.cpp").write_text(text)
         flags = [
             "-std=c++20",
-            "-O1",
+            "-O0",
             "-ffp-contract=off",
             "-w",
             "-shared",
