@@ -96,20 +96,26 @@ struct Unit {
   uint4 scales[2], extra[2];         // of both rows, as far as FORM has them
 };
 
+// units, vectors: of a tile; a vector is 16 bytes for each thread. In four bits the last unit may have fewer.
 struct Arrays {
   const uint4* codes;
   const unsigned char *scales, *extra;
+  u32 units, vectors;
 };
 
-__device__ __forceinline__ Unit load(const Arrays& from, u64 at, u32 lane) {
+__device__ __forceinline__ Unit load(const Arrays& from, u32 tile, u32 unit, u32 lane) {
   Unit u;
+  const uint4* const codes = from.codes + ((u64)tile * from.vectors + unit * BITS) * 32 + lane;
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) u.codes[i] = stream16(from.codes + at * (32 * BITS) + i * 32 + lane);
+  for (u32 i = 0; i < 4; ++i) {
+    u.codes[i] = {0, 0, 0, 0};
+    if (BITS > 4 || unit * 4 + i < from.vectors) u.codes[i] = stream16(codes + i * 32);
+  }
 #pragma unroll
-  for (u32 i = 4; i < BITS; ++i) u.upper[i - 4] = stream16(from.codes + at * (32 * BITS) + i * 32 + lane);
+  for (u32 i = 4; i < BITS; ++i) u.upper[i - 4] = stream16(codes + i * 32);
 #pragma unroll
   for (u32 r = 0; r < 2; ++r) {
-    const u64 row = at * 16 + lane / 4 + 8 * r;
+    const u64 row = ((u64)tile * from.units + unit) * 16 + lane / 4 + 8 * r;
     if (FORM == SUPER_8BIT || FORM == E8M0) {
       const uint2 v = stream8((const uint2*)from.scales + (FORM == E8M0 ? row : 2 * row + lane % 4 / 2));
       u.scales[r].x = v.x, u.scales[r].y = v.y;
@@ -308,13 +314,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH)
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, across = warp % ACROSS, along = warp / ACROSS;
   const u32 begin = along * units / ALONG, end = (along + 1) * units / ALONG;
   const u32 features = rows / SIDES, tiles = (features + 15) / 16, groups = (tiles + APART - 1) / APART;
-  auto unit_of = [&](u32 group, u32 unit) {
-    return (u64)(across / APART * tiles + min(group * APART + across % APART, tiles - 1)) * units + unit;
-  };
+  auto tile_of = [&](u32 group) { return across / APART * tiles + min(group * APART + across % APART, tiles - 1); };
   u32 at_group = begin < end ? blockIdx.x : groups, at_unit = begin;
   auto ask = [&] {
     Unit u;
-    if (at_group < groups) u = load(from, unit_of(at_group, at_unit), lane);
+    if (at_group < groups) u = load(from, tile_of(at_group), at_unit, lane);
     if (++at_unit == end) at_unit = begin, at_group += gridDim.x;
     return u;
   };
@@ -381,9 +385,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH)
   if (expert < 0 || expert >= (int)held) return;
   const u32 first = sorted ? pairs.tile_first[number] : number, count = sorted ? pairs.tile_end[number] - first : 1;
   auto pair_of = [&](u32 token) { return sorted ? (u32)pairs.order[first + token] : number; };
-  const u64 own = (u64)(expert * SIDES + across / APART) * tiles + min(group * APART + across % APART, tiles - 1);
+  const u32 own = (expert * SIDES + across / APART) * tiles + min(group * APART + across % APART, tiles - 1);
   Unit next;
-  if (begin < end) next = load(from, own * units + begin, lane);
+  if (begin < end) next = load(from, own, begin, lane);
   const u16* of[COLUMNS];
 #pragma unroll
   for (u32 n = 0; n < COLUMNS; ++n) {
@@ -397,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH)
   float sums[COLUMNS][4] = {};
   for (u32 unit = begin; unit < end; ++unit) {
     const Unit now = next;
-    if (unit + 1 < end) next = load(from, own * units + unit + 1, lane);
+    if (unit + 1 < end) next = load(from, own, unit + 1, lane);
     add_unit(sums, now, of, unit * 256, inputs);
   }
   put_sums(parts, sums, along, across, lane);
@@ -424,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(256) block_weights(const Arrays fro
   start_next();
   const u32 lane = threadIdx.x % 32, at = blockIdx.x * 8 + threadIdx.x / 32, tile = at / units, unit = at % units;
   if (tile * 16 >= rows) return;
-  const Unit u = load(from, at, lane);
+  const Unit u = load(from, tile, unit, lane);
   await_previous();
   const u32 up = BRAIN ? (127 + DOWN) << 7 | (127 + DOWN) << 23 : 0x3C003C00;
 #pragma unroll

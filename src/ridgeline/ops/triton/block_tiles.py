@@ -28,8 +28,10 @@ from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.launch import is_hopper, processors
 from ridgeline.ops.triton.shapes import MEMORY
 
-ROWS, LANES, PIECE = 16, 32, 32
-"""Outputs of a tile; threads of a warp; inputs of a piece."""
+ROWS, LANES = 16, 32
+"""Outputs of a tile; threads of a warp."""
+VECTOR, VECTOR_WORDS = 64, 128
+"""Inputs of the lower bits that a warp loads at once, and their words. In four bits a row's last unit is as long as its inputs."""
 MOST_TOKENS = 64
 RESERVED = 1024
 """Bytes of shared memory that each program takes besides its own."""
@@ -61,7 +63,13 @@ class _Pairs(Structure):
 class _Arrays(Structure):
     """Arrays of block_tiles.cu."""
 
-    _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("extra", c_void_p))
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("extra", c_void_p),
+        ("units", c_uint32),
+        ("vectors", c_uint32),
+    )
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------
@@ -100,7 +108,7 @@ def _codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     words = _words(at & 15, 4)  # [tiles, units, half, row, piece, thread]
     lower = words.unflatten(4, (4, 2)).permute(0, 1, 4, 3, 6, 5, 2).reshape(tiles, units, -1)
     if bits == 4:
-        return lower.flatten(1)
+        return lower.flatten(1)[:, : VECTOR_WORDS * -(-codes.shape[1] // VECTOR)]
     together = 16 // (bits - 4) // 4  # pieces of a word
     upper = (at >> 4).permute(0, 1, 3, 5, 4, 2, 6, 7)  # [tiles, units, row, thread, piece, half, pair, code]
     upper = upper.unflatten(4, (-1, together)).transpose(5, 6).flatten(6, 7)  # [..., word, half, pairs, code]
@@ -144,7 +152,8 @@ def pack(blocks: Blocks) -> IntMatrix:
 def unpack(matrix: IntMatrix) -> Blocks:
     """Inverse of pack, but for padding and scales that do not exist in bfloat16."""
     tiles, units, bits = len(matrix.codes), units_of(matrix), matrix.bits
-    words = matrix.codes.view(tiles, units, bits, 8, 4, 4)
+    whole = F.pad(matrix.codes, (0, units * bits * VECTOR_WORDS - matrix.codes.shape[1]))
+    words = whole.view(tiles, units, bits, 8, 4, 4)
     codes = _fields(
         words[:, :, :4].unflatten(-1, (2, 2)), 4
     )  # [tiles, units, pieces / 2, row, thread, piece, half, pair, code]
@@ -207,7 +216,8 @@ def pieces_of(matrix: IntMatrix) -> list[IntMatrix]:
 def arrays_of(matrix: IntMatrix) -> _Arrays:
     """Addresses of the kernels' arrays."""
     extra = None if matrix.extra is None else matrix.extra.data_ptr()
-    return _Arrays(matrix.codes.data_ptr(), matrix.scales.data_ptr(), extra)
+    vectors = matrix.codes.shape[-1] // VECTOR_WORDS
+    return _Arrays(matrix.codes.data_ptr(), matrix.scales.data_ptr(), extra, units_of(matrix), vectors)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
