@@ -273,6 +273,18 @@ def takes_tokens(x: torch.Tensor, matrix: IntMatrix) -> bool:
     return is_tiled(matrix) and x.dtype in TYPES and 0 < len(x) <= MOST_TOKENS
 
 
+class _Call(NamedTuple):
+    """A product. stream: added to the result. out: memory of the result, contiguous in its rows; None: new memory."""
+
+    x: torch.Tensor
+    matrix: IntMatrix
+    bias: torch.Tensor | None
+    stream: torch.Tensor | None
+    out: torch.Tensor | None
+    kind: str | None
+    tile: Tile
+
+
 def product(
     x: torch.Tensor,
     matrix: IntMatrix,
@@ -280,15 +292,24 @@ def product(
     stream: torch.Tensor | None,
     kind: str | None = None,
     tile: Tile | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the stream. kind: activation of gate and up,
-    [2 F, in] -> [T, F]. out: memory of the result, contiguous in its rows. None: not supported."""
+    """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the stream in its memory. kind: activation of gate and
+    up, [2 F, in] -> [T, F]. tile: None for that of `tile_for`. None: not supported."""
+    tile = tile or tile_for(len(x), matrix.out, matrix.d_in, 1 if kind is None else 2)
+    return _run(_Call(x, matrix, bias, stream, stream, kind, tile))
+
+
+def product_into(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
+    """As product, written to `out`, which may be columns of a tensor. False: not supported."""
+    return _run(_Call(x, matrix, bias, None, out, None, tile_for(len(x), matrix.out, matrix.d_in))) is not None
+
+
+def _run(call: _Call) -> torch.Tensor | None:
+    x, matrix, bias, stream, out, kind, tile = call
     tokens, sides = len(x), 1 if kind is None else 2
     features = matrix.out // sides
     if not takes_tokens(x, matrix) or (sides == 2 and features % ROWS):
         return None
-    tile = tile or tile_for(tokens, matrix.out, matrix.d_in, sides)
     columns = next(columns for columns in (1, 2, 4, 8) if 8 * columns >= tokens)
     shared = shared_bytes(tile, columns, tokens, matrix.d_in)
     resident = shared <= MEMORY // tile.each - RESERVED
@@ -298,7 +319,7 @@ def product(
         return None
     x = x.contiguous()
     if out is None:
-        out = torch.empty((tokens, features), dtype=x.dtype, device=x.device) if stream is None else stream
+        out = torch.empty((tokens, features), dtype=x.dtype, device=x.device)
     groups = -(-features // (ROWS * tile.across // sides))
     pointers = (c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, stream, out))
     sizes = (c_uint32(size) for size in (tokens, matrix.out, matrix.d_in, units_of(matrix), KINDS[kind], out.stride(0)))

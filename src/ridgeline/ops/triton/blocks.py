@@ -275,7 +275,7 @@ def _chained(x: torch.Tensor, parts: list[IntMatrix], bias: torch.Tensor | None)
     for part in parts:
         columns = slice(first, first := first + part.out)
         here = None if bias is None else bias[columns]
-        if block_tiles.product(x, part, here, None, out=out[:, columns]) is None:
+        if not block_tiles.product_into(x, part, here, out[:, columns]):
             return None
     return out
 
