@@ -50,8 +50,23 @@ class Tile(NamedTuple):
     depth: int = 1
 
 
-EXPERT_TILES = {2: Tile(2, 4, 2), 1: Tile(1, 4, 4)}
-"""Of gate and up, and of down."""
+FEW, MANY, LONG = 4096, 16384, 8192
+"""Most outputs of the first and of the second tile; most inputs of TILES."""
+TILES = {
+    1: (Tile(2, 8, 1), Tile(2, 4, 2, 2), Tile(1, 8, 2, 2)),
+    2: (Tile(1, 8, 2), Tile(2, 4, 2), Tile(2, 8, 1)),
+    4: (Tile(2, 8, 1), Tile(2, 4, 2, 0), Tile(2, 4, 2, 0)),
+    8: (Tile(2, 4, 1), Tile(2, 4, 1), Tile(2, 4, 1)),
+}
+"""By eights of tokens: for few, many and most outputs. Measured on an H200 with the linears of an 8B
+(docs/log/2026-11-28-blocks-in-tiles.md), for Q4_K, Q5_K and Q6_K together."""
+LONG_TILES = {1: Tile(1, 8, 2), 2: Tile(1, 8, 2), 4: Tile(2, 8, 1, 0), 8: Tile(2, 4, 1)}
+EXPERT_TILES = {
+    1: (Tile(2, 4, 3), Tile(1, 4, 4)),
+    2: (Tile(2, 4, 3), Tile(1, 4, 4)),
+    8: (Tile(2, 4, 2), Tile(1, 4, 4)),
+}
+"""By eights of pairs: of gate and up, and of down. Measured with the experts of gpt-oss-20b."""
 
 
 class _Pairs(Structure):
@@ -265,8 +280,17 @@ def kernel(device: torch.device, tile: Tile, form: Form, name: str) -> cuda.Kern
     return pairs.kernel(device, source(tile, form), name, 0 if name == "block_weights" else shared)
 
 
+def columns_of(tokens: int) -> int:
+    """Eights of tokens that a kernel is compiled for."""
+    return next(columns for columns in TILES if 8 * columns >= tokens)
+
+
 def tile_for(tokens: int, outputs: int, inputs: int, sides: int = 1) -> Tile:
-    return Tile(1, 8, 2) if tokens <= 8 and sides == 1 else Tile(2, 8, 1)
+    """By TILES and LONG_TILES. With gate and up a program has tiles of both."""
+    columns = columns_of(tokens)
+    few, many, most = TILES[columns]
+    tile = LONG_TILES[columns] if inputs > LONG else few if outputs <= FEW else many if outputs <= MANY else most
+    return tile if tile.across % sides == 0 else Tile(2, 8, 1)
 
 
 def takes_tokens(x: torch.Tensor, matrix: IntMatrix) -> bool:
@@ -310,7 +334,7 @@ def _run(call: _Call) -> torch.Tensor | None:
     features = matrix.out // sides
     if not takes_tokens(x, matrix) or (sides == 2 and features % ROWS):
         return None
-    columns = next(columns for columns in (1, 2, 4, 8) if 8 * columns >= tokens)
+    columns = columns_of(tokens)
     shared = shared_bytes(tile, columns, tokens, matrix.d_in)
     resident = shared <= MEMORY // tile.each - RESERVED
     form = Form(matrix.bits, matrix.scaling, x.dtype, columns, sides, resident)
@@ -352,7 +376,7 @@ def expert_product(
     the activation of gate and up, x is [tokens, D] and out [pairs, F]; 0: x is [pairs, F] and out float32 [pairs, outputs],
     multiplied by shares."""
     sides = 2 if kind else 1
-    tile = EXPERT_TILES[sides]
+    tile = EXPERT_TILES[pairs_.columns][2 - sides]
     tokens, inputs = (8 * pairs_.columns if pairs_.is_sorted else 1), weights.d_in
     shared = shared_bytes(tile, pairs_.columns, tokens, inputs)
     resident = shared <= MEMORY // tile.each - RESERVED
