@@ -1,6 +1,6 @@
 """Products with weights in the blocks of a checkpoint on one GPU: `python benchmarks/products_blocks.py --out FILE`.
 
-The four linears of a layer of an 8B for 1, 16, 64 and 512 tokens, each format against bfloat16 and int4 in groups of 128. Each
+The four linears of a layer of an 8B for 1 to 64 and for 512 tokens, each format against bfloat16 and int4 in groups of 128. Each
 product is compared with the dequantized weights first. Copies of a matrix that together exceed the L2 cache take turns in a CUDA
 graph; a row has the sum over the four linears of the fastest of --repeats, in microseconds, and the bytes of the weights.
 """
@@ -23,8 +23,8 @@ from ridgeline.quant.blocks import round_to_blocks
 from ridgeline.quant.integer import round_to_nearest
 
 LINEARS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-TOKENS = (1, 16, 64, 512)
-FORMATS = {"q4_k": "q4_k", "q6_k": "q6_k", "mxfp4": "mxfp4", "q4_0": "int4-g32", "q8_0": "int8-g32"}
+TOKENS = (1, 4, 8, 16, 32, 64, 512)
+FORMATS = {"q4_k": "q4_k", "q5_k": "q5_k", "q6_k": "q6_k", "mxfp4": "mxfp4", "q4_0": "int4-g32", "q8_0": "int8-g32"}
 """Number format by the type in a checkpoint."""
 COLD_BYTES = 256 << 20
 ALLOWED = 1e-2

@@ -93,6 +93,8 @@ MODELS = {
     "gemma-2-9b": model_config("gemma2", (3584, 14_336, 42, 16, 8, 256, 256_000), **_GEMMA),
     "gemma-3-4b": model_config("gemma3_text", (2560, 10_240, 34, 8, 4, 256, 262_208), **_GEMMA, sliding_window=1024),
 }
+_BLOCKS = {"quant_method": "gguf", "format": "q4_k", "layers": [], "head": "q6_k"}
+MODELS["llama-3.1-8b-q4_k"] = MODELS["llama-3.1-8b"] | {"quantization_config": _BLOCKS}
 # Not powers of two alone: gate and up of 448 rows once took 1.6 times what 512 took.
 STEPS = (
     *(f"decode:{rows}x256" for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 448)),

@@ -172,6 +172,10 @@ def test_a_gpu_expands_what_it_multiplies_slowly(kinds, tmp_path, monkeypatch):
     theirs = logits(written.folder)
     ours = PagedRows(model).step([(1, list(range(3, 25)))])
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    checkpoint = read_model(folder)[0]
+    stays = served_spec(checkpoint, ModelConfig(), "hopper")
+    assert stays.layers == checkpoint.layers and stays.head_format == checkpoint.head_format
+    assert served_spec(checkpoint, ModelConfig(dtype="float32"), "hopper").weight_bytes == model.spec.weight_bytes
 
 
 def test_one_float_makes_its_linear_float(tmp_path):

@@ -32,6 +32,7 @@ from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import flags
 from ridgeline.core.reach import unreachable
+from ridgeline.hardware.serving import kind_on
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -183,7 +184,8 @@ def situation_of(record: Record, folder: str, most: int = MAX_REQUESTS) -> Situa
             param="model_folder",
         ) from None
     options = facts.get("model_options", {})
-    spec = served_spec(checkpoint, ModelConfig(**options), "cpu" if facts.get("device") == "cpu" else "cuda")
+    device = facts.get("device", "")
+    spec = served_spec(checkpoint, ModelConfig(**options), "cpu" if device == "cpu" else kind_on(device, "cuda"))
     return read_situation(record.snapshot, record.rows, spec, record.concurrency, most)
 
 

@@ -33,7 +33,7 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.policy import admission
 from ridgeline.hardware.bandwidth import with_measured_rates
 from ridgeline.hardware.probe import Device, probe, resolve_accelerator
-from ridgeline.hardware.serving import search_space
+from ridgeline.hardware.serving import kind_on, search_space
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
@@ -58,7 +58,9 @@ def run(args: Arguments) -> int:
     folder = resolve_model(replace(model, load_format="dummy"))
     checkpoint, _ = read_model(folder)
     device = _device(args, engine.device)
-    spec = served_spec(checkpoint, model, device.kind)
+    spec = served_spec(
+        checkpoint, model, kind_on(device.accelerator.name if device.accelerator else device.name, device.kind)
+    )
     admission(engine.batching)  # raises for an invalid --batching: the printed command must start
     total = device.free_bytes if device.kind == "cpu" else device.memory_bytes
     memory = Memory(device.kind, total, 0 if device.kind == "cpu" else total - device.free_bytes)

@@ -20,7 +20,7 @@ from ridgeline.core.resolve import read_file
 from ridgeline.core.slo import Slo
 from ridgeline.core.spec import KV_FORMATS, ModelSpec
 from ridgeline.core.workload import Workload, arrivals, synthetic
-from ridgeline.hardware.serving import calibrated_cost, cost_model, transferred_cost, weight_formats
+from ridgeline.hardware.serving import calibrated_cost, cost_model, kind_on, transferred_cost, weight_formats
 from ridgeline.hardware.table import Accelerator, find
 from ridgeline.models.build import served_spec
 from ridgeline.planner.cluster import Cluster, LinkRates, read_cluster
@@ -261,7 +261,7 @@ def read_variants(
         for weights in _weight_names(model, row, options.get("formats", ""))
         for cache in _cache_names(model, options.get("kv_formats", ""))
     ]
-    kind = "cpu" if row.kind == "cpu" else "cuda"
+    kind = kind_on(row.name, "cpu" if row.kind == "cpu" else "cuda")
     return [_variant(served_spec(checkpoint, config, kind), row, engine.calibration) for config in configs]
 
 

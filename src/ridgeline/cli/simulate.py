@@ -30,7 +30,7 @@ from ridgeline.core.fit import Deployment, size
 from ridgeline.core.sizing import Memory
 from ridgeline.core.slo import Slo
 from ridgeline.core.workload import Workload, arrivals, synthetic
-from ridgeline.hardware.serving import calibrated_cost, cost_model
+from ridgeline.hardware.serving import calibrated_cost, cost_model, kind_on
 from ridgeline.hardware.table import Accelerator, lookup
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
@@ -115,7 +115,7 @@ def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Ser
     """A replica on one device of the table, with the options that `ridgeline serve` would choose there. Raises DoesNotFit."""
     checkpoint, _ = read_model(resolve_model(replace(model, load_format="dummy")))
     kind = "cpu" if row.kind == "cpu" else "cuda"
-    spec = served_spec(checkpoint, model, kind)
+    spec = served_spec(checkpoint, model, kind_on(row.name, kind))
     check_together(Choice(model, engine, spec.layers, kind))
     calibration = engine.calibration
     cost = calibrated_cost(Path(calibration), spec, row) if calibration else cost_model(row, spec)

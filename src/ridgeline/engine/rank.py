@@ -39,6 +39,7 @@ from ridgeline.models.config import read_model
 from ridgeline.models.fingerprint import content_hash
 from ridgeline.models.hub import resolve_model
 from ridgeline.models.weights import Progress
+from ridgeline.ops.blocks import kind_of
 from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.releasable import DeviceRange, move
 from ridgeline.ops.table import Ops
@@ -127,7 +128,7 @@ def plan_rank(
     times.ends("device")
     folder = resolve_model(model)
     checkpoint, _ = read_model(folder)
-    spec = served_spec(checkpoint, model, device.type)
+    spec = served_spec(checkpoint, model, kind_of(device))
     check_divided_requests(spec.layers, config)
     wanted, drafter_memory = memory_of_drafters(config, spec, folder, device.type)
     choice = choice_of(model, config, spec, wanted, device.type)

@@ -26,6 +26,7 @@ from ridgeline.engine.leases import Leases
 from ridgeline.engine.rank import LoadedRank, RankPlan, operations
 from ridgeline.models.build import load, served_spec
 from ridgeline.models.config import read_model
+from ridgeline.ops.blocks import kind_of
 from ridgeline.ops.releasable import release_pages, trim
 from ridgeline.quant.streamed import HostMemory
 
@@ -183,7 +184,7 @@ class MemorySleeper(Sleeper):
         rank = self._rank
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} has no config.json: give the folder of a model.", param="model_path")
-        check_same(rank.spec, served_spec(read_model(folder)[0], rank.model, rank.device.type), folder)
+        check_same(rank.spec, served_spec(read_model(folder)[0], rank.model, kind_of(rank.device)), folder)
         if rank.spec.quantization and NUMBER_FORMATS[rank.spec.quantization].kept:
             raise ConfigError(
                 f"--quantization {rank.spec.quantization} keeps inputs that depend on the weights: restart the server with them.",

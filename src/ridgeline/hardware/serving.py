@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,8 @@ KV_FORMATS_SERVED: Mapping[str, tuple[str, ...]] = {"cuda": (), "cpu": ()}
 """Formats of the KV cache by device type that `core.fit` and `diagnose` propose. None yet: the cost model reads every format at the
 rate of the model's dtype. A GPU reads 8 bits at 0.88 and 4 bits at 0.47 of the read rate, on Hopper only
 (benchmarks/results/kv.json)."""
+HOPPER = "H100|H200"
+"""In the names of GPUs of that architecture."""
 PREFERRED: Mapping[str, tuple[str, ...]] = {
     "cuda": ("fp8", "int8", "llm-int8", "w8a8", "int4", "int3"),
     "cpu": ("int8", "fp8", "fp8-weight", "llm-int8", "w8a8", "int4", "int3"),
@@ -59,6 +62,11 @@ def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:
         if not stored.published and name not in WITHOUT_KERNEL[kind] and (fp8 or name != "fp8")
     ]
     return tuple(sorted(served, key=ordered.index))
+
+
+def kind_on(name: str, kind: str) -> str:
+    """As ops.blocks.kind_of, of a device with this name of the table or of a driver."""
+    return "hopper" if kind == "cuda" and re.search(HOPPER, name) else kind
 
 
 def cost_model(row: Accelerator, spec: ModelSpec) -> CostModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -12,16 +11,18 @@ from ridgeline.core.adapters import plan_adapters
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.expert_parallel import whole_experts
+from ridgeline.core.gpu_blocks import expanded
 from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
 from ridgeline.core.quantization import resolve_format
 from ridgeline.core.selection import select_pages
-from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, TOGETHER, ModelSpec
+from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
 from ridgeline.core.stages import stage_spec
 from ridgeline.models.building import Build
 from ridgeline.models.config import GenerationDefaults, drop_idle_windows, read_model, stored_as
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.stored import StoredAs
 from ridgeline.models.weights import Progress, load_checkpoint, load_dummy
+from ridgeline.ops.blocks import kind_of
 from ridgeline.ops.capture import Uncaptured
 from ridgeline.ops.native_host import host_ops
 from ridgeline.ops.selective import selecting
@@ -62,10 +63,9 @@ class LoadedModel:
 
 
 def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> ModelSpec:
-    """The spec with the dtype, context length and quantization of `model`. kind: of the device, cpu or cuda.
+    """The spec with the dtype, context length and quantization of `model`. kind: see ops.blocks.kind_of.
 
-    On a GPU linears in blocks are expanded to the dtype: their kernels are 3 to 7 times slower than products in 16 bits
-    (docs/ops.md). Raises ConfigError that names the option.
+    A GPU expands linears in blocks to the dtype where that is faster (core.gpu_blocks). Raises ConfigError that names the option.
     """
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
@@ -89,29 +89,8 @@ def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> Model
         host_bytes=int(model.cpu_offload_gb * (1 << 30)),
     )
     served = replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
-    served = _expanded(served) if kind == "cuda" else served
+    served = expanded(served, kind)
     return select_pages(served, model.kv_selection) if model.kv_selection else served
-
-
-def _expanded(spec: ModelSpec) -> ModelSpec:
-    """The model with linears in blocks (NumberFormat.in_blocks) in the dtype instead. Experts stay in theirs."""
-
-    def expanded(*names: str) -> tuple[str, ...]:
-        in_blocks = any(name in NUMBER_FORMATS and NUMBER_FORMATS[name].in_blocks for name in names)
-        return ("",) * len(names) if in_blocks else names
-
-    if any(layer.experts for layer in spec.layers):
-        return spec
-    formats = []
-    for layer in spec.layers:
-        names = iter(layer.formats)
-        formats.append(tuple(name for count in TOGETHER for name in expanded(*islice(names, count))))
-    (quantization,), (head,) = expanded(spec.quantization), expanded(spec.head_format)
-    quantization = quantization or next((name for names in formats for name in names if name), "")
-    layers = tuple(
-        replace(layer, formats=names if quantization else ()) for layer, names in zip(spec.layers, formats, strict=True)
-    )
-    return replace(spec, layers=layers, quantization=quantization, head_format=head)
 
 
 def _kv_format(spec: ModelSpec, name: str) -> str:
@@ -141,8 +120,12 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
         numbers = NUMBER_FORMATS[spec.quantization]
         if stored.blocks or numbers.in_blocks:
             held = {spec.quantization, *(name for layer in spec.layers for name in layer.formats)}
-            expands = not any(name in NUMBER_FORMATS and NUMBER_FORMATS[name].in_blocks for name in held)
-            return BlockFormat(matmul, dtype, device, None if stored.blocks else numbers, expands)
+            forms = {
+                (form.bits, form.scaling)
+                for name, form in NUMBER_FORMATS.items()
+                if form.in_blocks and name not in held
+            }
+            return BlockFormat(matmul, dtype, device, None if stored.blocks else numbers, frozenset(forms))
         if numbers.kept:
             return MixedFormat(ops, numbers, dtype, device)
         integer = matmul.w8a8 if numbers.inputs_8bit else matmul.integer
@@ -211,7 +194,7 @@ def load(
     still be moved, until `Decoder.finish_loading`.
     """
     checkpoint, defaults = read_model(model_dir)
-    spec = served_spec(checkpoint, model, device.type)
+    spec = served_spec(checkpoint, model, kind_of(device))
     _check_experts(spec, ops, device)
     dtype = DTYPES[spec.dtype]
     recorded = spec.plain and not any(layer.experts for layer in spec.layers)

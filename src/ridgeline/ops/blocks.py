@@ -30,6 +30,8 @@ SUPER = 256
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_CODES = (*E2M1, *(-value for value in E2M1))
 EXPONENT_BIAS = 127
+HOPPER = 9
+"""Major compute capability."""
 MOST_WEIGHTS = 1 << 27
 """Weights that are dequantized at a time. More is the head of a large vocabulary."""
 
@@ -91,6 +93,12 @@ class Blocks:
         else:
             values = codes.float() if minimum is not None else codes.float() - (1 << self.bits - 1)
         return (values * scale if minimum is None else values * scale - minimum).flatten(1)
+
+
+def kind_of(device: torch.device) -> str:
+    """Of core.gpu_blocks: cpu, hopper for a GPU of that architecture, or cuda for another one."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+    return "hopper" if is_hopper else device.type
 
 
 def stack(parts: list[Blocks]) -> Blocks:

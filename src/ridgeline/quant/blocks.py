@@ -205,13 +205,13 @@ def _to_e2m1(groups: torch.Tensor) -> Blocks:
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
     """Linears that stay as a checkpoint has them. numbers: of random weights; None: what is loaded in floating point stays so.
-    expands: blocks that only ops.blocks multiplies become floating point."""
+    expands: forms, as (bits, scaling), that become floating point."""
 
     ops: MatmulOps
     dtype: torch.dtype
     device: torch.device
     numbers: NumberFormat | None = None
-    expands: bool = False
+    expands: frozenset[tuple[int, str]] = frozenset()
     name: str = "blocks"
 
     def create(self, shape: LinearShape, share: Share) -> BlockWeight:
@@ -259,8 +259,7 @@ class BlockWeight(Weight):
                 f"{self._cut.size[1]} of {inputs} inputs each: use fewer devices."
             )
         blocks = blocks.columns(columns)
-        only_here = bool(blocks.scaling) or blocks.bits not in PLAIN_BITS
-        return blocks.dequantized() if self._form.expands and only_here else blocks
+        return blocks.dequantized() if (blocks.bits, blocks.scaling) in self._form.expands else blocks
 
     def _pack(self) -> None:
         """Hand the parts to the device's operations."""

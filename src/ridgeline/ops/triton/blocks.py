@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ridgeline.ops.blocks import SCALINGS, Blocks, joined_products, parts_of, pieces_of
 from ridgeline.ops.table import FloatInput, IntMatrix, IntOps, apply_norm
-from ridgeline.ops.triton import integer, linears
+from ridgeline.ops.triton import block_tiles, integer, linears
 from ridgeline.ops.triton.activation import activate
 from ridgeline.ops.triton.integer_matrix import dequantize as dequantize_plain
 from ridgeline.ops.triton.norm import rms_norm
@@ -69,6 +69,8 @@ def is_plain(form: Blocks | IntMatrix) -> bool:
 
 def pack(blocks: Blocks) -> IntMatrix:
     """See MatmulOps.blocks."""
+    if block_tiles.takes(blocks):
+        return block_tiles.pack(blocks)
     if is_plain(blocks):
         return integer.pack(blocks.codes, blocks.scales.float(), None, blocks.bits, blocks.group)
     (outputs, inputs), codes = blocks.codes.shape, pack_codes(blocks.codes, blocks.bits)
@@ -98,7 +100,7 @@ def _factors(scale_ptr, extra_ptr, row, unit, half: tl.constexpr, groups, SCALIN
     else:
         at = row * groups + tl.minimum(group, groups - 1)
         if SCALING == E8M0:
-            scale = (tl.load(scale_ptr + at).to(tl.int32) << 23).to(tl.float32, bitcast=True) * 0.5
+            scale = (tl.load(scale_ptr + at).to(tl.int32) << 23).to(tl.float32, bitcast=True)
             return scale, scale
         else:
             scale = tl.load(scale_ptr + at).to(tl.float32)
@@ -112,10 +114,9 @@ def _factors(scale_ptr, extra_ptr, row, unit, half: tl.constexpr, groups, SCALIN
 def _scaled(codes, scale, minimum, SCALING: tl.constexpr, TYPE: tl.constexpr):
     """Weights of codes int32 [rows, units, 32]."""
     if SCALING == E8M0:
-        magnitude = codes & 7
-        normal = (2 | (magnitude & 1)) << tl.maximum((magnitude >> 1) - 1, 0)
-        twice = tl.where(magnitude < 2, magnitude, normal).to(tl.float32)
-        return (tl.where(codes > 7, -twice, twice) * scale).to(TYPE)
+        # The bits of a code are those of a float32 that is 2^-126 of it; small codes are subnormal there too.
+        bits = (codes & 8) << 28 | (codes & 7) << 22
+        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale).to(TYPE)
     else:
         return (codes.to(tl.float32) * scale - minimum).to(TYPE)
 
@@ -222,6 +223,8 @@ def dequantize_kernel(
 
 def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
     """One matrix of a chain [out, d_in] in `dtype`."""
+    if block_tiles.is_tiled(matrix):
+        return block_tiles.dequantize(matrix, dtype)
     if is_plain(matrix):
         return dequantize_plain(matrix, dtype)
     out = torch.empty((matrix.out, matrix.d_in), dtype=dtype, device=matrix.codes.device)
@@ -244,11 +247,12 @@ def _part(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream:
         return (
             linears.int_linear(x, matrix, bias) if stream is None else linears.int_linear_add(x, matrix, bias, stream)
         )
-    tokens = len(x)
-    if not 0 < tokens <= MOST_TOKENS:
-        product = joined_products(
-            lambda piece, part: F.linear(x, dequantize(piece, x.dtype), part), pieces_of(matrix), bias
-        )
+    tokens, is_tiled = len(x), block_tiles.is_tiled(matrix)
+    if is_tiled and (tiled := block_tiles.product(x, matrix, bias, stream)) is not None:
+        return tiled
+    if is_tiled or not 0 < tokens <= MOST_TOKENS:
+        pieces = block_tiles.pieces_of(matrix) if is_tiled else pieces_of(matrix)
+        product = joined_products(lambda piece, part: F.linear(x, dequantize(piece, x.dtype), part), pieces, bias)
         return product if stream is None else stream.add_(product)
     out = stream if stream is not None else torch.empty((tokens, matrix.out), dtype=x.dtype, device=x.device)
     tile = tile_for(tokens, matrix.out)
@@ -262,9 +266,25 @@ def _part(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream:
     return out
 
 
+def _chained(x: torch.Tensor, parts: list[IntMatrix], bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The products of few tokens with matrices in tiles, each written to its columns. None: not supported."""
+    if not all(block_tiles.takes_tokens(x, part) for part in parts):
+        return None
+    out = torch.empty((len(x), sum(part.out for part in parts)), dtype=x.dtype, device=x.device)
+    first = 0
+    for part in parts:
+        columns = slice(first, first := first + part.out)
+        here = None if bias is None else bias[columns]
+        if not block_tiles.product_into(x, part, here, out[:, columns]):
+            return None
+    return out
+
+
 def linear(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     """See MatmulOps.blocks. The matrices of a chain are multiplied one by one."""
     source = apply_norm(x, rms_norm)
+    if matrix.more is not None and (product := _chained(source, parts_of(matrix), bias)) is not None:
+        return product
     return joined_products(lambda part, part_bias: _part(source, part, part_bias, None), parts_of(matrix), bias)
 
 
@@ -279,6 +299,11 @@ def linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None,
     """See IntOps."""
     if matrix.more is None and is_plain(matrix):
         return linears.int_linear_activate(x, matrix, bias, kind)
+    x = apply_norm(x, rms_norm)
+    if matrix.more is None and block_tiles.is_tiled(matrix):
+        product = block_tiles.product(x, matrix, bias, None, kind)
+        if product is not None:
+            return product
     return activate(linear(x, matrix, bias), kind)
 
 

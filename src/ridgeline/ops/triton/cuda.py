@@ -148,11 +148,13 @@ class Kernel:
         threads: int,
         *arguments: ctypes.Structure | c_uint32 | c_uint64 | c_void_p,
         early: bool = False,
+        shared: int | None = None,
     ) -> None:
-        """Launch on torch's current stream. early: with programmatic dependent launch, see EARLY."""
+        """Launch on torch's current stream. early: with programmatic dependent launch, see EARLY. shared: less shared memory than
+        the kernel was loaded for."""
         where = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         attribute = _Attribute(EARLY, 0, (1,))
         stream = torch.cuda.current_stream().cuda_stream
-        sizes = (c_uint32 * 7)(programs, 1, 1, threads, 1, 1, self._shared)
+        sizes = (c_uint32 * 7)(programs, 1, 1, threads, 1, 1, self._shared if shared is None else shared)
         launch = _Launch(sizes, stream, ctypes.addressof(attribute), int(early))
         call("cuLaunchKernelEx", byref(launch), self._function, where, None)

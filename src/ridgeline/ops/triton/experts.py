@@ -13,7 +13,7 @@ A step of few pairs needs no order: each pair is a tile, and two pairs of one ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,13 +22,17 @@ import triton.language as tl
 
 from ridgeline.ops.experts import Grouped, Tensors
 from ridgeline.ops.reference import FP8
+from ridgeline.ops.table import IntMatrix
+from ridgeline.ops.triton import block_tiles
 from ridgeline.ops.triton.activation import KINDS, gated
-from ridgeline.ops.triton.blocks import E8M0, block_product
+from ridgeline.ops.triton.blocks import E8M0, block_product, pack_codes
 
 FEW_PAIRS = 32
 """Most pairs of a step without an order."""
 SORTED_AT_ONCE = 1024
 MMA_ROWS = 16
+TILED = torch.int32
+"""Codes in the layout of block_tiles."""
 
 
 class Tile(NamedTuple):
@@ -222,7 +226,7 @@ def _outer(
 
 class Stacked(NamedTuple):
     """Weights [experts, outputs, inputs]; scales float32 and biases [experts, outputs] or None. In MXFP4 weights and scales are
-    [experts, outputs, ...] in the layout of ops.triton.blocks."""
+    [experts, outputs, ...] in the layout of ops.triton.blocks, or int32 and uint8 [experts, tiles, ...] in that of block_tiles."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
@@ -231,8 +235,25 @@ class Stacked(NamedTuple):
 
 def stacked(weights: Sequence[Tensors]) -> Stacked:
     values, *vectors = (torch.stack(tensors) for tensors in zip(*weights, strict=True))
-    scales = vectors.pop(0) if values.itemsize == 1 else None
+    scales = vectors.pop(0) if values.itemsize == 1 or values.dtype is TILED else None
     return Stacked(values, scales, vectors[0] if vectors else None)
+
+
+def _matrix(side: Stacked, inputs: int) -> IntMatrix:
+    """The tiles of all experts. Their outputs and inputs are multiples of 32, so tiles have no padding rows."""
+    assert side.scales is not None
+    outputs = side.values.shape[1] * block_tiles.ROWS
+    return IntMatrix(side.values, side.scales, None, 4, 32, outputs, inputs, scaling="e8m0")
+
+
+def _untiled(side: Stacked, inputs: int) -> Stacked:
+    """For x in float32, which the kernels of tiles do not multiply."""
+    matrix, made = _matrix(side, inputs), []
+    for codes, scales in zip(matrix.codes, matrix.scales, strict=True):
+        blocks = block_tiles.unpack(replace(matrix, codes=codes, scales=scales))
+        made.append((pack_codes(blocks.codes, 4), blocks.scales.contiguous()))
+    codes, scales = (torch.stack(tensors) for tensors in zip(*made, strict=True))
+    return Stacked(codes, scales, side.biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +282,11 @@ class GroupedExperts:
         self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool, load: torch.Tensor
     ) -> torch.Tensor:
         (tokens, d_model), (experts, both, *_) = x.shape, self._gate_up.values.shape
-        width, four_bits = both // 2, self._down.values.dtype is torch.uint8
+        tiled = self._gate_up.values.dtype is TILED
+        width = both * (block_tiles.ROWS if tiled else 1) // 2
+        if tiled and x.dtype not in block_tiles.TYPES:
+            self._gate_up, self._down, tiled = _untiled(self._gate_up, d_model), _untiled(self._down, width), False
+        four_bits = self._down.values.dtype is torch.uint8
         pairs, count = tokens * per_token, logits.shape[1]
         new = torch.empty if experts == count else torch.zeros  # nobody writes the pairs of other ranks' experts
         out = new((pairs, d_model), dtype=torch.float32, device=x.device)
@@ -281,6 +306,11 @@ class GroupedExperts:
         places = torch.empty((3, tiles), dtype=torch.int32, device=x.device)
         if is_sorted:
             _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=SORTED_AT_ONCE, num_warps=4)
+        if tiled:
+            columns = tile.rows // 8 if is_sorted or self._fixed else 1
+            listed = block_tiles.Pairs(chosen, order, places, tiles, is_sorted, columns, experts, shares)
+            self._multiply_tiles(x, inner, out, listed)
+            return out.view(tokens, per_token, d_model).sum(1)
         shape = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
         launch = {"num_warps": tile.warps, "num_stages": tile.stages}
         shape |= {"SCALED": self._down.values.dtype is FP8, "BIASED": self._down.biases is not None}
@@ -294,6 +324,15 @@ class GroupedExperts:
             **shape, **launch,
         )  # fmt: skip
         return out.view(tokens, per_token, d_model).sum(1)
+
+    def _multiply_tiles(
+        self, x: torch.Tensor, inner: torch.Tensor, out: torch.Tensor, pairs: block_tiles.Pairs
+    ) -> None:
+        """`_inner` and `_outer` with weights in tiles."""
+        matrix = _matrix(self._gate_up, x.shape[1])
+        block_tiles.expert_product(x.contiguous(), matrix, self._gate_up.biases, inner, pairs, self._kind)
+        matrix = _matrix(self._down, inner.shape[1])
+        block_tiles.expert_product(inner, matrix, self._down.biases, out, pairs)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for tensor in (*self._gate_up, *self._down) if tensor is not None)
