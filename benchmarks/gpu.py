@@ -183,18 +183,31 @@ TABLE: dict[tuple[str, str], list[Row[Bench]]] = {
         Row("8b-bf16-single128-tpot-ms", "ms", 4.96, 3.24, 3.75, lambda b: b.tpot_ms(1, 128)),
         Row("8b-bf16-single4096-tpot-ms", "ms", 5.10, 3.36, 3.95, lambda b: b.tpot_ms(1, 4096)),
         Row("8b-bf16-ttft128-ms", "ms", 9.06, 4.0, 6.0, lambda b: b.seconds([(128, 1)]) * 1e3),
+        Row("8b-bf16-batch16-tpot-ms", "ms", 5.16, 3.5, 3.95, lambda b: b.tpot_ms(16, 128)),
         Row("8b-bf16-batch64-tpot-ms", "ms", 6.08, 3.8, 4.9, lambda b: b.tpot_ms(64, 128)),
+        Row("8b-bf16-batch128-tpot-ms", "ms", 7.51, 4.2, 5.4, lambda b: b.tpot_ms(128, 128)),
+        Row("8b-bf16-batch256-tpot-ms", "ms", 11.47, 6.5, 8.3, lambda b: b.tpot_ms(256, 128)),
         Row("8b-bf16-prefill-tok-s", "tok/s", 38_643, 47_000, 42_000, _prefill),
         Row("8b-bf16-conv-req-s", "req/s", 22.37, 31.5, 26.0, _conv),
     ],
     ("llama-3.1-8b", "fp8"): [
         Row("8b-fp8-single128-tpot-ms", "ms", 3.50, 1.74, 2.25, lambda b: b.tpot_ms(1, 128)),
+        Row("8b-fp8-batch64-tpot-ms", "ms", 4.54, 2.3, 2.9, lambda b: b.tpot_ms(64, 128)),
         Row("8b-fp8-prefill-tok-s", "tok/s", 56_196, 78_700, 62_000, _prefill),
         Row("8b-fp8-conv-req-s", "req/s", 29.9, None, 36.0, _conv),
     ],
     ("qwen3-0.6b", ""): [
         Row("0.6b-bf16-single128-tpot-ms", "ms", 1.78, 0.26, 0.70, lambda b: b.tpot_ms(1, 128)),
+        Row("0.6b-bf16-batch64-tpot-ms", "ms", 2.61, 0.5, 0.95, lambda b: b.tpot_ms(64, 128)),
         Row("0.6b-bf16-nano-tok-s", "tok/s", 21_096, 34_500, 29_000, _nano),
+    ],
+    ("gemma-3-4b", ""): [
+        Row("gemma3-4b-single128-tpot-ms", "ms", None, 1.7, 2.05, lambda b: b.tpot_ms(1, 128)),
+        Row("gemma3-4b-batch64-tpot-ms", "ms", None, 2.1, 2.7, lambda b: b.tpot_ms(64, 128)),
+    ],
+    ("qwen2.5-14b", ""): [
+        Row("qwen2.5-14b-single128-tpot-ms", "ms", None, 6.1, 6.5, lambda b: b.tpot_ms(1, 128)),
+        Row("qwen2.5-14b-batch64-tpot-ms", "ms", None, 6.8, 7.9, lambda b: b.tpot_ms(64, 128)),
     ],
 }
 

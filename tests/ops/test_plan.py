@@ -105,6 +105,7 @@ def test_rows_a_little_longer_than_a_run_are_not_cut() -> None:
 @pytest.mark.parametrize(
     ("rows", "query", "kernel", "smallest"),
     [
+        (1, 1, "combined", tuning.SMALLEST_VERIFIED_SPLIT),
         (8, 1, "combined", tuning.SMALLEST_SPLIT),
         (49, 1, "whole", tuning.SMALLEST_SPLIT),
         (64, 1, "snug", tuning.SMALLEST_SPLIT),

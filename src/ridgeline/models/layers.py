@@ -276,13 +276,11 @@ class DecoderLayer:
 
     def parts(self) -> LayerParts | None:
         """Weights for programs that run whole layers; None if the layer is not supported."""
-        attention, feed_forward, spec = self.attention, self.feed_forward, self._build.spec
+        attention, spec = self.attention, self._build.spec
         qkv, out = attention.qkv.matrix(), attention.out.matrix()
-        gate_up, down = feed_forward.matrices()
+        gate_up, down = self.feed_forward.matrices()
         norm, feed_forward_norm = self.attention_norm, self.feed_forward_norm
-        if not spec.plain or spec.post_norms or norm is None or feed_forward_norm is None:
+        if not (spec.plain and qkv and out and gate_up and down) or norm is None or feed_forward_norm is None:
             return None
-        if not (qkv and out and gate_up and down):
-            return None
-        matrices = (norm, qkv, attention.shape, out, feed_forward_norm, gate_up, down)
-        return LayerParts(*matrices, spec.activation, self._build.mesh.peers)
+        matrices = (norm, qkv, attention.shape, out, feed_forward_norm, gate_up, down, spec.activation)
+        return LayerParts(*matrices, self._build.mesh.peers, self.attention_post_norm, self.feed_forward_post_norm)

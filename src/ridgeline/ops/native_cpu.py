@@ -315,7 +315,7 @@ class NativeOps:
 def _known(parts: LayerParts, dtype: torch.dtype) -> bool:
     """Whether the kernels can run this layer: loaded on the CPU in one number format, with sizes that they take."""
     shape, matrices = parts.shape, (parts.qkv, parts.out, parts.gate_up, parts.down)
-    if any(isinstance(matrix.packed, Fp8Matrix) for matrix in matrices):
+    if any(isinstance(matrix.packed, Fp8Matrix) for matrix in matrices) or parts.attention_post_norm is not None:
         return False
     tensors = [parts.attention_norm, parts.feed_forward_norm, shape.q_norm, shape.k_norm]
     tensors += [matrix.bias for matrix in matrices]

@@ -128,11 +128,9 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """A loaded pre-norm decoder layer without post norms, or the share of it that one of several ranks holds.
-
-    stream += out(attention(qkv(norm(stream)))); stream += down(act(gate) * up) with (gate, up) = gate_up(norm(stream)). All norms
-    have the eps and offset of `shape`.
-    """
+    """A loaded pre-norm decoder layer, or the share of it that one of several ranks holds. All norms have the eps and offset of
+    `shape`. stream += out(attention(qkv(norm(stream)))); stream += down(act(gate) * up) with (gate, up) = gate_up(norm(stream)).
+    A post norm is applied to what is added to the stream."""
 
     attention_norm: torch.Tensor
     qkv: Matrix
@@ -144,6 +142,8 @@ class LayerParts:
     activation: str
     peers: Callable[[], Any] | None = None
     """Memory in which a kernel adds what the ranks compute with `out` and `down` (Group.peers); None: there is one rank."""
+    attention_post_norm: torch.Tensor | None = None
+    feed_forward_post_norm: torch.Tensor | None = None
 
 
 RunLayers = Callable[[torch.Tensor, Sequence[KvView], StepInputs], torch.Tensor]

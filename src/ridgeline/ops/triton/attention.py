@@ -45,8 +45,9 @@ def _early(shape: AttentionShape, tile: Tile) -> bool:
 
 def _smallest(shape: AttentionShape, rows_fill_wave: bool) -> int:
     """Slots below which a part of a row is not cut further. Steps that only decode have about as many rows as are said; those
-    of a graph of mixed steps may be few, and parts of a few are worth their price. rows_fill_wave: uncut rows fill a wave."""
-    if shape.max_query == 1:
+    of a graph of mixed steps may be few, and parts of a few are worth their price. One row alone is cut as finely as rows that
+    verify. rows_fill_wave: uncut rows fill a wave."""
+    if shape.max_query == 1 and shape.rows > 1:
         return tuning.SMALLEST_OF_MANY if rows_fill_wave else tuning.SMALLEST_SPLIT
     verifies = shape.max_query * shape.group <= shape.small
     return tuning.SMALLEST_VERIFIED_SPLIT if verifies else tuning.SMALLEST_SPLIT

@@ -21,6 +21,7 @@ from ridgeline.ops.triton.layers_forms import (
     gain_of,
     multiplied,
     normed_taken,
+    post_normed,
     put_stream,
     stream_of,
     taken,
@@ -29,7 +30,7 @@ from ridgeline.ops.triton.layers_integers import integer_buffers
 from ridgeline.ops.triton.layers_keys import fetch_keys, key_request_of
 from ridgeline.ops.triton.layers_products import ticket_slots
 from ridgeline.ops.triton.layers_ranks import begin, links, sums_before
-from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM
+from ridgeline.ops.triton.layers_table import FIELDS, LINES_OF_STAGE, NORM, POST_NORM
 
 FETCHING = gl.constexpr(40)
 """Registers per producer thread."""
@@ -110,12 +111,16 @@ def _multiply(
     SHAPE: gl.constexpr,
     NORMS: gl.constexpr,
     SIZE: gl.constexpr,
+    POST: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Consumers: compute the parts of each layer in sequence, with a grid barrier between them. Several ranks (SIZE) have two more:
-    behind the words of the first stream, and before the sum of the last layer."""
+    behind the words of the first stream, and before the sum of the last layer. POST has the latter."""
     SEVERAL: gl.constexpr = 1 if SIZE > 1 else 0
-    stream_ptr, qkv_ptr, attended_ptr, gated_ptr = vectors
+    LAST: gl.constexpr = 1 if SIZE > 1 or POST else 0
+    stream_ptr, qkv_ptr, attended_ptr, gated_ptr, middle_ptr, term_ptr = vectors
+    sum_ptr = term_ptr if POST else stream_ptr
+    OPTIONS: gl.constexpr = (STAGES, ROWS, KIND, FORM, BIASES, SIZE, POST)
     heads, model, features, qkv = sizes
     rows_ptr, length_ptr, position_ptr, slot_ptr, table_stride = token
     counter_ptr = buffers[3]
@@ -125,7 +130,7 @@ def _multiply(
         gdc_wait()
     token = (gl.load(rows_ptr), gl.load(length_ptr), gl.load(position_ptr), slot_ptr, table_stride)
     # Every launch adds the same number of arrivals, so the counter tells where this launch began.
-    ever = programs * (5 * layers - 1 + 2 * SEVERAL)
+    ever = programs * (5 * layers - 1 + SEVERAL + LAST)
     goal = gl.atomic_add(counter_ptr, 0, sem="relaxed") // ever * ever
     linked, number = links(ranks, SIZE), sums_before(ranks, SIZE)
     if SIZE > 1:
@@ -136,16 +141,20 @@ def _multiply(
         layer_ptr = table_ptr + layer * FIELDS
         # Loads that do not depend on other programs are issued before the barrier.
         gain = gain_of(layer_ptr + NORM, model, ring, dtype, LINES[1], OFFSET, FORM)
+        if POST:
+            before_ptr = table_ptr + gl.maximum(layer - 1, 0) * FIELDS
+            post = gain_of(before_ptr + POST_NORM + 1, model, ring, dtype, LINES[1], OFFSET, FORM)
         ahead = attention_inputs(layer_ptr, token, strides, SHAPE, dtype)
         if layer + SEVERAL > 0:
             goal += programs
             _await(counter_ptr, goal)
         peers = (linked, number)
-        x = stream_of(stream_ptr, peers, model, ring, LINES[1], FORM, 1, SIZE)
+        if POST:
+            x = _joined(layer, post, vectors, model, ring, eps, LINES[1], FORM)
+        else:
+            x = stream_of(stream_ptr, peers, model, ring, LINES[1], FORM, 1, SIZE)
         by = normed_taken(stream_ptr, x, gain, model, ring, eps, FORM)
-        done = multiplied(
-            0, qkv_ptr, layer_ptr, qkv, ring, tickets, done, works, by, peers, STAGES, ROWS, KIND, FORM, BIASES, SIZE
-        )
+        done = multiplied(0, qkv_ptr, layer_ptr, qkv, ring, tickets, done, works, by, peers, OPTIONS)
         _arrive(counter_ptr)
         goal += programs
         _await(counter_ptr, goal)
@@ -169,62 +178,48 @@ def _multiply(
         _await(counter_ptr, goal)
         by = taken(attended_ptr, heads, ring, LINES[0], FORM)
         peers = (linked, number + 1)
-        done = multiplied(
-            1,
-            stream_ptr,
-            layer_ptr,
-            model,
-            ring,
-            tickets,
-            done,
-            works,
-            by,
-            peers,
-            STAGES,
-            ROWS,
-            KIND,
-            FORM,
-            BIASES,
-            SIZE,
-        )
+        done = multiplied(1, sum_ptr, layer_ptr, model, ring, tickets, done, works, by, peers, OPTIONS)
         _arrive(counter_ptr)
         gain = gain_of(layer_ptr + NORM + 1, model, ring, dtype, LINES[1], OFFSET, FORM)
+        if POST:
+            post = gain_of(layer_ptr + POST_NORM, model, ring, dtype, LINES[1], OFFSET, FORM)
         goal += programs
         _await(counter_ptr, goal)
-        x = stream_of(stream_ptr, peers, model, ring, LINES[1], FORM, 0, SIZE)
+        if POST:
+            x = post_normed(stream_ptr, term_ptr, post, middle_ptr, model, ring, eps, LINES[1], FORM)
+        else:
+            x = stream_of(stream_ptr, peers, model, ring, LINES[1], FORM, 0, SIZE)
         by = normed_taken(stream_ptr, x, gain, model, ring, eps, FORM)
-        rows = 2 * features
-        done = multiplied(
-            2, gated_ptr, layer_ptr, rows, ring, tickets, done, works, by, peers, STAGES, ROWS, KIND, FORM, BIASES, SIZE
-        )
+        done = multiplied(2, gated_ptr, layer_ptr, 2 * features, ring, tickets, done, works, by, peers, OPTIONS)
         _arrive(counter_ptr)
         goal += programs
         _await(counter_ptr, goal)
         by = taken(gated_ptr, features, ring, LINES[2], FORM)
         number += 2
         peers = (linked, number)
-        done = multiplied(
-            3,
-            stream_ptr,
-            layer_ptr,
-            model,
-            ring,
-            tickets,
-            done,
-            works,
-            by,
-            peers,
-            STAGES,
-            ROWS,
-            KIND,
-            FORM,
-            BIASES,
-            SIZE,
-        )
-        if layer + 1 < layers + SEVERAL:
+        done = multiplied(3, sum_ptr, layer_ptr, model, ring, tickets, done, works, by, peers, OPTIONS)
+        if layer + 1 < layers + LAST:
             _arrive(counter_ptr)
+    if POST:
+        goal += programs
+        if gl.program_id(0) == 0:
+            last_ptr = table_ptr + (layers - 1) * FIELDS
+            post = gain_of(last_ptr + POST_NORM + 1, model, ring, dtype, LINES[1], OFFSET, FORM)
+            _await(counter_ptr, goal)
+            _joined(layers, post, vectors, model, ring, eps, LINES[1], FORM)
     if SIZE > 1:
         _put_last(stream_ptr, model, ring, counter_ptr, goal + programs, (linked, number), ranks, LINES[1], FORM, SIZE)
+
+
+@jit
+def _joined(layer, post, vectors, model, ring, eps, LINES: gl.constexpr, FORM: gl.constexpr):
+    """The residual stream before a layer, with the post norm of the feed-forward before it; post: the norm's gain."""
+    stream_ptr, _, _, _, middle_ptr, term_ptr = vectors
+    if layer > 0:
+        x = post_normed(middle_ptr, term_ptr, post, stream_ptr, model, ring, eps, LINES, FORM)
+    else:
+        x = stream_of(stream_ptr, (), model, ring, LINES, FORM, 1, 1)
+    return x
 
 
 @jit
@@ -305,6 +300,8 @@ def layers_kernel(
     qkv_ptr,
     attended_ptr,
     gated_ptr,
+    middle_ptr,
+    term_ptr,
     rows_ptr,
     length_ptr,
     position_ptr,
@@ -339,6 +336,7 @@ def layers_kernel(
     SHAPE: gl.constexpr,
     NORMS: gl.constexpr,
     SIZE: gl.constexpr,
+    POST: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Run `layers` layers: qkv = norm(stream) qkv'; attended = attention(qkv); stream += attended out'; gated = act(norm(stream)
@@ -349,7 +347,8 @@ def layers_kernel(
     scales, which then have descriptors too). GROUPS: maximum groups of code rows per program. Bit i of BIASES: weight i has a bias.
     table: int64 [layers, FIELDS].
 
-    Vectors: stream [model], qkv [qkv], attended [heads], gated [features] in one 16-bit dtype, which is also the cache's. LINES:
+    Vectors: stream [model], qkv [qkv], attended [heads], gated [features], and with POST, where what is added to the stream has a
+    norm, middle [model] and term [model] (otherwise None), in one 16-bit dtype, which is also the cache's. LINES:
     lines of 128 inputs or bytes for `heads`, `model` and `features` inputs and for the attention exchange between warps, powers of
     two. Bit 0 of NORMS: queries are normalised, bit 1: keys.
 
@@ -384,7 +383,7 @@ def layers_kernel(
                     ring,
                     tickets,
                     works,
-                    (stream_ptr, qkv_ptr, attended_ptr, gated_ptr),
+                    (stream_ptr, qkv_ptr, attended_ptr, gated_ptr, middle_ptr, term_ptr),
                     (heads, model, features, qkv),
                     (rows_ptr, length_ptr, position_ptr, slot_ptr, table_stride),
                     (page_stride, kind_stride, head_stride),
@@ -402,6 +401,7 @@ def layers_kernel(
                     SHAPE,
                     NORMS,
                     SIZE,
+                    POST,
                     PDL,
                 ),
             ),

@@ -95,6 +95,19 @@ def normed_taken(ptr, x, gain, k, ring, eps, FORM: gl.constexpr):
 
 
 @jit
+def post_normed(stream_ptr, term_ptr, gain, to_ptr, k, ring, eps, LINES: gl.constexpr, FORM: gl.constexpr):
+    """The residual stream [k] plus the post norm of a term, rounded as norm.norm_add does. The first program also stores it, in
+    memory that no program reads before the next grid barrier: the stream alternates between two vectors."""
+    dtype: gl.constexpr = stream_ptr.dtype.element_ty
+    term = _elements(term_ptr, k, ring, LINES, FORM)
+    term = (term * gl.rsqrt(gl.sum(gl.sum(term * term, 1), 0) / k + eps) * gain).to(dtype).to(gl.float32)
+    x = (_elements(stream_ptr, k, ring, LINES, FORM) + term).to(dtype).to(gl.float32)
+    if gl.program_id(0) == 0:
+        put_stream(to_ptr, x, k, ring)
+    return x
+
+
+@jit
 def multiplied(
     WHICH: gl.constexpr,
     out_ptr,
@@ -106,17 +119,18 @@ def multiplied(
     works,
     scale,
     peers,
-    STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    FORM: gl.constexpr,
-    BIASES: gl.constexpr,
-    SIZE: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
-    """Consumers: multiply this program's share of weight WHICH with the input in shared memory, and store. rows: of the weight."""
+    """Consumers: multiply this program's share of weight WHICH with the input in shared memory, and store. rows: of the weight.
+    OPTIONS: see layers_kernel."""
+    STAGES: gl.constexpr = OPTIONS[0]
+    ROWS: gl.constexpr = OPTIONS[1]
+    FORM: gl.constexpr = OPTIONS[3]
+    BIASES: gl.constexpr = OPTIONS[4]
+    SIZE: gl.constexpr = OPTIONS[5]
     FP8: gl.constexpr = ring[0].dtype == gl.float8e4nv
-    ADD: gl.constexpr = WHICH == 1 or WHICH == 3
-    KIND: gl.constexpr = ACTIVATION if WHICH == 2 else 0
+    ADD: gl.constexpr = (WHICH == 1 or WHICH == 3) and not OPTIONS[6]
+    KIND: gl.constexpr = OPTIONS[2] if WHICH == 2 else 0
     EACH: gl.constexpr = ROWS[WHICH]
     work = works[WHICH]
     if FORM[0]:

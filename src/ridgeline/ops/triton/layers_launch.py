@@ -47,7 +47,7 @@ class Layers:
         first, view = self._layers[0], views[0]
         shape, dim = first.shape, first.shape.head_dim
         heads, model, features = (weights.inputs for weights in (first.out, first.qkv, first.down))
-        rows = first.qkv.values.shape[0]
+        rows, post = first.qkv.values.shape[0], first.post_norms[0] is not None
         peers = NO_VECTORS if self._peers is None else self._peers()
         layers_kernel[(self._programs,)](
             *self._cut.blocks,
@@ -55,6 +55,7 @@ class Layers:
             *self._table(views),
             stream,
             *(stream.new_empty(size) for size in (rows, heads, features)),
+            *(stream.new_empty(model) if post else None for _ in range(2)),
             step.rows,
             step.length,
             step.position,
@@ -87,6 +88,7 @@ class Layers:
             SHAPE=(shape.n_heads, shape.n_kv_heads, dim, shape.cos_sin.shape[2], view.page_tokens),
             NORMS=(shape.q_norm is not None) + 2 * (shape.k_norm is not None),
             SIZE=peers.size,
+            POST=post,
             num_warps=8,
             maxnreg=REGISTERS,
             **overlap(stream.device),

@@ -32,11 +32,12 @@ ALIGNED = 16
 
 # Fields of a layer in the table, int64. PLACE: places of its weights in their descriptors (qkv, out, gate/up, down). SCALE:
 # pointers to their scales, or places of group scales. BIAS_AT: pointers to biases. NORM: pointers to the norms before attention and
-# feed-forward. HEAD_NORM: pointers to the norms of queries and keys. COS_SIN: rotary table. KV: cache. PAGES: page table. SLOT:
-# index of its slot. WINDOW: 0 without one. CACHE: the cache's place in its descriptor.
+# feed-forward. POST_NORM: pointers to the norms behind them, 0 without. HEAD_NORM: pointers to the norms of queries and keys.
+# COS_SIN: rotary table. KV: cache. PAGES: page table. SLOT: index of its slot. WINDOW: 0 without one. CACHE: the cache's place in
+# its descriptor.
 PLACE, SCALE, BIAS_AT = gl.constexpr(0), gl.constexpr(4), gl.constexpr(8)
-NORM, HEAD_NORM, COS_SIN, KV, PAGES, SLOT, WINDOW = (gl.constexpr(field) for field in (12, 14, 16, 17, 18, 19, 20))
-CACHE, FIELDS = gl.constexpr(21), gl.constexpr(22)
+NORM, POST_NORM, HEAD_NORM, COS_SIN = gl.constexpr(12), gl.constexpr(14), gl.constexpr(16), gl.constexpr(18)
+KV, PAGES, SLOT, WINDOW, CACHE, FIELDS = (gl.constexpr(field) for field in range(19, 25))
 
 
 @jit
@@ -91,9 +92,11 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer with all weights in one number format. norms [model]: before attention and before feed-forward."""
+    """A decoder layer with all weights in one number format. norms [model]: before attention and before feed-forward. post_norms
+    [model]: behind them, None without."""
 
     norms: tuple[torch.Tensor, torch.Tensor]
+    post_norms: tuple[torch.Tensor | None, torch.Tensor | None]
     qkv: Weights
     shape: QkvShape
     out: Weights
@@ -172,5 +175,5 @@ def stages(max_lines: int) -> int:
 def fields(layer: Layer) -> list[int]:
     """Table fields of a layer from BIAS_AT to COS_SIN; 0: none."""
     tensors = [weights.bias for weights in layer.weights]
-    tensors += [*layer.norms, layer.shape.q_norm, layer.shape.k_norm, layer.shape.cos_sin]
+    tensors += [*layer.norms, *layer.post_norms, layer.shape.q_norm, layer.shape.k_norm, layer.shape.cos_sin]
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

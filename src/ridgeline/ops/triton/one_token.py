@@ -43,6 +43,7 @@ def knows(parts: Sequence[LayerParts]) -> bool:
         and sum(_bytes(matrix) for matrix in _matrices(first)) >= SMALLEST_BYTES[form]
         and stages_of(_layer(first)) >= FEWEST_STAGES
         and (first.peers is None or (form is not IntMatrix and len(first.attention_norm) <= WIDEST))
+        and (not _post_norms(first) or (form is not IntMatrix and first.peers is None))
         and all(_streams(kind) for kind in zip(*(_matrices(layer) for layer in parts), strict=True))
     )
 
@@ -79,6 +80,11 @@ def _matrices(parts: LayerParts) -> tuple[Matrix, ...]:
 
 def _norms(parts: LayerParts) -> list[torch.Tensor]:
     norms = (parts.attention_norm, parts.feed_forward_norm, parts.shape.q_norm, parts.shape.k_norm)
+    return [norm for norm in norms if norm is not None] + _post_norms(parts)
+
+
+def _post_norms(parts: LayerParts) -> list[torch.Tensor]:
+    norms = (parts.attention_post_norm, parts.feed_forward_post_norm)
     return [norm for norm in norms if norm is not None]
 
 
@@ -115,7 +121,7 @@ def _form(parts: LayerParts) -> tuple[object, ...]:
     shape = parts.shape
     heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.cos_sin.shape[2])
     norms = (shape.q_norm is None, shape.k_norm is None, shape.norm_eps, shape.norm_offset)
-    return (*matrices, heads, norms, parts.activation)
+    return (*matrices, heads, norms, len(_post_norms(parts)), parts.activation)
 
 
 def _weights(matrix: Matrix) -> Weights:
@@ -149,6 +155,7 @@ def _streams(kind: Sequence[Matrix]) -> bool:
 def _layer(parts: LayerParts) -> Layer:
     return Layer(
         norms=(parts.attention_norm, parts.feed_forward_norm),
+        post_norms=(parts.attention_post_norm, parts.feed_forward_post_norm),
         qkv=_weights(parts.qkv),
         shape=parts.shape,
         out=_weights(parts.out),

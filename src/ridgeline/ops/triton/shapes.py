@@ -100,11 +100,6 @@ _LINEAR: _Table = {
         _For(16384, 0, VectorTile(4, 512, 2)),
     ),
     4: (_For(2048, 0, VectorTile(2, 1024, 4)),),
-    64: (),
-    128: (
-        _For(16383, 0, None),
-        _For(ANY, 2048, MatrixTile(128, 128, 64, 8, 3)),
-    ),
 }
 # The product includes the norm of x. For two tokens a separate norm before a ring kernel is faster, most clearly if k is no power
 # of two: a layer with k = 2,560 took 75 us against 60, 3,584 took 127 against 119, 1,024 took 19.5 against 17.

@@ -94,7 +94,7 @@ SPLIT_WAVES = 4
 SMALLEST_SPLIT = 256
 """Slots per part below which a further split costs more than it gains."""
 SMALLEST_VERIFIED_SPLIT = 64
-"""SMALLEST_SPLIT for rows of a few query tokens: a part takes 2 us for each 64 slots."""
+"""SMALLEST_SPLIT for one row, and for rows of a few query tokens: a part takes 2 us for each 64 slots."""
 SMALLEST_OF_MANY = 960
 """SMALLEST_SPLIT where rows and heads fill more than one wave. The longest parts start first, which already shortens the tail: a
 0.6B of 91 rows lost 5 % of a step to parts of 640."""

@@ -1,4 +1,4 @@
-// out [tokens, n] += x w^T, or silu(gate) * up, all bfloat16 with float32 sums, for steps of 65 to 256 tokens on Hopper.
+// out [tokens, n] += x w^T, or act(gate) * up, all bfloat16 with float32 sums, for steps of 17 to 256 tokens on Hopper.
 // ops/triton/wide.py describes its use and defines BATCH (tokens of a tile) and the names of operands. SUM_NAMES and SUM_REGISTERS:
 // pairs.py.
 //
@@ -13,6 +13,7 @@
 // memory. The order of sums never depends on timing.
 
 constexpr u32 GROUPS = 2, HIGH = 64, ROWS = GROUPS * HIGH, STEP = 64, MOST_STAGES = 8;
+constexpr u32 GELU = 2;                           // of activation.KINDS; 1: SiLU
 constexpr u32 CHUNK = 16, STAGED = 4, ROUND = 64;  // tokens of a chunk; chunks staged at a time; a full count of a tile's parts
 constexpr u32 ROW = 2 * STEP, X_BYTES = BATCH * ROW, SLICE = BATCH / PAIR, SUMS = BATCH / 2, CHUNKS = BATCH / CHUNK;
 constexpr u32 PITCH = 2 * ROWS + 16;              // bytes of a staged token, such that eight tokens lie in different banks
@@ -32,12 +33,15 @@ __device__ __forceinline__ void load_once(u32 to, const TensorMap* from, u32 bar
       : "memory");
 }
 // Bitwise equal to the separate kernels (activation.py): both products have 16 bits.
-__device__ __forceinline__ float gated(float gate, float up) {
-  return gate * sigmoid(gate) * up;
+__device__ __forceinline__ float gated(float gate, float up, u32 kind) {
+  const float inner = kind == GELU ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
+  return gate * sigmoid(inner) * up;
 }
 __device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000); }
-__device__ __forceinline__ u32 gated(u32 gates, u32 ups) { return pair(gated(low(gates), low(ups)), gated(high(gates), high(ups))); }
+__device__ __forceinline__ u32 gated(u32 gates, u32 ups, u32 kind) {
+  return pair(gated(low(gates), low(ups), kind), gated(high(gates), high(ups), kind));
+}
 __device__ __forceinline__ void sync_all() { asm volatile("bar.sync %0, %1;" ::"n"(1 + GROUPS), "n"(128 * GROUPS) : "memory"); }
 
 // Must equal wide.py's. half: half of a tile's rows; it may be less than the rows multiplied, and results of the rows after it are
@@ -183,7 +187,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(128 * 
             asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(u.x), "=r"(u.y), "=r"(u.z), "=r"(u.w) : "r"(address + 2 * half));
             if (token + from + t < sizes.tokens && f < half && row + f < sizes.features)
               *(uint4*)(out + (u64)(token + from + t) * sizes.features + row + f) =
-                  make_uint4(gated(g.x, u.x), gated(g.y, u.y), gated(g.z, u.z), gated(g.w, u.w));
+                  make_uint4(gated(g.x, u.x, gate), gated(g.y, u.y, gate), gated(g.z, u.z, gate), gated(g.w, u.w, gate));
           }
           sync_all();
           return;

@@ -1,7 +1,7 @@
-"""Products of 65 to 256 tokens on Hopper, in CUDA C++ (wide.cu), for shapes that Gluon and cuBLAS serve less well.
+"""Products of 17 to 256 tokens on Hopper, in CUDA C++ (wide.cu), for shapes that Gluon and cuBLAS serve less well.
 
 At these sizes x is as large as the weights of a tile. Tiles match the token count to within sixteen, whereas Gluon needs powers of
-two, so 136 tokens do not cost as much as 256. The epilogue applies silu(gate) * up to the sums. Weights that are read once are
+two, so 136 tokens do not cost as much as 256. The epilogue applies act(gate) * up to the sums. Weights that are read once are
 marked as first to be evicted from L2. Programs without a tile in the last wave take part of other tiles. Source: stream-K (Osama et
 al. 2023).
 """
@@ -19,6 +19,7 @@ from functools import cache
 import torch
 
 from ridgeline.ops.triton import cuda, pairs
+from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.launch import is_hopper
 from ridgeline.ops.triton.pairs import PAIR, STEP
 from ridgeline.ops.triton.shapes import ANY, PROCESSORS
@@ -28,10 +29,12 @@ GROUPS, HIGH, CHUNK, STAGED, MOST_STAGES = 2, 64, 16, 4, 8
 ROWS = GROUPS * HIGH
 THREADS = 128 * (1 + GROUPS)
 CLUSTERS = PROCESSORS // PAIR
-WIDTHS = (80, 96, 112, 128, 160, 192, 208, 224, 256)
+WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 208, 224, 256)
 """Token counts of a tile for which a kernel exists."""
 FEWEST = 65
-"""Token count below which the ring kernels are as fast."""
+"""Token count below which the ring kernels are as fast, unless the last wave of their tiles is nearly empty."""
+FEWEST_UNFILLED, RING_ROWS = 17, 128
+"""Token count from which this kernel runs gates that leave the last wave of ring tiles nearly empty. RING_ROWS: of such a tile."""
 SHARED = 232448 - 1024
 """Bytes of shared memory per program, independent of the ring's size. One program fits on an SM."""
 COUNTERS = GROUPS * PROCESSORS
@@ -90,17 +93,32 @@ counts between EVEN and FULL fill tiles of 128. There a step of an 8B took 0.8 %
 
 def plan_for(tokens: int, n: int, k: int, gate: bool) -> Plan | None:
     """Plan of x [tokens, k] times a weight of n outputs, or of gate and up with n outputs each. None: other kernels are as fast."""
+    if tokens < FEWEST:
+        return _even(tokens, n) if gate and tokens >= FEWEST_UNFILLED and _wastes_ring(n) else None
     row = next((row for row in (_GATE if gate else _SUMMED) if n <= row.max_outputs and k >= row.min_inputs), None)
-    if row is None or not FEWEST <= tokens <= row.tokens or (EVEN < tokens <= FULL and not row.full):
+    if row is None or tokens > row.tokens or (EVEN < tokens <= FULL and not row.full):
         return None
-    width = next(width for width in WIDTHS if tokens <= width)
+    width = _width(tokens)
     if not gate:
         # A part without tokens to reduce would add nothing.
         return Plan(width, HIGH, min(width // CHUNK, CLUSTERS // -(-n // (2 * PAIR * HIGH))))
+    return Plan(width, HIGH, cut=n > PROCESSORS * HIGH) if tokens > EVEN else _even(tokens, n)
+
+
+def _width(tokens: int) -> int:
+    return next(width for width in WIDTHS if tokens <= width)
+
+
+def _even(tokens: int, n: int) -> Plan:
+    """Complete tiles of gates, of such a height that they fill all waves."""
     rounds = -(-n // (PROCESSORS * HIGH))
-    if tokens > EVEN:
-        return Plan(width, HIGH, cut=rounds > 1)
-    return Plan(width, -(-n // (PROCESSORS * rounds * 8)) * 8)
+    return Plan(_width(tokens), -(-n // (PROCESSORS * rounds * 8)) * 8)
+
+
+def _wastes_ring(n: int) -> bool:
+    """Whether the ring's tiles of n gates and as many of up fill less than a third of the second wave. A layer of Gemma 3 4B
+    (n = 10,240) took 4.5 us less at 64 tokens (docs/log/2026-11-28-batches-by-kernel.md)."""
+    return PROCESSORS < -(-2 * n // RING_ROWS) < PROCESSORS * 4 // 3
 
 
 class Sizes(ctypes.Structure):
@@ -138,8 +156,8 @@ def _counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-def gated(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor | None:
-    """silu(x gate^T) * (x up^T) [T, n], with both products rounded to bfloat16 first. None: the kernel does not support the inputs.
+def gated(x: torch.Tensor, weight: torch.Tensor, plan: Plan, kind: str) -> torch.Tensor | None:
+    """act(x gate^T) * (x up^T) [T, n], with both products rounded to bfloat16 first. None: the kernel does not support the inputs.
 
     x [T, k], weight [2 n, k] with gate's rows first. Both are contiguous bfloat16 at addresses of 16 bytes. n and k are multiples
     of 8.
@@ -148,7 +166,7 @@ def gated(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor | N
     if n % 8 or not _addressed(x, weight):
         return None
     out = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
-    return out if planned(x, weight, out, plan, True) else None
+    return out if planned(x, weight, out, plan, kind) else None
 
 
 def added(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor, plan: Plan) -> bool:
@@ -156,7 +174,7 @@ def added(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor, plan: Pla
 
     x [T, k], weight [n, k]. All are contiguous bfloat16 at addresses of 16 bytes. n and k are multiples of 8.
     """
-    return _addressed(x, weight, stream) and planned(x, weight, stream, plan, False)
+    return _addressed(x, weight, stream) and planned(x, weight, stream, plan, None)
 
 
 def _addressed(*tensors: torch.Tensor) -> bool:
@@ -168,14 +186,14 @@ def _addressed(*tensors: torch.Tensor) -> bool:
     )
 
 
-def planned(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: Plan, gate: bool) -> bool:
+def planned(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: Plan, kind: str | None) -> bool:
     """Run a plan: `gated` into `out`, or add the product to `out`. False: no kernel is available."""
     kernel = _kernels(x.device).get(plan.tokens)
     if kernel is None:
         return False
     (tokens, inputs), n = x.shape, out.shape[1]
     steps, wide = -(-inputs // STEP), -(-tokens // plan.tokens)
-    tiles = -(-n // (PAIR * plan.half * (2 - gate))) * wide
+    tiles = -(-n // (PAIR * plan.half * (2 if kind is None else 1))) * wide
     clusters = tiles * plan.split if plan.split else min(CLUSTERS, tiles)
     parts = out
     if plan.split or plan.cut:
@@ -186,7 +204,7 @@ def planned(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: Plan
         cuda.tensor_map(x, (plan.tokens // PAIR, STEP)),
         cuda.tensor_map(weight, (plan.half, STEP)),
         *(c_void_p(tensor.data_ptr()) for tensor in (out, parts, _counters(x.device))),
-        c_uint32(gate),
+        c_uint32(KINDS[kind]),
         Sizes(tokens, n, plan.half, plan.stages, steps, tiles, wide, 1 if plan.cut else steps, plan.split),
         early=True,
     )
