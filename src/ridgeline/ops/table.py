@@ -421,7 +421,7 @@ class TokenwiseOps:
     norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..): the end of a block with a post norm. May overwrite
         the stream.
     activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
-    place(x [T, D], out [T, D]): write x, normed if it is Normed, to columns of a wider matrix.
+    place(x, out [T, D]): write x, normed if it is Normed, to columns of a wider matrix.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
     cap(logits [N, V], cap) -> cap * tanh(logits / cap) in float32.
     """
@@ -463,9 +463,7 @@ class SamplerOps:
     """Operations on the device's rows around a forward pass: gather query tokens, draw, verify drafts, append tokens.
 
     gather, advance, last, to_host, keep: see ops.rows. verify: see ops.verify.
-    sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample. All
-        devices draw the same tokens, unless a sum of probabilities is within its rounding error of top_p.
-    sample_among, draw: see ops.sample. draw: `sample` with the rows' noise and limits.
+    sample, sample_among, draw: see ops.sample. All devices draw the same tokens, unless a sum is within its rounding of top_p.
     """
 
     sample: Sample = torch_sampling.sample
