@@ -128,3 +128,14 @@ def apart() -> Iterator[Callable[..., Any]]:
         multiprocessing.forkserver.ensure_running()
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+@pytest.fixture
+def exact_float32() -> Iterator[None]:
+    """Products on a GPU without TF32, which would move logits by shape."""
+    import torch
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before

@@ -11,22 +11,27 @@ import torch
 from controlled import NODES, PLACES, Script, dictated, start
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.engine import rank
+from ridgeline.engine import assemble, rank
 from ridgeline.ops.rows import Int, RowState
 from ridgeline.speculation import build
 from tests.benchmarks.test_ledger import LLAMA
 
 
-def test_a_drafter_of_chosen_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for room, name in ((build, "wanted_by"), (rank, "open_drafters")):
+@pytest.mark.parametrize("paid", ["free", "head"])
+def test_a_drafter_of_chosen_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paid: str) -> None:
+    for room, name in ((build, "wanted_by"), (rank, "open_drafters"), (assemble, "head_hash")):
         monkeypatch.setattr(room, name, getattr(room, name))  # what `start` puts there goes with the test
     runners = Mock(side_effect=rank.build_runner)
     monkeypatch.setattr(rank, "build_runner", runners)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": PLACES}))
-    config = EngineConfig(device="cpu", max_num_seqs=2, enable_prefix_caching=False, kv_cache_memory=1 << 24)
+    sizes_of_head = {"num_hidden_layers": 1, "draft_vocab_size": 40}
+    for name, more in (("target", {}), ("head", sizes_of_head)):
+        (tmp_path / name).mkdir()
+        config = LLAMA | {"max_position_embeddings": PLACES} | more
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    options = EngineConfig(device="cpu", max_num_seqs=2, enable_prefix_caching=False, kv_cache_memory=1 << 24)
     script = Script.write(3, PLACES + 64, LLAMA["vocab_size"], torch.device("cpu"))
     with dictated(script):
-        engine = start(tmp_path, None, config, script)
+        engine = start(tmp_path / "target", paid, tmp_path / "head", options, script)
         _, _, sizes, *_ = runners.call_args.args
         assert sizes.drafts == (0, 1, 2, 3, NODES), "what start-up captures and warms up"
         engine.use((0, NODES), fixed=True, share=1.0)

@@ -15,6 +15,7 @@ from tests.models.families import MORE
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("exact_float32"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 KINDS: list[dict[str, object]] = [
@@ -25,15 +26,6 @@ KINDS: list[dict[str, object]] = [
     {"logprobs": 3, "logit_bias": ((7, 2.0),)},
     {"temperature": 1.0, "seed": 6, "allowed_token_ids": tuple(range(0, 320, 3))},
 ]
-
-
-@pytest.fixture(autouse=True)
-def exact_float32():
-    """TF32 would move logits by shape."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops import native_cpu
+from ridgeline.ops.columns import columns, joined
 from ridgeline.ops.native.files import cpu_flags, library_path, sources
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
@@ -85,6 +86,19 @@ def test_float16_falls_back(ops: Ops) -> None:
 def test_norms(ops: Ops, dtype: torch.dtype, rows: int, size: int, offset: bool) -> None:
     x, weight = torch.randn(rows, size).to(dtype), torch.randn(size).to(dtype)
     close(ops.tokenwise.rms_norm(x, weight, 1e-5, offset), REFERENCE.tokenwise.rms_norm(x, weight, 1e-5, offset), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_side_by_side(ops: Ops, dtype: torch.dtype) -> None:
+    """Copies and norms, from and to columns of wider matrices."""
+    wide, weight = torch.randn(5, 90).to(dtype), torch.randn(33).to(dtype)
+    x, y = wide[:, 7:40], torch.randn(5, 20).to(dtype)
+    both = joined(ops.tokenwise, (y, Normed(x, weight, 1e-5, True), x))
+    assert torch.equal(both[:, :20], y) and torch.equal(both[:, 53:], x)
+    close(both[:, 20:53], REFERENCE.tokenwise.rms_norm(x, weight, 1e-5, True), dtype)
+    alone = columns(ops.tokenwise, both, 53, 86)
+    assert torch.equal(alone, x) and alone.is_contiguous()
+    assert columns(ops.tokenwise, both, 0, 86) is both
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.cli.main import main
-from ridgeline.core.config import ModelConfig
+from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.spec import ModelSpec
+from ridgeline.engine.local import LocalEngine
 from ridgeline.models.build import LoadedModel, build
 from ridgeline.models.config import read_model
 from ridgeline.models.eagle import load_head
@@ -26,7 +29,9 @@ from ridgeline.ops.choose import choose
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.eagle import Eagle
+from ridgeline.speculation.interface import NO_SPECULATION
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
+from ridgeline.wire.messages import Submit
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench
 from tests.models.families import save
 from tests.speculation.published import DEEPSEEK, LAYOUTS, eagle, mtp, save_head, save_layout
@@ -114,6 +119,24 @@ def test_a_vocabulary_map_of_another_model(tmp_path: Path) -> None:
     save_head(tmp_path, (keys, tensors))
     with pytest.raises(ConfigError, match="d2t does not give 96 different tokens from 0 to 8191: download it again"):
         LLM(str(shipped_model()), device="cpu", max_model_len=128, speculate=f"eagle:{tmp_path}")
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle3"])
+def test_steps_without_drafts_are_recorded_on_a_cpu(tmp_path: Path, layout: str) -> None:
+    """A head follows every step. If torch computed a value meanwhile, Python would run each step."""
+    folder = save_layout(tmp_path, layout, shipped_spec())
+    config = EngineConfig(device="cpu", speculate=f"eagle:{folder}", max_num_seqs=1, kv_cache_memory=1 << 26)
+    with closing(LocalEngine.start(ModelConfig(), config)) as engine:
+        steps = engine.engine.loop.runner.executor  # type: ignore[attr-defined]
+        if engine.engine.setup.facts["ops"] != "native":
+            pytest.skip("needs the compiled operations")
+        engine.engine.loop.scheduler._speculation = NO_SPECULATION
+        engine.submit(
+            Submit("r", PROMPT, SamplingParams(max_tokens=12, ignore_eos=True), time.monotonic(), cache=False)
+        )
+        assert not any(delta.error for delta in engine.deltas())
+        [kept] = steps._kept.values()
+        assert kept.captured.recorded
 
 
 # --- a head that is right ---------------------------------------------------------------------------------------------

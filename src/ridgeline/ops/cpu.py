@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from ridgeline.ops.columns import norm_then_place
 from ridgeline.ops.reference import INT_REFERENCE, REFERENCE, TREE_BITS, mixed_inputs, round_inliers
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
@@ -327,7 +328,7 @@ def linear_activate(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | No
     return activate(linear(x, packed, bias), kind)
 
 
-_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate)
+_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate, norm_then_place(rms_norm))
 _UNQUANTIZED = FloatOps(pack, linear, linear_add, linear_activate)
 CPU = Ops(
     name="cpu",

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from ridgeline.ops import cpu
+from ridgeline.ops.columns import norm_then_place
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.reference import INT_REFERENCE, mixed_inputs, round_inliers
 from ridgeline.ops.sample import Limits, draw_with
@@ -144,7 +145,7 @@ def sample(
     )
 
 
-_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate)
+_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate, norm_then_place(rms_norm))
 _UNQUANTIZED = FloatOps(cpu.pack, linear, linear_add, linear_activate)
 CPU_INVARIANT = Ops(
     name="cpu, batch-invariant",

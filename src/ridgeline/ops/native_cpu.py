@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ridgeline.ops import cpu, cpu_invariant
+from ridgeline.ops.columns import norm_then_place
 from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import GATES, KV_FORMATS, Kernels, Library, View, open_library
 from ridgeline.ops.native.capture import CallListCapture
@@ -80,6 +81,27 @@ class NativeOps:
         out, size = torch.empty_like(x), x.shape[-1]
         kernels.norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, offset)
         return out
+
+    def place(self, x: FloatInput, out: torch.Tensor) -> None:
+        """See TokenwiseOps."""
+        norm, source = (x, x.x) if isinstance(x, Normed) else (None, x)
+        kernels, (rows, size) = self._kernels.get(source.dtype), source.shape
+        weight = None if norm is None else norm.weight
+        tensors = [tensor for tensor in (source, out, weight) if tensor is not None]
+        if kernels is None or any(tensor.dtype is not out.dtype or tensor.stride(-1) != 1 for tensor in tensors):
+            return norm_then_place(self.rms_norm)(x, out)
+        kernels.place(
+            source.data_ptr(),
+            0 if weight is None else weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            source.stride(0),
+            out.stride(0),
+            0.0 if norm is None else norm.eps,
+            norm is not None and norm.offset,
+        )
+        return None
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
         """See TokenwiseOps."""
@@ -265,6 +287,29 @@ class NativeOps:
         limits: Limits | None = None,
     ) -> torch.Tensor:
         """See ops.sample.sample."""
+        return self._drawn(logits, (temperature, key, position), purpose, limits, None)
+
+    def sample_among(
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor,
+        temperature: torch.Tensor,
+        key: torch.Tensor,
+        position: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ops.sample.sample_among."""
+        return self._drawn(logits, (temperature, key, position), Purpose.TOKEN, None, ids)
+
+    def _drawn(
+        self,
+        logits: torch.Tensor,
+        rows_noise: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        purpose: Purpose,
+        limits: Limits | None,
+        ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """rows_noise: temperature, key, position."""
+        temperature, key, position = rows_noise
         logits = logits.float()
         if logits.stride(1) != 1 or key.stride(1) != 1:
             logits, key = logits.contiguous(), key.contiguous()
@@ -274,7 +319,8 @@ class NativeOps:
         tensors = (logits, temperature, key, position, *limit_tensors)
         strides = (ctypes.c_int64 * len(tensors))(*(0 if tensor is None else tensor.stride(0) for tensor in tensors))
         pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        self._sample(*pointers, tokens.data_ptr(), rows, vocab, strides, int(purpose), 0)
+        names = 0 if ids is None else ids.data_ptr()
+        self._sample(*pointers, tokens.data_ptr(), rows, vocab, strides, int(purpose), names)
         return tokens
 
     def layers(self, parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
@@ -396,7 +442,7 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
 def _table(library: Library, fixed: bool) -> Ops:
     arena = Arena(library)
     ops, rows = NativeOps(library, arena, fixed), NativeRows(library)
-    tokenwise = TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.embed)
+    tokenwise = TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.place, ops.embed)
     unquantized = FloatOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate, ops.pack_pruned)
     integers = partial(int_ops, library, arena, tokenwise, unquantized)
     integer = integers()
@@ -415,6 +461,7 @@ def _table(library: Library, fixed: bool) -> Ops:
         ),
         sampler=SamplerOps(
             sample=ops.sample,
+            sample_among=ops.sample_among,
             draw=rows.draw,
             gather=rows.gather,
             advance=rows.advance,

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ridgeline.core.spec import QUANTIZED_KV
 from ridgeline.ops import stored
 from ridgeline.ops.blocks import Blocks, parts_of
+from ridgeline.ops.columns import norm_then_place
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import (
     Activation,
@@ -426,7 +427,7 @@ def mixed_inputs(
     return IntOps(integer.pack, linear, linear, linear_activate)
 
 
-TOKENWISE_REFERENCE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate)
+TOKENWISE_REFERENCE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate, norm_then_place(rms_norm))
 FLOAT_REFERENCE = FloatOps(pack, linear, linear_add, linear_activate)
 REFERENCE = Ops(
     name="reference",

@@ -81,6 +81,17 @@ def sample(
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
+SampleAmong = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def sample_among(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, key: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """`sample` among the tokens ids int32 [V], ascending, with logits [N, V]. The noise is that of the token."""
+    noise = exponential(draw_key(key, position, Purpose.TOKEN), ids).log_()
+    return ids.index_select(0, greedy(logits.float() - temperature.unsqueeze(1) * noise))
+
+
 DrawRows = Callable[[RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 

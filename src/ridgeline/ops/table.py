@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.ops import rows
+from ridgeline.ops import sample as torch_sampling
 from ridgeline.ops.capture import Capture, Uncaptured
 from ridgeline.ops.experts import ExpertOps
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.sample import DrawRows, Limits
-from ridgeline.ops.sample import draw as torch_draw
-from ridgeline.ops.sample import sample as torch_sample
+from ridgeline.ops.sample import DrawRows, Limits, SampleAmong
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.verify import verify
 
@@ -422,6 +421,7 @@ class TokenwiseOps:
     norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..): the end of a block with a post norm. May overwrite
         the stream.
     activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
+    place(x, out [T, D]): write x, normed if it is Normed, to columns of a wider matrix.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
     cap(logits [N, V], cap) -> cap * tanh(logits / cap) in float32.
     """
@@ -429,6 +429,7 @@ class TokenwiseOps:
     rms_norm: RmsNorm
     norm_add: NormAdd
     activate: Callable[[torch.Tensor, str], torch.Tensor]
+    place: Callable[[FloatInput, torch.Tensor], None]
     embed: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = embedded
     cap: Callable[[torch.Tensor, float], torch.Tensor] = capped
 
@@ -462,13 +463,12 @@ class SamplerOps:
     """Operations on the device's rows around a forward pass: gather query tokens, draw, verify drafts, append tokens.
 
     gather, advance, last, to_host, keep: see ops.rows. verify: see ops.verify.
-    sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample. All
-        devices draw the same tokens, unless a sum of probabilities is within its rounding error of top_p.
-    draw: see ops.sample.draw_with; `sample` with the rows' noise and limits.
+    sample, sample_among, draw: see ops.sample. All devices draw the same tokens, unless a sum is within its rounding of top_p.
     """
 
-    sample: Sample = torch_sample
-    draw: DrawRows = torch_draw
+    sample: Sample = torch_sampling.sample
+    sample_among: SampleAmong = torch_sampling.sample_among
+    draw: DrawRows = torch_sampling.draw
     gather: Callable[[rows.RowState, torch.Tensor, rows.Spread | None], rows.Gathered] = rows.gather
     advance: Callable[[rows.RowState, torch.Tensor, torch.Tensor], torch.Tensor] = rows.advance
     verify: Callable[
