@@ -194,7 +194,8 @@ def random_head(folder: Path, target: LoadedModel) -> Eagle:
     device, layers = target.decoder.embedding.device, len(target.spec.layers)
     names = [f"{name}.weight" for name in ("fc", "embed_norm", "hidden_norm", "final_norm", "head")]
     ids = torch.arange(config["draft_vocab_size"], dtype=torch.int32)
-    files = HeadFiles("eagle3", spec, dict.fromkeys(names, torch.empty(0)), (2, layers // 2, layers - 3), ids)
+    taps = tuple(min(max(tap, 0), layers - 1) for tap in (2, layers // 2, layers - 3))
+    files = HeadFiles("eagle3", spec, dict.fromkeys(names, torch.empty(0)), taps, ids)
     head = EagleHead(files, target)
     for wanted in head.targets().values():
         wanted.load(0.02 * torch.randn(wanted.expected.shape, device=device))

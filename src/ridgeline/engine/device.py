@@ -173,6 +173,16 @@ class DeviceStep:
         )
         return gathered, step
 
+    def _drawn_after(self, batch: Batch) -> tuple[Gathered, StepInputs]:
+        """The query tokens from whose states a step draws, before the rows advance."""
+        if not batch.shape.chunked:
+            return self._gathered(batch, self.longest)
+        rows, nodes, count = batch.owners, batch.nodes, self._count
+        q_start, row_of = count[: len(rows) + 1], count[: len(rows)]
+        spread = None if nodes is None else Spread(nodes.number + 1, row_of, nodes.number, nodes.depth - nodes.number)
+        gathered = self.ops.sampler.gather(self.rows.state, rows, spread)
+        return gathered, StepInputs(rows, q_start, gathered.length, gathered.position, row_of, 1, self.longest)
+
     def _views(self, layers: Sequence[_Layer], slots: torch.Tensor) -> list[KvView]:
         """The KvView of each layer. slots: where the keys and values of this step are stored, by group."""
         group_slots, table = slots.unbind(0), self.rows.tables.unbind(0)
@@ -238,15 +248,15 @@ class DeviceStep:
             token of each row was drawn.
         """
         scores, pooled, draws, nodes = None, None, len(batch.owners), batch.nodes
-        states, hidden = hidden, hidden[:, : self.spec.d_model].contiguous()
+        states, hidden = hidden, self.ops.tokenwise.columns(hidden, 0, self.spec.d_model)
         if batch.scores is not None:
             (scores, pooled), hidden, states = self._score(batch.scores, hidden[draws:]), hidden[:draws], states[:draws]
         if not draws:
             return Outcome(None, None, scores, pooled=pooled), states
         drawn, logprobs = self._drawn(batch, hidden, bound, learn)
-        number, depth = (None, None) if nodes is None else (nodes.number, nodes.depth)
-        seen = DrawnTokens(self.rows.state, batch.owners, number, depth, drawn, states, self.longest)
-        self.drafter.follow(seen, self._drafter_views)
+        if self.drafter.follows:
+            gathered, step = self._drawn_after(batch)
+            self.drafter.follow(DrawnTokens(drawn, states, gathered.slots, step), self._drafter_views)
         packed, path = self._advance(batch, drawn)
         if nodes is not None and batch.ahead:
             states = self.ops.sampler.last(packed, path, states, nodes.drafted.first)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -43,6 +45,7 @@ class Decoder:
         "_build",
         "_unquantized",
         "_run",
+        "_parts",
     )
 
     def __init__(self, build: Build, max_len: int) -> None:
@@ -75,6 +78,8 @@ class Decoder:
         # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
         self._run = self._divided(self._run_layers)
+        self._parts: dict[tuple[int, int], RunLayers] = {}
+        """What runs the layers from one index to another; see `divide`."""
 
     def load_embedding(self, tensor: torch.Tensor) -> None:
         """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
@@ -123,9 +128,7 @@ class Decoder:
         return parts if len(parts) == len(self.layers) else None
 
     def _run_layers(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        for layer, view in zip(self.layers, views, strict=False):
-            stream = layer(stream, view, step)
-        return stream
+        return self._run_part(0, stream, views, step)
 
     def forward(
         self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs, wanted: torch.Tensor | None = None
@@ -165,19 +168,44 @@ class Decoder:
         wanted: torch.Tensor | None,
         taps: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` layer by layer. Returns its result, and the residual streams before the layers `taps`, [T, len(taps) d_model].
-        Taps beyond the layers, as in a decoder of `with_layers`, give the embeddings."""
-        stream = self._embed(tokens, step)
-        taken, final = dict.fromkeys(taps, stream.clone()), self.layers[-1]
+        """`forward`, with the residual streams before the layers `taps`, [T, len(taps) d_model]. `divide` was called with these.
+        Taps behind the last layer, as in a decoder of `with_layers`, are read before it."""
+        stream, last, tokenwise = self._embed(tokens, step), len(self.layers) - 1, self._build.ops.tokenwise
+
+        def run(begin: int, end: int) -> torch.Tensor:
+            program = self._parts.get((begin, end), partial(self._run_part, begin))
+            return program(stream, views[begin:end], step)
+
+        streams, begin = stream.new_empty(len(tokens), len(taps) * self.spec.d_model), 0
+        for end in sorted({*taps, last}):
+            if begin < (end := min(end, last)):
+                stream = run(begin, end)
+            for place, out in zip(taps, streams.split(self.spec.d_model, 1), strict=True):
+                if min(place, last) == end:
+                    tokenwise.place(stream, out)  # layers may overwrite the stream
+            begin = end
         restricted = None if wanted is None or len(wanted) >= len(tokens) else wanted
-        for index, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
-            if index in taken:
-                taken[index] = stream.clone()  # layers may overwrite the stream
-            stream = layer(stream, view, step, restricted if layer is final else None)
-        if restricted is None and wanted is not None:
-            stream = stream.index_select(0, wanted)
-        normed = apply_norm(self._build.normed(stream, self.final_norm), self._build.ops.tokenwise.rms_norm)
-        return normed, torch.cat([taken[tap] for tap in taps], dim=1)
+        if restricted is None:
+            stream = run(last, last + 1)
+            stream = stream if wanted is None else stream.index_select(0, wanted)
+        else:
+            stream = self.layers[last](stream, views[last], step, restricted)
+        return apply_norm(self._build.normed(stream, self.final_norm), tokenwise.rms_norm), streams
+
+    def divide(self, taps: Sequence[int]) -> None:
+        """All weights are loaded: let the operations choose programs that run the layers between `taps`."""
+        last = len(self.layers) - 1
+        for begin, end in pairwise(sorted({0, *(min(tap, last) for tap in taps), last, last + 1})):
+            parts = [layer.parts() for layer in self.layers[begin:end]]
+            known = [part for part in parts if part is not None]
+            if len(known) == len(parts):
+                self._parts[begin, end] = self._build.ops.programs.layers(known, partial(self._run_part, begin))
+
+    def _run_part(self, begin: int, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
+        """Run as many layers from `begin` on as there are views."""
+        for layer, view in zip(self.layers[begin:], views, strict=False):
+            stream = layer(stream, view, step)
+        return stream
 
     def queries(self, tokens: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> Iterator[torch.Tensor]:
         """Run the layers, and give the rotated queries [T, heads, d] of each."""
@@ -248,7 +276,7 @@ class Decoder:
         """A decoder of the layers with these indices, with shared weights, for warm-up. Its results are meaningless."""
         decoder = copy(self)
         decoder.layers = tuple(self.layers[index] for index in layers)
-        decoder._run = decoder._divided(decoder._run_layers)
+        decoder._run, decoder._parts = decoder._divided(decoder._run_layers), {}
         decoder.finish_loading()
         return decoder
 

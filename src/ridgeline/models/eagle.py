@@ -113,7 +113,8 @@ class EagleHead:
         self._layer.attention.queries(x, view, step)
 
     def next(self, tokens: Tensor, features: Tensor, view: KvView, step: StepInputs) -> Tensor:
-        """The layer's states [T, width] after pairs, which are features of the next pairs. Writes keys and values."""
+        """The layer's states [T, width] after pairs, which are features of the next pairs. Writes keys and values, and may
+        overwrite the features."""
         x, stream = self._inputs(tokens, features)
         stream = self._layer.attention(x, stream, view, step, None)
         stream = self._layer.feed_forward(self._build.normed(stream, self._layer.feed_forward_norm), stream, step)
@@ -121,16 +122,23 @@ class EagleHead:
 
     def logits(self, state: Tensor) -> Tensor:
         """Logits [T, len(ids) or vocabulary] of the token after states [T, width]."""
-        normed = state if self._files.state_first else self._norm(state, "final_norm")
-        return self._target.logits(normed) if self._head is None else self._head.weight.apply(normed)
+        normed = self._build.normed(state, None if self._files.state_first else self._norms.get("final_norm"))
+        if self._head is None:
+            return self._target.logits(apply_norm(normed, self._build.ops.tokenwise.rms_norm))
+        return self._head.weight.apply(normed)
 
     def _inputs(self, tokens: Tensor, features: Tensor) -> tuple[Activation, Tensor]:
         """Input of the layer's projections, and its residual stream [T, width]."""
-        embedded = self._norm(self._build.ops.tokenwise.embed(self._embedding, tokens, self._scale), "embed_norm")
-        normed = self._norm(features, "hidden_norm")
-        both = torch.cat((normed, embedded) if self._files.state_first else (embedded, normed), dim=1)
-        if self._files.taps:  # layers may overwrite the stream
-            return both, normed if self._files.norm_before_residual else features.clone()
+        build, norms, tokenwise = self._build, self._norms, self._build.ops.tokenwise
+        if self._files.norm_before_residual:
+            features = self._norm(features, "hidden_norm")
+        parts = [
+            build.normed(tokenwise.embed(self._embedding, tokens, self._scale), norms.get("embed_norm")),
+            build.normed(features, None if self._files.norm_before_residual else norms.get("hidden_norm")),
+        ]
+        both = tokenwise.joined(parts[::-1] if self._files.state_first else parts)
+        if self._files.taps:
+            return both, features
         stream = self.fc.weight.apply(both)
         return self._build.normed(stream, self._layer.attention_norm), stream
 

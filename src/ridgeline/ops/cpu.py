@@ -24,6 +24,7 @@ from ridgeline.ops.table import (
     TokenwiseOps,
     apply_norm,
     norm_then_add,
+    norm_then_place,
     split_heads,
 )
 
@@ -327,7 +328,7 @@ def linear_activate(x: FloatInput, packed: torch.Tensor, bias: torch.Tensor | No
     return activate(linear(x, packed, bias), kind)
 
 
-_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate)
+_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate, norm_then_place(rms_norm))
 _UNQUANTIZED = FloatOps(pack, linear, linear_add, linear_activate)
 CPU = Ops(
     name="cpu",

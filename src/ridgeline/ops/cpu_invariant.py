@@ -29,6 +29,7 @@ from ridgeline.ops.table import (
     TokenwiseOps,
     apply_norm,
     norm_then_add,
+    norm_then_place,
     split_heads,
 )
 
@@ -144,7 +145,7 @@ def sample(
     )
 
 
-_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate)
+_TOKENWISE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate, norm_then_place(rms_norm))
 _UNQUANTIZED = FloatOps(cpu.pack, linear, linear_add, linear_activate)
 CPU_INVARIANT = Ops(
     name="cpu, batch-invariant",

@@ -52,6 +52,7 @@ from ridgeline.ops.table import (
     apply_norm,
     embedded,
     norm_then_add,
+    norm_then_place,
     split_heads,
 )
 
@@ -80,6 +81,27 @@ class NativeOps:
         out, size = torch.empty_like(x), x.shape[-1]
         kernels.norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, offset)
         return out
+
+    def place(self, x: FloatInput, out: torch.Tensor) -> None:
+        """See TokenwiseOps."""
+        norm, source = (x, x.x) if isinstance(x, Normed) else (None, x)
+        kernels, (rows, size) = self._kernels.get(source.dtype), source.shape
+        weight = None if norm is None else norm.weight
+        tensors = [tensor for tensor in (source, out, weight) if tensor is not None]
+        if kernels is None or any(tensor.dtype is not out.dtype or tensor.stride(-1) != 1 for tensor in tensors):
+            return norm_then_place(self.rms_norm)(x, out)
+        kernels.place(
+            source.data_ptr(),
+            0 if weight is None else weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            source.stride(0),
+            out.stride(0),
+            0.0 if norm is None else norm.eps,
+            norm is not None and norm.offset,
+        )
+        return None
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
         """See TokenwiseOps."""
@@ -263,6 +285,7 @@ class NativeOps:
         position: torch.Tensor,
         purpose: Purpose = Purpose.TOKEN,
         limits: Limits | None = None,
+        ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ops.sample.sample."""
         logits = logits.float()
@@ -274,7 +297,8 @@ class NativeOps:
         tensors = (logits, temperature, key, position, *limit_tensors)
         strides = (ctypes.c_int64 * len(tensors))(*(0 if tensor is None else tensor.stride(0) for tensor in tensors))
         pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        self._sample(*pointers, tokens.data_ptr(), rows, vocab, strides, int(purpose), 0)
+        names = 0 if ids is None else ids.data_ptr()
+        self._sample(*pointers, tokens.data_ptr(), rows, vocab, strides, int(purpose), names)
         return tokens
 
     def layers(self, parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
@@ -396,7 +420,7 @@ def load(folder: Path | None = None, fixed: bool = False) -> tuple[Ops | None, s
 def _table(library: Library, fixed: bool) -> Ops:
     arena = Arena(library)
     ops, rows = NativeOps(library, arena, fixed), NativeRows(library)
-    tokenwise = TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.embed)
+    tokenwise = TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.place, ops.embed)
     unquantized = FloatOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate, ops.pack_pruned)
     integers = partial(int_ops, library, arena, tokenwise, unquantized)
     integer = integers()

@@ -33,6 +33,7 @@ from ridgeline.ops.table import (
     TokenwiseOps,
     apply_norm,
     norm_then_add,
+    norm_then_place,
     split_heads,
 )
 
@@ -426,7 +427,7 @@ def mixed_inputs(
     return IntOps(integer.pack, linear, linear, linear_activate)
 
 
-TOKENWISE_REFERENCE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate)
+TOKENWISE_REFERENCE = TokenwiseOps(rms_norm, norm_then_add(rms_norm), activate, norm_then_place(rms_norm))
 FLOAT_REFERENCE = FloatOps(pack, linear, linear_add, linear_activate)
 REFERENCE = Ops(
     name="reference",

@@ -55,6 +55,7 @@ def sample(
     position: torch.Tensor,
     purpose: Purpose = Purpose.TOKEN,
     limits: Limits | None = None,
+    ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw tokens int32 [N].
 
@@ -64,13 +65,14 @@ def sample(
         key: int32 [N, 2], see noise.row_key.
         position: int32 [N], place in the request of the token to be drawn.
         limits: None: all tokens are allowed.
+        ids: int32 [V], the tokens of the logits; None: their indices. The noise is that of the token.
     """
     if logits.device.type == "cpu" and not temperature.any():
-        return greedy(logits)
+        return _named(greedy(logits), ids)
     keys = draw_key(key, position, purpose)
     cold = temperature.neg().unsqueeze(1)
     n_rows, vocab = logits.shape
-    tokens = torch.arange(vocab, dtype=torch.int32, device=logits.device)
+    tokens = torch.arange(vocab, dtype=torch.int32, device=logits.device) if ids is None else ids
     piece = max(1, _IN_CACHE // vocab) if logits.device.type == "cpu" else max(1, n_rows)
     drawn = []
     for at in range(0, n_rows, piece):
@@ -78,7 +80,11 @@ def sample(
         part_logits = logits[part] if limits is None else within(logits[part], temperature[part], limits.of(part))
         noise = exponential(keys[part], tokens).log_()
         drawn.append(greedy(torch.addcmul(part_logits.float(), cold[part], noise, out=noise)))
-    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+    return _named(drawn[0] if len(drawn) == 1 else torch.cat(drawn), ids)
+
+
+def _named(index: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    return index if ids is None else ids.index_select(0, index)
 
 
 DrawRows = Callable[[RowState, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -422,6 +422,7 @@ class TokenwiseOps:
     norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..): the end of a block with a post norm. May overwrite
         the stream.
     activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
+    place(x [T, D], out [T, D]): write x, normed if it is Normed, to columns of a wider matrix.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.
     cap(logits [N, V], cap) -> cap * tanh(logits / cap) in float32.
     """
@@ -429,8 +430,26 @@ class TokenwiseOps:
     rms_norm: RmsNorm
     norm_add: NormAdd
     activate: Callable[[torch.Tensor, str], torch.Tensor]
+    place: Callable[[FloatInput, torch.Tensor], None]
     embed: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = embedded
     cap: Callable[[torch.Tensor, float], torch.Tensor] = capped
+
+    def joined(self, parts: Sequence[FloatInput]) -> torch.Tensor:
+        """The parts [T, ..] side by side, each normed if it is Normed."""
+        tensors = [part.x if isinstance(part, Normed) else part for part in parts]
+        out, begin = tensors[0].new_empty(len(tensors[0]), sum(tensor.shape[1] for tensor in tensors)), 0
+        for part, tensor in zip(parts, tensors, strict=True):
+            self.place(part, out[:, begin : begin + tensor.shape[1]])
+            begin += tensor.shape[1]
+        return out
+
+    def columns(self, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Columns of x [T, D], contiguous; x itself if these are all."""
+        if end - begin == x.shape[1]:
+            return x
+        out = x.new_empty(len(x), end - begin)
+        self.place(x[:, begin:end], out)
+        return out
 
 
 def norm_then_add(rms_norm: RmsNorm) -> NormAdd:
@@ -440,6 +459,15 @@ def norm_then_add(rms_norm: RmsNorm) -> NormAdd:
         return stream + rms_norm(x, weight, eps, offset)
 
     return norm_add
+
+
+def norm_then_place(rms_norm: RmsNorm) -> Callable[[FloatInput, torch.Tensor], None]:
+    """TokenwiseOps.place as two operations."""
+
+    def place(x: FloatInput, out: torch.Tensor) -> None:
+        out.copy_(apply_norm(x, rms_norm))
+
+    return place
 
 
 class Sample(Protocol):
@@ -453,6 +481,7 @@ class Sample(Protocol):
         position: torch.Tensor,
         purpose: Purpose,
         limits: Limits | None = None,
+        ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draw a token from each row of `logits`."""
 
@@ -462,8 +491,8 @@ class SamplerOps:
     """Operations on the device's rows around a forward pass: gather query tokens, draw, verify drafts, append tokens.
 
     gather, advance, last, to_host, keep: see ops.rows. verify: see ops.verify.
-    sample(logits [N, V], temperature, key, position, purpose, limits or None) -> tokens int32 [N]: see ops.sample.sample. All
-        devices draw the same tokens, unless a sum of probabilities is within its rounding error of top_p.
+    sample(logits [N, V], temperature, key, position, purpose, limits, ids) -> tokens int32 [N]: see ops.sample.sample. All devices
+        draw the same tokens, unless a sum of probabilities is within its rounding error of top_p.
     draw: see ops.sample.draw_with; `sample` with the rows' noise and limits.
     """
 

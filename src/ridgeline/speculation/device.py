@@ -67,42 +67,37 @@ class QueryTokens:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """Tokens int32 [N] that a step drew, one after the last known token of each row that draws and after each node of its draft,
-    before the rows advance. rows: int32 [N], the device row of each. number, depth: int32 [N], index among the nodes of the row and
-    level in the tree; None without drafts. states: [N, W], as in DraftRows.hidden. longest: most slots of a row."""
+    """Tokens int32 [N] that a step drew, one after the last known token of each row that draws and after each node of its draft.
+    states: [N, W], as in DraftRows.hidden. slots: int64 [groups, N] of the tokens with these states. step: of these tokens."""
 
-    state: RowState
-    rows: torch.Tensor
-    number: torch.Tensor | None
-    depth: torch.Tensor | None
     tokens: torch.Tensor
     states: torch.Tensor
-    longest: int
+    slots: torch.Tensor
+    step: StepInputs
 
 
-def draw_draft(
-    ops: Ops,
-    draft_rows: DraftRows | ChainStart,
-    logits: torch.Tensor,
-    place: torch.Tensor,
-    ids: torch.Tensor | None,
-    vocab: int,
-) -> torch.Tensor:
-    """Sample a draft token for each row, int32 [S], with the same noise as the target at place int32 [S].
+class DraftDraws:
+    """Draws the draft tokens of rows, with the noise of the target.
 
-    Args:
-        logits: [S, N].
-        ids: int32 [N], the tokens of the logits; None: all `vocab` tokens.
+    ids: int32 [N], the tokens of the logits; None: their indices.
     """
-    if draft_rows.greedy:
-        token = greedy(logits)
-        return token if ids is None else ids.index_select(0, token)
-    if ids is not None:
-        # Noise depends on the token id, so logits are scattered to the full vocabulary to use the target's noise.
-        full_logits = logits.new_full((len(logits), vocab), float("-inf"))
-        logits = full_logits.index_copy_(1, ids.long(), logits)
-    key = draft_rows.state.ints.index_select(0, draft_rows.rows)[:, Int.KEY : Int.KEY + 2]
-    return ops.sampler.sample(logits, draft_rows.temperature, key, place, Purpose.TOKEN)
+
+    def __init__(
+        self, ops: Ops, draft_rows: DraftRows | ChainStart, known: torch.Tensor, ids: torch.Tensor | None
+    ) -> None:
+        self._ops, self._known, self._ids, self._greedy = ops, known, ids, draft_rows.greedy
+        if not draft_rows.greedy:
+            self._temperature = draft_rows.temperature
+            ints = draft_rows.state.ints.index_select(0, draft_rows.rows)
+            self._key = ints[:, Int.KEY : Int.KEY + 2]
+
+    def __call__(self, logits: torch.Tensor, node: int) -> torch.Tensor:
+        """The tokens int32 [S] after the first `node` nodes, from logits [S, N]."""
+        if self._greedy:
+            token = greedy(logits)
+            return token if self._ids is None else self._ids.index_select(0, token)
+        place = self._known + node if node else self._known
+        return self._ops.sampler.sample(logits, self._temperature, self._key, place, Purpose.TOKEN, None, self._ids)
 
 
 class DeviceDrafter:
@@ -116,6 +111,8 @@ class DeviceDrafter:
     """Parents of the largest draft's nodes; a smaller draft is a prefix. Empty: chains."""
     catches_up = False
     """It reads tokens that rows gained while drafting was off, from their ids alone."""
+    follows = False
+    """`follow` is called in every step."""
     extra = 0
     """Elements that `states` appends to the hidden state of each token."""
 
@@ -142,7 +139,7 @@ class DeviceDrafter:
         """Read query tokens of a step with a prompt chunk, or tokens gained while drafting was off."""
 
     def follow(self, drawn: DrawnTokens, views: Views) -> None:
-        """Observe the tokens that a step drew and the states from which it drew them. Called in every step."""
+        """Observe the tokens that a step drew and the states from which it drew them."""
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Observe the target's logits [N, V], which predict the tokens at places int32 [N] of device rows int32 [N]."""

@@ -17,7 +17,7 @@ from ridgeline.models.build import LoadedModel
 from ridgeline.ops.rows import Int, Spread
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import ChainParts, ChainStart, LastTokens, RunChain
-from ridgeline.speculation.device import DeviceDrafter, DraftRows, QueryTokens, Views, draw_draft
+from ridgeline.speculation.device import DeviceDrafter, DraftDraws, DraftRows, QueryTokens, Views
 
 _UNREAD = 2
 """Tokens that the draft model has not read if its whole draft was accepted: the last node, and the token drawn after it."""
@@ -77,18 +77,13 @@ class DraftModel(DeviceDrafter):
         """Draft the chain operation by operation, on any device."""
         state, rows, hidden = start.state, start.rows, self._catch_up(start, views)
         row_of = start.last.q_start // _UNREAD
+        draw = DraftDraws(self._ops, start, state.ints[:, Int.KNOWN].index_select(0, rows), self._ids)
         for node in range(start.count):
-            self._ops.sampler.advance(state, rows, self._draw(start, hidden))
+            self._ops.sampler.advance(state, rows, draw(self._decoder.logits(hidden), node))
             if node + 1 < start.count:
                 gathered = self._ops.sampler.gather(state, rows, None)
                 step = StepInputs(rows, row_of, gathered.length, gathered.position, row_of[:-1], 1, start.longest)
                 hidden = self._decoder.forward(gathered.tokens, views(gathered.slots), step)
-
-    def _draw(self, start: ChainStart, hidden: torch.Tensor) -> torch.Tensor:
-        """The next token of each row, int32 [S]."""
-        known = start.state.ints[:, Int.KNOWN].index_select(0, start.rows)
-        logits = self._decoder.logits(hidden)
-        return draw_draft(self._ops, start, logits, known, self._ids, self._decoder.spec.vocab_size)
 
     def _catch_up(self, start: ChainStart, views: Views) -> torch.Tensor:
         """Read the last tokens of each row. Returns the hidden states of the last one, [S, d_model]."""

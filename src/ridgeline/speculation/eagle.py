@@ -19,19 +19,27 @@ from torch import Tensor
 from ridgeline.models.build import LoadedModel
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.eagle import EagleHead
-from ridgeline.ops.rows import Int, Spread
+from ridgeline.ops.rows import Int
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.speculation.device import DeviceDrafter, DraftRows, DrawnTokens, QueryTokens, Views, draw_draft
+from ridgeline.speculation.device import DeviceDrafter, DraftDraws, DraftRows, DrawnTokens, QueryTokens, Views
+
+_NEVER = 1 << 29
+"""Tokens that no request has."""
 
 
 class Eagle(DeviceDrafter):
     """Drafts chains with a loaded head."""
 
+    follows = True
+
     def __init__(self, head: EagleHead, target: LoadedModel) -> None:
-        self.head, self._ops, self._vocab = head, target.ops, target.spec.vocab_size
+        self.head, self._ops = head, target.ops
         self._taps, self._d_model = head.taps, target.spec.d_model
         self.layers, self.extra = head.spec.layers, head.width * bool(head.taps)
         self.work = head.work()
+        self._steps: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
+        if head.taps:
+            target.decoder.divide(head.taps)
 
     def states(
         self, target: Decoder, tokens: Tensor, views: Sequence[KvView], step: StepInputs, wanted: Tensor | None
@@ -41,7 +49,8 @@ class Eagle(DeviceDrafter):
             return features if wanted is None else features.index_select(0, wanted), features
         hidden, streams = target.tapped(tokens, views, step, wanted, self._taps)
         features = self.head.fuse(streams)
-        return torch.cat((hidden, features if wanted is None else features.index_select(0, wanted)), dim=1), features
+        drawn = features if wanted is None else features.index_select(0, wanted)
+        return self._ops.tokenwise.joined((hidden, drawn)), features
 
     def read(self, query: QueryTokens, views: Views) -> None:
         """Write the pairs of query tokens and the tokens after them. Those of drawn tokens are written again by `follow`."""
@@ -55,36 +64,35 @@ class Eagle(DeviceDrafter):
         )
 
     def follow(self, drawn: DrawnTokens, views: Views) -> None:
-        rows, count = drawn.rows, torch.arange(len(drawn.rows) + 1, dtype=torch.int32, device=drawn.rows.device)
-        spread = None
-        if drawn.number is not None and drawn.depth is not None:
-            spread = Spread(drawn.number + 1, count[:-1], drawn.number, drawn.depth - drawn.number)
-        gathered = self._ops.sampler.gather(drawn.state, rows, spread)
-        step = StepInputs(rows, count, gathered.length, gathered.position, count[:-1], 1, drawn.longest)
-        [view] = views(gathered.slots)
-        self.head.write(drawn.tokens, self._features(drawn.states), view, step)
+        [view] = views(drawn.slots)
+        self.head.write(drawn.tokens, self._features(drawn.states), view, drawn.step)
 
     def draft(self, draft_rows: DraftRows, count: int, views: Views) -> None:
         """Draft node by node: each pass writes one pair and draws the token after it."""
-        rows, known, before = draft_rows.rows, draft_rows.known, draft_rows.state
-        number = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        state = replace(before, ints=before.ints.clone())
-        state.ints[0, : Int.KNOWN] = 1  # the scratch row (padding) has no token before its next one
-        token = before.tokens.view(-1).index_select(0, rows * before.tokens.shape[1] + known - 1)
-        features, drafted = self._features(draft_rows.hidden), []
+        rows, before, sampler = draft_rows.rows, draft_rows.state, self._ops.sampler
+        kept, back, number = self._start(before.ints, len(rows))
+        state = replace(before, ints=torch.addcmul(back, before.ints, kept))
+        token, features = sampler.gather(before, rows, None).tokens, self._features(draft_rows.hidden)
+        draw = DraftDraws(self._ops, draft_rows, draft_rows.known, self.head.ids)
         for node in range(count):
-            at = torch.full_like(rows, node)
-            gathered = self._ops.sampler.gather(state, rows, Spread(at, number[:-1], at - 1))
+            gathered = sampler.gather(state, rows, None)
             step = StepInputs(rows, number, gathered.length, gathered.position, number[:-1], 1, draft_rows.longest)
             [view] = views(gathered.slots)
             features = self.head.next(token, features, view, step)
-            logits = self.head.logits(features)
-            token = draw_draft(self._ops, draft_rows, logits, known + node, self.head.ids, self._vocab)
-            drafted.append(token)
-        draft_rows.write(
-            known.unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=rows.device), torch.stack(drafted, 1)
-        )
+            token = draw(self.head.logits(features), node)
+            sampler.advance(state, rows, token)
+
+    def _start(self, ints: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What the row table is multiplied with and what is added before drafting, and numbers from 0 to `count`. The last pair is
+        read again, and no row ends. The scratch row (padding) stays. Cached: the run before a graph capture creates them."""
+        key = (*ints.shape, count)
+        if key not in self._steps:
+            kept, back = torch.ones_like(ints), torch.zeros_like(ints)
+            kept[1:, Int.DONE] = 0
+            back[1:, : Int.KNOWN], back[1:, Int.LIMIT], back[1:, Int.MIN_TOKENS] = -1, _NEVER, _NEVER
+            self._steps[key] = kept, back, torch.arange(count + 1, dtype=torch.int32, device=ints.device)
+        return self._steps[key]
 
     def _features(self, states: Tensor) -> Tensor:
         """What `states` gave for the head, [N, width]."""
-        return states[:, self._d_model :].contiguous() if self._taps else states
+        return self._ops.tokenwise.columns(states, self._d_model, states.shape[1]) if self._taps else states

@@ -33,7 +33,7 @@ from ridgeline.ops.reference import int_dequantized, rotate
 from ridgeline.ops.rows import Int
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import DraftCut, IntMatrix, Normed, Ops, RecurrentParts, RunRecurrent
-from ridgeline.speculation.device import DeviceDrafter, DraftRows, Views, draw_draft
+from ridgeline.speculation.device import DeviceDrafter, DraftDraws, DraftRows, Views
 from ridgeline.speculation.heads import Candidate, read_accuracies
 
 MATRICES = ("mix", "query", "out", "gate_up", "down", "head")
@@ -217,6 +217,7 @@ class Recurrent(DeviceDrafter):
         """Draft eagerly, one parent after the other: compute its state and draw its children's tokens from it."""
         known, nodes = draft_rows.known, self._nodes[:count]
         last = draft_rows.rows * draft_rows.state.tokens.shape[1] + known - 1
+        draw = DraftDraws(self._ops, draft_rows, known, self._ids)
         states, tokens = {-2: draft_rows.hidden}, {-1: draft_rows.state.tokens.view(-1).index_select(0, last)}
         for above in dict.fromkeys(node.parent for node in nodes):
             depth = 0 if above < 0 else nodes[above].head + 1
@@ -225,7 +226,7 @@ class Recurrent(DeviceDrafter):
             logits = self._ops.matmul.unquantized.linear(states[above], self._matrices["head"], None)
             children = {node.rank: at for at, node in enumerate(nodes) if node.parent == above}
             for rank in range(max(children) + 1):
-                token = draw_draft(self._ops, draft_rows, logits, known + depth, self._ids, self._spec.vocab_size)
+                token = draw(logits, depth)
                 logits = logits.masked_fill(self._ids == token.unsqueeze(1), float("-inf"))
                 if rank in children:
                     tokens[children[rank]] = token

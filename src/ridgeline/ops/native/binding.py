@@ -115,7 +115,7 @@ class Kernels:
 
     linear(x, packed, bias or 0, added or 0, out, m, n, k, gate or 0, norm or 0, eps, offset, fixed): see problem.h.
     pack(weight, packed, n, k). embed(table, ids, out, rows, n, scale). norm(x, weight, out, rows, n, eps, offset).
-    activate(gate_up, out, rows, n, gate).
+    place(x, weight or 0, out, rows, n, x_stride, out_stride, eps, offset). activate(gate_up, out, rows, n, gate).
     qkv_write(view, qkv, out, cache, cos_sin, q_norm or 0, k_norm or 0, heads, kv_heads, half, eps, offset).
     attention(view, q, out, cache, heads, q_stride, lse or 0).
     layers(layers, n, views, caches, stream, tokens, d_model).
@@ -128,6 +128,7 @@ class Kernels:
     pack: Any
     embed: Any
     norm: Any
+    place: Any
     activate: Any
     qkv_write: Any
     attention: Any
@@ -144,6 +145,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float, c_int),
     "embed": (*[c_void_p] * 3, *[c_int64] * 2, c_float),
     "norm": (*[c_void_p] * 3, *[c_int64] * 2, c_float, c_float),
+    "place": (*[c_void_p] * 3, *[c_int64] * 4, c_float, c_float),
     "activate": (*[c_void_p] * 2, *[c_int64] * 2, c_int),
     "qkv_write": (*[c_void_p] * 7, *[c_int64] * 3, c_float, c_float),
     "attention": (*[c_void_p] * 4, *[c_int64] * 2, c_void_p),
@@ -156,7 +158,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """Argument types of the functions that steps call."""
 # These take microseconds and keep the GIL, because releasing and acquiring it would cost more.
-_BRIEF = frozenset({"embed", "norm", "activate", "qkv_write"})
+_BRIEF = frozenset({"embed", "norm", "place", "activate", "qkv_write"})
 
 
 @dataclass(frozen=True, slots=True)

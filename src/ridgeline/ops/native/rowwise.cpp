@@ -21,6 +21,17 @@ template <class T> void norm(const T* x, T* out, index rows, index n, const Norm
     for (index row = 0; row < rows; ++row) norm_row(x + row * n, out + row * n, n, norm);
 }
 
+// Rows to columns of a wider matrix, normed if the norm has weights.
+template <class T>
+void place(const T* x, T* out, index rows, index n, index x_step, index out_step, const Norm<T>& norm) {
+#pragma omp parallel for num_threads(threads_for(rows * n, ELEMENTS_PER_THREAD))
+    for (index row = 0; row < rows; ++row)
+        if (norm.weight)
+            norm_row(x + row * x_step, out + row * out_step, n, norm);
+        else
+            std::copy_n(x + row * x_step, n, out + row * out_step);
+}
+
 // Rows of a table, times `scale`.
 template <class T> void embed(const T* table, const std::int32_t* ids, T* out, index rows, index n, float scale) {
 #pragma omp parallel for num_threads(threads_for(rows * n, ELEMENTS_PER_THREAD))
@@ -63,6 +74,10 @@ RIDGELINE_API const char* rl_compiler() { return __VERSION__; }
                                         float offset) {                                                                  \
         norm(x, out, rows, n, Norm<T>{weight, eps, offset});                                                             \
     }                                                                                                                    \
+    RIDGELINE_API void rl_place_##SUFFIX(const T* x, const T* weight, T* out, index rows, index n, index x_step,          \
+                                         index out_step, float eps, float offset) {                                     \
+        place(x, out, rows, n, x_step, out_step, Norm<T>{weight, eps, offset});                                          \
+    }                                                                                                                    \
     RIDGELINE_API void rl_embed_##SUFFIX(const T* table, const std::int32_t* ids, T* out, index rows, index n,           \
                                          float scale) {                                                                 \
         embed(table, ids, out, rows, n, scale);                                                                         \
@@ -80,6 +95,8 @@ RIDGELINE_ROWWISE(bf16, bf16)
 RIDGELINE_ROWWISE(float, f32)
 RIDGELINE_REPLAYABLE(rl_norm_bf16)
 RIDGELINE_REPLAYABLE(rl_norm_f32)
+RIDGELINE_REPLAYABLE(rl_place_bf16)
+RIDGELINE_REPLAYABLE(rl_place_f32)
 RIDGELINE_REPLAYABLE(rl_embed_bf16)
 RIDGELINE_REPLAYABLE(rl_embed_f32)
 RIDGELINE_REPLAYABLE(rl_activate_bf16)

@@ -27,7 +27,7 @@ LOOK_WARPS = 8
 _SPECIAL = {
     "do_not_specialize": ["position_stride", "top_k_stride", "top_p_stride", "min_p_stride"],
     "do_not_specialize_on_alignment": [
-        f"{name}_ptr" for name in ("owner", "temperature", "key", "position", "depth", "top_k", "top_p", "min_p")
+        f"{name}_ptr" for name in ("owner", "temperature", "key", "position", "depth", "ids", "top_k", "top_p", "min_p")
     ],
 }
 
@@ -56,6 +56,7 @@ def _draw_kernel(
     key_ptr,
     position_ptr,
     depth_ptr,
+    ids_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
@@ -75,6 +76,7 @@ def _draw_kernel(
     purpose: tl.constexpr,
     OWNED: tl.constexpr,
     HAS_DEPTH: tl.constexpr,
+    HAS_IDS: tl.constexpr,
     LIMITED: tl.constexpr,
     LIBRARY_LOG: tl.constexpr,
     PDL: tl.constexpr,
@@ -82,7 +84,8 @@ def _draw_kernel(
     """Best token of one block of the vocabulary for one row per program; the grid is [rows, blocks]. For a row with limits also the
     largest logit of each run, and with top_p the run's mass relative to its largest logit.
 
-    OWNED: temperature, key, position and limits are at index owner[row]. HAS_DEPTH: depth is added to the position.
+    OWNED: temperature, key, position and limits are at index owner[row]. HAS_DEPTH: depth is added to the position. HAS_IDS: the
+    noise of index i is that of token ids[i].
     """
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -110,7 +113,10 @@ def _draw_kernel(
     if temperature > 0.0:
         place = _place(position_ptr, depth_ptr, row, owner, position_stride, HAS_DEPTH)
         first, second = draw_key(key_ptr + owner * key_stride, place, purpose)
-        logit = score(logit, token, first, second, temperature, LIBRARY_LOG)
+        name = token
+        if HAS_IDS:
+            name = tl.load(ids_ptr + token, mask=inside, other=0)
+        logit = score(logit, name, first, second, temperature, LIBRARY_LOG)
     # The index of the maximum is found at the end. Carrying it through all comparisons took a seventh of the time.
     best = tl.max(logit, 0)
     tl.store(best_ptr + at, best)
@@ -125,6 +131,7 @@ def _best_kernel(
     key_ptr,
     position_ptr,
     depth_ptr,
+    ids_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
@@ -147,6 +154,7 @@ def _best_kernel(
     purpose: tl.constexpr,
     OWNED: tl.constexpr,
     HAS_DEPTH: tl.constexpr,
+    HAS_IDS: tl.constexpr,
     LIMITED: tl.constexpr,
     LIBRARY_LOG: tl.constexpr,
     PDL: tl.constexpr,
@@ -198,13 +206,15 @@ def _best_kernel(
                 vocab,
                 LIBRARY_LOG,
             )
+    if HAS_IDS:
+        token = tl.load(ids_ptr + token)
     tl.store(out_ptr + row, token)
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
     """Parameters of the draws of logits [N, V]. temperature float32, key int32 [R, 2], position int32 and limits belong to each
-    row, or to its owner, int32 [N]. depth: int32 [N], see _draw_kernel."""
+    row, or to its owner, int32 [N]. depth: int32 [N], see _draw_kernel. ids: int32 [V], see ops.sample.sample; without limits."""
 
     temperature: torch.Tensor
     key: torch.Tensor
@@ -212,6 +222,7 @@ class _Draws:
     limits: Limits | None = None
     owner: torch.Tensor | None = None
     depth: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
     def tokens(self, logits: torch.Tensor, purpose: int) -> torch.Tensor:
         """Drawn tokens, int32 [N]."""
@@ -227,8 +238,8 @@ class _Draws:
         if self.limits is not None:
             tops = torch.empty((rows, runs), dtype=torch.float32, device=device)
             sums, listed = torch.empty_like(tops), torch.empty_like(tops, dtype=torch.int32)
-        owner, depth = (out if tensor is None else tensor for tensor in (self.owner, self.depth))
-        of_rows = (self.temperature, self.key, self.position, depth, few.top_k, few.top_p, few.min_p)
+        owner, depth, ids = (out if tensor is None else tensor for tensor in (self.owner, self.depth, self.ids))
+        of_rows = (self.temperature, self.key, self.position, depth, ids, few.top_k, few.top_p, few.min_p)
         strides = [
             tensor.stride(0) for tensor in (self.temperature, self.key, self.position, few.top_k, few.top_p, few.min_p)
         ]
@@ -236,6 +247,7 @@ class _Draws:
             "purpose": int(purpose),
             "OWNED": self.owner is not None,
             "HAS_DEPTH": self.depth is not None,
+            "HAS_IDS": self.ids is not None,
             "LIMITED": self.limits is not None,
             "LIBRARY_LOG": device.type != "cuda" or torch.version.cuda is None,
             **overlap(device),
@@ -279,10 +291,11 @@ def sample(
     position: torch.Tensor,
     purpose: int,
     limits: Limits | None = None,
+    ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """logits [N, V] of any float dtype, -inf where masked; temperature float32 [N], 0 is greedy; key int32 [N, 2]
-    (ops.noise.row_key); position int32 [N] -> tokens int32 [N]."""
-    return _Draws(temperature, key, position, limits).tokens(logits, purpose)
+    (ops.noise.row_key); position int32 [N]; ids int32 [V] or None, see ops.sample.sample -> tokens int32 [N]."""
+    return _Draws(temperature, key, position, limits, ids=ids).tokens(logits, purpose)
 
 
 def draw(

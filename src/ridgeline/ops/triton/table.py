@@ -22,7 +22,7 @@ from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import TritonExperts
 from ridgeline.ops.triton.launch import gluon
 from ridgeline.ops.triton.linears import FP8_TRITON, INT_TRITON, UNQUANTIZED, W8A8_TRITON
-from ridgeline.ops.triton.norm import norm_add, rms_norm
+from ridgeline.ops.triton.norm import norm_add, place, rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.rows import advance, from_host, gather, to_host
 from ridgeline.ops.triton.sample import draw, sample
@@ -37,7 +37,7 @@ def layers(parts: Sequence[LayerParts], run: RunLayers) -> RunLayers:
     return run if module is None or not module.knows(parts) else module.OneToken(parts, run)
 
 
-TOKENWISE = TokenwiseOps(rms_norm, norm_add, activate, cap=capped)
+TOKENWISE = TokenwiseOps(rms_norm, norm_add, activate, place, cap=capped)
 TRITON = Ops(
     name="triton",
     tokenwise=TOKENWISE,
