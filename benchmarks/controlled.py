@@ -49,7 +49,6 @@ from ridgeline.speculation.state import DraftLimits
 from ridgeline.wire.messages import StepStats
 
 NODES = 4
-OUTPUT = 257
 PLACES = 2048
 
 
@@ -147,7 +146,7 @@ class Engine:
         drafts = Speculator(None, self.traits, Controller(sizes, fixed), DraftLimits(build.LOGIT_ROWS))
         scheduler._speculation = drafts if sizes[-1] else NO_SPECULATION
 
-    def decode(self, batch: int, prompt: int, repeats: int, output: int = OUTPUT) -> Decoded:
+    def decode(self, batch: int, prompt: int, repeats: int, output: int = 257) -> Decoded:
         """Medians of `repeats` runs, after one that is not looked at."""
         results = []
         for _ in range(repeats + 1):
@@ -241,6 +240,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--draft-batches", default="", help="those of the real draft model; empty: the same")
     parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=257)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cache-gib", type=float, default=20)
     parser.add_argument("--commit", default="")
@@ -295,12 +295,12 @@ def measured(
     ways += [("fixed", (0, NODES), True, share) for share in acceptances]
     ways += [("adapted", (0, 1, 2, 3, 4), False, share) for share in (*acceptances, 0.05)]
     engine.use((0,), fixed=False, share=0.0)
-    own = engine.decode(batch, args.prompt, args.repeats)
+    own = engine.decode(batch, args.prompt, args.repeats, args.output)
     known = free.setdefault(batch, Free(own, {}))
     plain, rows = known.plain, []
     for way, sizes, fixed, share in ways:
         engine.use(sizes, fixed=fixed, share=share)
-        decoded, nodes = engine.decode(batch, args.prompt, args.repeats), sizes[-1]
+        decoded, nodes = engine.decode(batch, args.prompt, args.repeats, args.output), sizes[-1]
         step_ms = decoded.gained * batch / decoded.tok_s * 1000
         if fixed and name == "free":
             known.step_ms[nodes] = step_ms
@@ -308,7 +308,7 @@ def measured(
         row = {
             "row": f"h200-{name}-{way}-{share}{few}-b{batch}",
             "drafter": f"{name}, acceptance {share}, {way} K = {nodes}",
-            "work": f"{args.prompt} + {OUTPUT} tokens",
+            "work": f"{args.prompt} + {args.output} tokens",
             "temperature": 1.0,
             "batch": batch,
             "tok_s": round(decoded.tok_s, 1),

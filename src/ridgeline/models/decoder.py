@@ -171,31 +171,26 @@ class Decoder:
         """`forward`, with the residual streams before the layers `taps`, [T, len(taps) d_model]. `divide` was called with these.
         Taps behind the last layer, as in a decoder of `with_layers`, are read before it."""
         stream, last, tokenwise = self._embed(tokens, step), len(self.layers) - 1, self._build.ops.tokenwise
-
-        def run(begin: int, end: int) -> torch.Tensor:
-            program = self._parts.get((begin, end), partial(self._run_part, begin))
-            return program(stream, views[begin:end], step)
-
-        streams, begin = stream.new_empty(len(tokens), len(taps) * self.spec.d_model), 0
-        for end in sorted({*taps, last}):
-            if begin < (end := min(end, last)):
-                stream = run(begin, end)
-            for place, out in zip(taps, streams.split(self.spec.d_model, 1), strict=True):
-                if min(place, last) == end:
-                    tokenwise.place(stream, out)  # layers may overwrite the stream
-            begin = end
         restricted = None if wanted is None or len(wanted) >= len(tokens) else wanted
-        if restricted is None:
-            stream = run(last, last + 1)
-            stream = stream if wanted is None else stream.index_select(0, wanted)
-        else:
+        streams, begin = stream.new_empty(len(tokens), len(taps) * self.spec.d_model), 0
+        known = [min(tap, last) for tap in taps]
+        for end in sorted({*known, last + (restricted is None)}):
+            if begin < end:
+                program = self._parts.get((begin, end), partial(self._run_part, begin))
+                stream, begin = program(stream, views[begin:end], step), end
+            for tap, out in zip(known, streams.split(self.spec.d_model, 1), strict=True):
+                if tap == end:
+                    tokenwise.place(stream, out)  # layers may overwrite the stream
+        if restricted is not None:
             stream = self.layers[last](stream, views[last], step, restricted)
+        elif wanted is not None:
+            stream = stream.index_select(0, wanted)
         return apply_norm(self._build.normed(stream, self.final_norm), tokenwise.rms_norm), streams
 
     def divide(self, taps: Sequence[int]) -> None:
         """All weights are loaded: let the operations choose programs that run the layers between `taps`."""
         last = len(self.layers) - 1
-        for begin, end in pairwise(sorted({0, *(min(tap, last) for tap in taps), last, last + 1})):
+        for begin, end in pairwise(sorted({0, *(min(tap, last) for tap in taps), last + 1})):
             parts = [layer.parts() for layer in self.layers[begin:end]]
             known = [part for part in parts if part is not None]
             if len(known) == len(parts):
