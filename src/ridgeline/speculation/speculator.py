@@ -191,7 +191,8 @@ class Speculator(Speculation):
         active = bool(nodes or plan.ahead or called or plan.drafts)
         if device is not None and (active or device.reads_tokens):
             self._offer(plan, requests, device)
-        if rows and not (active or waiting or plan.joins or self.slots_ahead):
+        counts = device is not None and device.reads_tokens
+        if rows and not (active or waiting or plan.joins or counts):
             self._idle_steps = self._controller.idle_steps(rows, host=self._host is not None, device=device is not None)
             self.idle = self._idle_steps > 0
         return StepDrafts(nodes, called, active or self._rows > rows, self._rows)

@@ -23,7 +23,7 @@ MAX_BYTES = 2 << 20
 _ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})
 _NO_COMPUTATION = frozenset(
     {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
-    | {"expand", "narrow", "split_with_sizes", "unbind", "view"}  # views
+    | {"expand", "narrow", "split", "split_with_sizes", "unbind", "view"}  # views
 )
 _MAY_COPY = frozenset({"__getitem__", "contiguous"})
 """Calls that copy, unless the result has the same address."""
