@@ -57,7 +57,7 @@ class Clairvoyant(Deadlines):
 
     def _chosen(self, prompts: list[Request], now: float, begin: float, token_s: float) -> set[Request]:
         self._met = now
-        return {prompt for prompt in prompts if int(prompt.id) in self.given_up and prompt not in self._late}
+        return {prompt for prompt in prompts if int(prompt.id) in self.given_up}
 
 
 def poisson(requests: Workload, rate: float, seed: int) -> Workload:
