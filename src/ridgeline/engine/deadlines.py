@@ -112,8 +112,7 @@ class Deadlines(NoDeadlines):
             limit_s = request.deadline.ttft_s
             part = LEAST_TOKENS + int(LATE_SHARE * limit_s / token_s)
             request.leaves = max(0, tokens - part) if now - self._met < PATIENCE * limit_s else 0
-        size = len(running) + tokens
-        return min(most, size - size % TILE)
+        return min(most, (len(running) + tokens) // TILE * TILE)
 
     def observe(self, step: StepInFlight, seconds: float) -> None:
         if not self._limited or not seconds:
@@ -164,7 +163,7 @@ def _slack(request: Request, now: float, empty_s: float, pace_s: float) -> float
         return math.inf
     drawn = len(request.tokens) - request.prompt_len + request.in_flight
     slack = drawn * limit_s - (now - request.first_token)
-    later = min(AHEAD, request.limit - len(request.tokens)) * max(0.0, limit_s - pace_s)
+    later = min(AHEAD, (request.limit - len(request.tokens)) // 4) * max(0.0, limit_s - max(empty_s, pace_s))
     return slack + later if slack > -LOST * limit_s else math.inf
 
 
