@@ -42,10 +42,6 @@ LEARNED = 1 / 16
 """Weight of a measured step in the ratio of measured to predicted seconds."""
 PACE = 1 / 64
 """Weight of a measured step in the pace of steps."""
-LEAST_S = 1e-9
-"""Seconds that a token of a prompt takes at least."""
-LATER = 0.5
-"""Added to the priority of a late prompt: priorities are integers."""
 CHUNK, SLOTS = 2_048, 4_096
 """Tokens and slots of the steps from whose predictions seconds of one token and one slot are taken."""
 
@@ -76,7 +72,7 @@ class Deadlines(NoDeadlines):
         self._step_s = cost.decode_s([1])
         self._slot_s = (cost.decode_s([SLOTS]) - self._step_s) / SLOTS
         # Above 0: where copies of weights take the step, tokens seem to cost nothing.
-        self._token_s = max(LEAST_S, (cost.step_s(step_work(cost.spec, [(0, CHUNK)], 1)) - self._step_s) / CHUNK)
+        self._token_s = max(1e-9, (cost.step_s(step_work(cost.spec, [(0, CHUNK)], 1)) - self._step_s) / CHUNK)
         self._empty_ratio = self._token_ratio = 1.0
         """Measured over predicted seconds of steps without and with prompts."""
         self._pace_s = 0.0
@@ -103,15 +99,14 @@ class Deadlines(NoDeadlines):
             return most
         empty_s, token_s = self._empty_s(running), self._token_s * self._token_ratio
         begin_s = sum(empty_s + token_s * (step.plan.n_tokens - len(step.requests)) for step in flight)
-        slack_s = min((_slack(request, now, empty_s, self._pace_s) for request in running), default=math.inf)
-        tokens = int(min(most, max(LEAST_TOKENS, (slack_s - begin_s - empty_s) / token_s)))
+        slacks = (_slack(request, now, empty_s, self._pace_s) - begin_s - empty_s for request in running)
+        tokens = int(min(most, max(LEAST_TOKENS, min(slacks, default=math.inf) / token_s)))
         for request in self._chosen(prompts, now, now + begin_s, token_s):
             self._late[request] = request.order
-            _move(request, (request.order[0] + LATER, request.order[1]), running, waiting)
-        for request in self._late:
-            limit_s = request.deadline.ttft_s
-            part = LEAST_TOKENS + int(LATE_SHARE * limit_s / token_s)
-            request.leaves = max(0, tokens - part) if now - self._met < PATIENCE * limit_s else 0
+            # Behind the others of its priority: priorities are integers.
+            _move(request, (request.order[0] + 0.5, request.order[1]), running, waiting)
+            part = LEAST_TOKENS + int(LATE_SHARE * request.deadline.ttft_s / token_s)
+            request.leaves = max(0, tokens - part) if now - self._met < PATIENCE * request.deadline.ttft_s else 0
         return min(most, (len(running) + tokens) // TILE * TILE)
 
     def observe(self, step: StepInFlight, seconds: float) -> None:
@@ -123,8 +118,8 @@ class Deadlines(NoDeadlines):
             self._empty_ratio *= 1 + LEARNED * (seconds / self._empty_s(step.requests) - 1)
         elif step.plan.n_tokens >= len(counts) + LEAST_TOKENS:
             ends = [request.computed + count for request, count in zip(step.requests, counts, strict=True)]
-            predicted = self._cost.step_s(self._meter.work(ends, counts, len(counts)))
-            self._token_ratio += LEARNED * (seconds / predicted - self._token_ratio)
+            predicted_s = self._cost.step_s(self._meter.work(ends, counts, len(counts)))
+            self._token_ratio += LEARNED * (seconds / predicted_s - self._token_ratio)
 
     def _empty_s(self, requests: Sequence[Request]) -> float:
         """Seconds of a step that gives each request a token."""
@@ -161,8 +156,7 @@ def _slack(request: Request, now: float, empty_s: float, pace_s: float) -> float
     limit_s = request.deadline.tpot_s
     if request.first_token < 0 or not empty_s < limit_s < math.inf:
         return math.inf
-    drawn = len(request.tokens) - request.prompt_len + request.in_flight
-    slack = drawn * limit_s - (now - request.first_token)
+    slack = (len(request.tokens) - request.prompt_len + request.in_flight) * limit_s - (now - request.first_token)
     later = min(AHEAD, (request.limit - len(request.tokens)) // 4) * max(0.0, limit_s - max(empty_s, pace_s))
     return slack + later if slack > -LOST * limit_s else math.inf
 
