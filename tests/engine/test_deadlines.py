@@ -10,7 +10,7 @@ import pytest
 from ridgeline.core.host_weights import HostTimes
 from ridgeline.core.slo import NO_SLO, Slo
 from ridgeline.core.workload import RequestSpec, Workload
-from ridgeline.engine.deadlines import PATIENCE, Deadlines
+from ridgeline.engine.deadlines import LEAST_TOKENS, PATIENCE, TILE, Deadlines
 from ridgeline.engine.policy import Limits
 from ridgeline.engine.request import Request
 from ridgeline.planner.simulate import Outcome, Run, Server, VirtualServer, request_of
@@ -65,9 +65,47 @@ def test_a_prompt_that_is_too_late_lets_others_pass() -> None:
     assert judged([late, early], now=1.0) == [1, 0]
 
 
+def test_a_prompt_that_can_be_in_time_again_has_its_old_place() -> None:
+    """The prompt that it was given up for has been cancelled."""
+    room = int(0.15 / PROMPT_S)
+    waiting, deadlines = [prompt(0, room), prompt(1, room // 2)], Deadlines(COST)
+    long, short = waiting
+    deadlines.step_tokens(8192, [], waiting, (), 0.0)
+    assert waiting == [short, long] and long.leaves
+    waiting.remove(short)
+    deadlines.step_tokens(8192, [], waiting, (), 0.0)
+    assert long.order == (0, 0) and not long.leaves
+
+
+def answering(drawn: int, left: int) -> Request:
+    """An answer that is exactly at its limit of 15 ms per token at time 1."""
+    request = request_of(9, RequestSpec(0.0, 100, drawn + left), 0.0, CHAT)
+    request.tokens.extend([0] * drawn)
+    request.computed = request.planned = 100 + drawn - 1
+    request.first_token = 1 - 0.015 * drawn
+    return request
+
+
+def test_an_answer_that_will_save_seconds_allows_larger_steps() -> None:
+    sizes = {}
+    for left in (1, 8, 32):
+        deadlines = Deadlines(COST)
+        sizes[left] = deadlines.step_tokens(8192, [answering(20, left)], [prompt(0, 6000, at=1.0)], (), 1.0)
+        deadlines._pace_s = 0.015
+        least = deadlines.step_tokens(8192, [answering(20, left)], [prompt(0, 6000, at=1.0)], (), 1.0)
+        assert LEAST_TOKENS <= least < LEAST_TOKENS + TILE + int(0.015 / PROMPT_S)
+    assert sizes[1] < sizes[8] < sizes[32]
+
+
+def test_steps_are_whole_tiles() -> None:
+    for rows in range(1, 60, 7):
+        size = Deadlines(COST).step_tokens(8192, [answering(20, 4)] * rows, [prompt(0, 6000, at=1.0)], (), 1.0)
+        assert size % TILE == 0 and size > rows
+
+
 def test_the_least_urgent_are_given_up_first() -> None:
     room = int(0.15 / PROMPT_S)
-    urgent, other = prompt(0, 2 * room // 3), prompt(1, room // 2, priority=1)
+    urgent, other = prompt(0, 3 * room // 4), prompt(1, room // 2, priority=1)
     assert judged([urgent, other]) == [0, 1]
     assert not urgent.leaves and other.leaves
 
@@ -117,7 +155,7 @@ def test_predictions_follow_what_steps_take() -> None:
     """The device takes twice the predicted seconds."""
     server = VirtualServer(replace(SERVER, cost=slower(COST, 2.0), slo=CHAT))
     deadlines = server._scheduler._deadlines = Deadlines(COST)
-    for number in range(60):
+    for number in range(150):
         server.add(number, RequestSpec(0.0, 900, 60), 0.0)
     while not server.idle:
         server.turn()

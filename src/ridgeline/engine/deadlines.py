@@ -4,12 +4,13 @@ With --keep-slo a request brings its limits: seconds until the first token, and 
 every step may be as large as the device allows, and nothing here runs.
 
 *Size.* A step that computes prompts lasts at most as long as the answers beside it can wait. An answer can wait for the seconds
-that it has saved by tokens that came faster than its limit.
+that it has saved by tokens that came faster than its limit, and for those that its next tokens will save at the pace of recent
+steps. Sizes are whole tiles of matrix products, which are also the sizes of graphs: a part of a tile takes as long as a whole one.
 
 *Order.* A prompt is late if it cannot meet its limit, or if others could not because of it. Moore's algorithm finds the fewest
 (Management Science 15(1), 1968): go through the prompts in order, add up their predicted seconds, and where one would not be in
 time, give up the longest so far. A late prompt runs after the others of its priority, with a small part of a step, so that a prompt
-that arrives does not wait for a large step. After PATIENCE times its limit it runs in its old order again.
+that arrives does not wait for a large step. Each step chooses anew. After PATIENCE times its limit a prompt runs in its old order.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ MARGIN = 1 / 8
 """Share of the limit for what is not predicted: requests that arrive, and the way outside the engine."""
 LATE_SHARE = 1 / 20
 """Share of its limit that a step may take for a late prompt."""
-LEAST_TOKENS = 128
+LEAST_TOKENS = 256
 """Prompt tokens that a step may have in any case."""
+TILE = 128
+"""Query tokens of a tile."""
+AHEAD = 64
+"""Later tokens of an answer that may make up for a large step now."""
 LOST = 8
 """Tokens after which a slow answer counts as lost: it no longer makes steps smaller."""
 LEARNED = 1 / 16
 """Weight of a measured step in the ratio of measured to predicted seconds."""
-LEAST_S = 1e-9
-"""Seconds that a token of a prompt takes at least."""
-LATER = 0.5
-"""Added to the priority of a late prompt: priorities are integers."""
+PACE = 1 / 64
+"""Weight of a measured step in the pace of steps."""
 CHUNK, SLOTS = 2_048, 4_096
 """Tokens and slots of the steps from whose predictions seconds of one token and one slot are taken."""
 
@@ -69,9 +72,11 @@ class Deadlines(NoDeadlines):
         self._step_s = cost.decode_s([1])
         self._slot_s = (cost.decode_s([SLOTS]) - self._step_s) / SLOTS
         # Above 0: where copies of weights take the step, tokens seem to cost nothing.
-        self._token_s = max(LEAST_S, (cost.step_s(step_work(cost.spec, [(0, CHUNK)], 1)) - self._step_s) / CHUNK)
+        self._token_s = max(1e-9, (cost.step_s(step_work(cost.spec, [(0, CHUNK)], 1)) - self._step_s) / CHUNK)
         self._empty_ratio = self._token_ratio = 1.0
         """Measured over predicted seconds of steps without and with prompts."""
+        self._pace_s = 0.0
+        """Seconds of recent steps."""
         self._limited = False
         self._late: dict[Request, tuple[float, int]] = {}
         """Late prompts with their old order."""
@@ -85,35 +90,36 @@ class Deadlines(NoDeadlines):
             self._limited = any(min(request.deadline) < math.inf for request in waiting)
             if not self._limited:
                 return most
-        for request in [request for request in self._late if _due(request, now) == math.inf]:
+        for request, order in self._late.items():
             request.leaves = 0
-            _move(request, self._late.pop(request), running, waiting)
+            _move(request, order, running, waiting)
+        self._late.clear()
         prompts = [request for request in (*running, *waiting) if request.planned < request.prompt_len]
         if not prompts:
             return most
         empty_s, token_s = self._empty_s(running), self._token_s * self._token_ratio
         begin_s = sum(empty_s + token_s * (step.plan.n_tokens - len(step.requests)) for step in flight)
-        room_s = min((_slack(request, now, empty_s) for request in running), default=math.inf) - begin_s - empty_s
-        tokens = int(min(most, max(LEAST_TOKENS, room_s / token_s)))
-        for request in self._chosen(prompts, now, now + begin_s, token_s + empty_s / tokens):
+        slacks = (_slack(request, now, empty_s, self._pace_s) - begin_s - empty_s for request in running)
+        tokens = int(min(most, max(LEAST_TOKENS, min(slacks, default=math.inf) / token_s)))
+        for request in self._chosen(prompts, now, now + begin_s, token_s):
             self._late[request] = request.order
-            _move(request, (request.order[0] + LATER, request.order[1]), running, waiting)
-        for request in self._late:
-            limit_s = request.deadline.ttft_s
-            part = LEAST_TOKENS + int(LATE_SHARE * limit_s / token_s)
-            request.leaves = max(0, tokens - part) if now - self._met < PATIENCE * limit_s else 0
-        return min(most, len(running) + tokens)
+            # Behind the others of its priority: priorities are integers.
+            _move(request, (request.order[0] + 0.5, request.order[1]), running, waiting)
+            part = LEAST_TOKENS + int(LATE_SHARE * request.deadline.ttft_s / token_s)
+            request.leaves = max(0, tokens - part) if now - self._met < PATIENCE * request.deadline.ttft_s else 0
+        return min(most, (len(running) + tokens) // TILE * TILE)
 
     def observe(self, step: StepInFlight, seconds: float) -> None:
         if not self._limited or not seconds:
             return
         counts = step.plan.n_query
+        self._pace_s += PACE * (seconds - self._pace_s)
         if step.plan.n_tokens == len(counts):
             self._empty_ratio *= 1 + LEARNED * (seconds / self._empty_s(step.requests) - 1)
         elif step.plan.n_tokens >= len(counts) + LEAST_TOKENS:
             ends = [request.computed + count for request, count in zip(step.requests, counts, strict=True)]
-            predicted = self._cost.step_s(self._meter.work(ends, counts, len(counts)))
-            self._token_ratio += LEARNED * (seconds / predicted - self._token_ratio)
+            predicted_s = self._cost.step_s(self._meter.work(ends, counts, len(counts)))
+            self._token_ratio += LEARNED * (seconds / predicted_s - self._token_ratio)
 
     def _empty_s(self, requests: Sequence[Request]) -> float:
         """Seconds of a step that gives each request a token."""
@@ -124,8 +130,6 @@ class Deadlines(NoDeadlines):
         chosen, longest = set[Request](), list[tuple[float, float, int, Request]]()
         for request in sorted(prompts, key=by_order):
             due, seconds = _due(request, now), token_s * (len(request.tokens) - request.planned)
-            if request in self._late:
-                continue
             begin += seconds
             if due == math.inf:
                 continue
@@ -146,15 +150,15 @@ def _due(request: Request, now: float) -> float:
     return request.arrival + (1 - MARGIN) * limit_s if waits else math.inf
 
 
-def _slack(request: Request, now: float, empty_s: float) -> float:
+def _slack(request: Request, now: float, empty_s: float, pace_s: float) -> float:
     """Seconds that the next token of an answer can take. Infinite without a limit that a step of `empty_s` meets, before the first
     token, and for a lost answer."""
     limit_s = request.deadline.tpot_s
     if request.first_token < 0 or not empty_s < limit_s < math.inf:
         return math.inf
-    drawn = len(request.tokens) - request.prompt_len + request.in_flight
-    slack = drawn * limit_s - (now - request.first_token)
-    return slack if slack > -LOST * limit_s else math.inf
+    slack = (len(request.tokens) - request.prompt_len + request.in_flight) * limit_s - (now - request.first_token)
+    later = min(AHEAD, (request.limit - len(request.tokens)) // 4) * max(0.0, limit_s - max(empty_s, pace_s))
+    return slack + later if slack > -LOST * limit_s else math.inf
 
 
 def _move(request: Request, order: tuple[float, int], *lists: list[Request]) -> None:
