@@ -13,6 +13,7 @@
 #pragma once
 
 #include "problem.h"
+#include "quads.h"
 
 namespace ridgeline {
 
