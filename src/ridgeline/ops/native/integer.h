@@ -298,7 +298,7 @@ void sum_blocks(const Problem<T>& p, const IntWeights& w, const Digits& d, TileS
 constexpr index TALL = 4 * LANES;  // rows whose totals stay in the cache while a thread reads its weights once
 
 // Add 16 rows times two blocks, one chunk of inputs; as tile_sums, to the last bit. first: number of the first row. codes: of both
-// blocks, a byte each. scales, zeros: null or of the chunk's group.
+// blocks, a byte each. scale, zero: of the chunk's group.
 inline void add_digit_tiles(const Digits& d, index first, index chunk, index pieces, const std::uint8_t* const (&codes)[2],
                             const f32x16 (&scale)[2], const i32x16 (&zero)[2], f32x16 (*total)[2][TILE_ROWS]) {
     alignas(64) TileOf<std::int32_t> sums[2][2];
@@ -364,7 +364,10 @@ template <int DIGITS = 2, class T> void int_product(const Problem<T>& p, const I
     fills.wait();
     const Range own = share(p.units(), team.who, team.of);
 #if RIDGELINE_BYTE_TILES
-    if (d.in_bytes) return (w.bits == 8 ? by_digit_tiles<8, T> : w.bits == 4 ? by_digit_tiles<4, T> : by_digit_tiles<3, T>)(p, w, d, own);
+    if (d.in_bytes) {
+        const auto by_tiles_of = w.bits == 8 ? by_digit_tiles<8, T> : w.bits == 4 ? by_digit_tiles<4, T> : by_digit_tiles<3, T>;
+        return by_tiles_of(p, w, d, own);
+    }
 #endif
     index begin = 0;
     for (const IntWeights* part = &w; part; part = part->more) {

@@ -1,6 +1,7 @@
-// Sums of products of integers in the form that the instructions compute: Quads<DIGITS> sums products of four numbers of magnitude
-// up to MOST with four unsigned byte codes. Four numbers occupy WORDS words (cut, for 16 numbers). take adds products, and total() is
-// exact.
+// Sums of products of integers in the form that the instructions compute.
+//
+// Quads<DIGITS> sums products of four numbers of magnitude up to MOST with four unsigned byte codes. Four numbers occupy WORDS words
+// (cut, for 16 numbers). take adds products, and total() is exact.
 #pragma once
 
 #include "simd.h"
