@@ -40,7 +40,7 @@ template <class T> void linear(const Problem<T>& p, const IntWeights& w) {
     const Scratch room(rounds ? rounded_room(p.m, p.k, w.inputs) : digits_room(p.m, p.k));
 #pragma omp parallel num_threads(threads_for(p.n * p.k, 1 << 14))
     {
-        const TileConfig configured(rounds && by_byte_tiles(p.m));
+        const TileConfig configured(by_byte_tiles(p.m));
         const Team team{omp_get_thread_num(), omp_get_num_threads()};
         rounds ? rounded_product(p, w, room.memory, team) : int_product(p, w, room.memory, team);
     }

@@ -12,11 +12,11 @@
 // same order; Scaling names other forms.
 #pragma once
 
-#include "problem.h"
+#include "integer_tiles.h"
+#include "quads.h"
 
 namespace ridgeline {
 
-constexpr index PIECE_K = 32;     // inputs of a piece
 constexpr index CHUNK_K = 128;    // maximum inputs of a chunk
 constexpr index TILE_ROWS = SUMS >= 16 ? 8 : 4;  // maximum rows of x that are multiplied together
 constexpr index AHEAD = 4096;     // prefetch distance in bytes
@@ -81,20 +81,25 @@ template <int BITS> i32x16 quad(const std::uint8_t* from, int i) {
 }
 
 // x in digits. Rows form tiles of `rows`; the last tile may be padded with zeros. groups: groups of weights, each of several
-// chunks. digits: [tiles][K / 4][words][rows]; steps, sums, firsts: [tiles][chunks][rows]; sums: of the multiples; firsts: of the
-// first 16.
+// chunks. digits: [tiles][K / 4][words][rows], or for tiles of bytes [M / 16][words][16][wide]; steps, sums, firsts:
+// [tiles][chunks][rows]; sums: of the multiples; firsts: of the first 16.
 struct Digits {
-    index tiles, rows, chunk, chunks, pieces, words;
+    index tiles, rows, chunk, chunks, pieces, words, wide;
     index groups, chunks_in_group;
+    bool in_bytes;
     std::int32_t* digits;
     float* steps;
     std::int32_t* sums;
     std::int32_t* firsts;
 
-    index of_tile() const { return pieces * PIECE_K / 4 * words * rows; }
+    index of_tile() const { return wide / 4 * words * rows; }
+    // Digit `word` of a row, in bytes.
+    std::int8_t* bytes_of(index row, index word) const {
+        return (std::int8_t*)digits + ((row / LANES * words + word) * LANES + row % LANES) * wide;
+    }
     void lie(void* room) {
         digits = (std::int32_t*)room;
-        steps = (float*)(digits + tiles * of_tile());
+        steps = (float*)((char*)digits + tiles * rows * wide * words);
         sums = (std::int32_t*)(steps + tiles * chunks * rows);
         firsts = sums + tiles * chunks * rows;
     }
@@ -110,21 +115,27 @@ inline Digits digits_of(index m, index k, index group, index words) {
     d.chunks_in_group = group >= k ? d.chunks : group / d.chunk;
     d.groups = (d.chunks + d.chunks_in_group - 1) / d.chunks_in_group;
     d.pieces = (k + PIECE_K - 1) / PIECE_K;
+    d.wide = d.pieces * PIECE_K;
     d.tiles = (m + TILE_ROWS - 1) / TILE_ROWS;
+    d.in_bytes = words == 2 && d.chunk % BYTE_TILE_K == 0 && by_byte_tiles(m);
+    if (d.in_bytes) {
+        d.tiles = blocks_of(m) * (LANES / TILE_ROWS), d.rows = TILE_ROWS, d.wide = tiles_k(k);
+        return d;
+    }
     const index least = (m + d.tiles - 1) / d.tiles;
     d.rows = least <= 4 ? least : least <= 6 ? 6 : TILE_ROWS;
     return d;
 }
 
 // Bytes for so many rows of x in digits, for any group size.
-inline index digits_of_rows(index rows, index k) { return rows * ((k + PIECE_K - 1) / PIECE_K) * (2 * PIECE_K + 12); }
+inline index digits_of_rows(index rows, index k) { return rows * (tiles_k(k) / PIECE_K) * (2 * PIECE_K + 12); }
 
-inline index digits_room(index m, index k) { return digits_of_rows(m + TILE_ROWS, k); }
+inline index digits_room(index m, index k) { return digits_of_rows(m + LANES, k); }
 
 // Quantize one chunk of a row, multiplied by the norm's `scale` if there is a norm.
 template <int DIGITS, class T> void fill_chunk(const Problem<T>& p, const Digits& d, index row, index chunk, f32x16 scale) {
     constexpr int PARTS = CHUNK_K / LANES, WORDS = Quads<DIGITS>::WORDS;
-    const index first = chunk * d.chunk, end = std::min(first + d.chunk, d.pieces * PIECE_K), tile = row / d.rows, r = row % d.rows;
+    const index first = chunk * d.chunk, end = std::min(first + d.chunk, d.wide), tile = row / d.rows, r = row % d.rows;
     f32x16 part[PARTS];
     i32x16 most = zero_bits();
     int parts = 0;
@@ -145,6 +156,10 @@ template <int DIGITS, class T> void fill_chunk(const Problem<T>& p, const Digits
         if (i == 0) first_sum = sum;
         alignas(16) std::int32_t words[WORDS][4];
         Quads<DIGITS>::cut(number, words);
+        if (d.in_bytes) {
+            for (int word = 0; word < WORDS; ++word) std::memcpy(d.bytes_of(row, word) + first + i * LANES, words[word], LANES);
+            continue;
+        }
         for (int q = 0; q < 4; ++q)
             for (int word = 0; word < WORDS; ++word, to += d.rows) *to = words[word][q];
     }
@@ -278,6 +293,67 @@ void sum_blocks(const Problem<T>& p, const IntWeights& w, const Digits& d, TileS
         }
 }
 
+#if RIDGELINE_BYTE_TILES
+
+constexpr index TALL = 4 * LANES;  // rows whose totals stay in the cache while a thread reads its weights once
+
+// Add 16 rows times two blocks, one chunk of inputs; as tile_sums, to the last bit. first: number of the first row. codes: of both
+// blocks, a byte each. scale, zero: of the chunk's group.
+inline void add_digit_tiles(const Digits& d, index first, index chunk, index pieces, const std::uint8_t* const (&codes)[2],
+                            const f32x16 (&scale)[2], const i32x16 (&zero)[2], f32x16 (*total)[2][TILE_ROWS]) {
+    alignas(64) TileOf<std::int32_t> sums[2][2];
+    byte_tiles<2>(d.bytes_of(first, 0) + chunk * d.chunk, d.wide, codes, pieces, sums);
+    for (index tile = 0; tile < LANES / TILE_ROWS; ++tile) {
+        const index at = ((first / TILE_ROWS + tile) * d.chunks + chunk) * TILE_ROWS;
+        for (index r = 0; r < TILE_ROWS; ++r)
+            for (int b = 0; b < 2; ++b) {
+                const index line = (tile * TILE_ROWS + r) * LANES;
+                const i32x16 both = add(shift_left(load_bits(sums[1][b] + line), 7), load_bits(sums[0][b] + line));
+                const i32x16 sum = sub(both, mul(zero[b], splat(d.sums[at + r])));
+                total[tile][b][r] = fma(to_float(sum) * scale[b], splat(d.steps[at + r]), total[tile][b][r]);
+            }
+    }
+}
+
+// As sum_blocks, with x in bytes.
+template <int BITS, class T> void by_digit_tiles(const Problem<T>& p, const IntWeights& w, const Digits& d, Range own) {
+    const index turn = p.gated() ? 1 : 2, in_chunk = d.chunk / PIECE_K;
+    f32x16 total[TALL / TILE_ROWS][2][TILE_ROWS];
+    alignas(64) std::uint8_t unpacked[2][CHUNK_K * LANES];
+    for (index block = own.begin; block < own.end; block += turn) {
+        const index blocks[2] = {block, p.gated() ? block + p.half() : std::min(block + 1, own.end - 1)};
+        for (index start = 0; start < p.m; start += TALL) {
+            const index rows = std::min(blocks_of(p.m - start) * LANES, TALL);
+            for (auto& of_tile : total)
+                for (auto& of_block : of_tile) std::fill_n(of_block, TILE_ROWS, zeros());
+            for (index chunk = 0; chunk < d.chunks; ++chunk) {
+                const index pieces = std::min(in_chunk, d.pieces - chunk * in_chunk);
+                const std::uint8_t* codes[2];
+                f32x16 scale[2];
+                i32x16 zero[2];
+                for (int b = 0; b < 2; ++b) {
+                    const index at = (blocks[b] * d.groups + chunk / d.chunks_in_group) * LANES;
+                    scale[b] = load_f16(w.scales + at);
+                    zero[b] = w.zeros ? load_bytes(w.zeros + at) : splat(1 << (BITS - 1));
+                    codes[b] = w.codes + (blocks[b] * d.pieces + chunk * in_chunk) * BITS * 64;
+                    if constexpr (BITS < 8) {
+                        for (index piece = 0; piece < pieces; ++piece)
+                            for (int i = 0; i < 8; ++i)
+                                store_bits(unpacked[b] + (piece * 8 + i) * 64, quad<BITS>(codes[b] + piece * BITS * 64, i));
+                        codes[b] = unpacked[b];
+                    }
+                }
+                for (index row = 0; row < rows; row += LANES)
+                    add_digit_tiles(d, start + row, chunk, pieces, {codes[0], codes[1]}, scale, zero, total + row / TILE_ROWS);
+            }
+            for (index row = 0; row < rows; row += TILE_ROWS)
+                put_totals(p, start + row, TILE_ROWS, blocks, own.end - block, total[row / TILE_ROWS]);
+        }
+    }
+}
+
+#endif
+
 // One thread's part of a product; p.packed is not read. room: digits_room(m, k) bytes that the team shares.
 template <int DIGITS = 2, class T> void int_product(const Problem<T>& p, const IntWeights& w, void* room, Team team) {
     Digits d = digits_of(p.m, p.k, std::max(w.group, PIECE_K), Quads<DIGITS>::WORDS);
@@ -287,6 +363,12 @@ template <int DIGITS = 2, class T> void int_product(const Problem<T>& p, const I
     fill_digits<DIGITS>(p, d, fills);
     fills.wait();
     const Range own = share(p.units(), team.who, team.of);
+#if RIDGELINE_BYTE_TILES
+    if (d.in_bytes) {
+        const auto by_tiles_of = w.bits == 8 ? by_digit_tiles<8, T> : w.bits == 4 ? by_digit_tiles<4, T> : by_digit_tiles<3, T>;
+        return by_tiles_of(p, w, d, own);
+    }
+#endif
     index begin = 0;
     for (const IntWeights* part = &w; part; part = part->more) {
         const index end = part->more ? begin + part->blocks : p.units();

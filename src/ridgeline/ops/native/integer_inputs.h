@@ -11,17 +11,7 @@
 namespace ridgeline {
 
 constexpr float OUTLIER = 6.0f;
-constexpr index BYTE_TILE_K = 64;       // inputs of a tile of bytes
-constexpr index MOST_BY_VECTORS = 4;    // rows above this are multiplied by tiles
 enum Mark : std::uint8_t { PLAIN, FAR_OUT, KEPT };
-
-#if RIDGELINE_AMX && defined(__AMX_INT8__)
-#define RIDGELINE_BYTE_TILES 1
-#else
-#define RIDGELINE_BYTE_TILES 0
-#endif
-
-inline bool by_byte_tiles(index m) { return RIDGELINE_BYTE_TILES && tiles_allowed && m > MOST_BY_VECTORS; }
 
 inline float number_of(float x) { return x; }
 inline float number_of(bf16 x) {
@@ -45,7 +35,7 @@ template <class T> struct Rounded {
 
 // Bytes for so many rows, and for all rows of a product of m with copies for each thread where rows are few.
 inline index rounded_of_rows(index rows, index k, Inputs inputs) {
-    const index wide = (k + BYTE_TILE_K - 1) / BYTE_TILE_K * BYTE_TILE_K;
+    const index wide = tiles_k(k);
     return rows * (2 * wide + 8 + (has_outliers(inputs) ? 9 * wide : 0));
 }
 inline index rounded_room(index m, index k, Inputs inputs) { return rounded_of_rows(m + 2 * LANES, k, inputs); }
@@ -58,7 +48,7 @@ template <class T> Rounded<T> rounded_of(const Problem<T>& p, const IntWeights& 
     x.tiles = by_byte_tiles(p.m);
     if (x.tiles) x.d.rows = TILE_ROWS;
     x.rows = x.tiles ? (p.m + 2 * LANES - 1) / (2 * LANES) * 2 * LANES : x.d.tiles * x.d.rows;
-    x.wide = x.tiles ? (p.k + BYTE_TILE_K - 1) / BYTE_TILE_K * BYTE_TILE_K : x.d.chunk;
+    x.wide = x.tiles ? tiles_k(p.k) : x.d.chunk;
     x.kept_wide = padded_k<T>(w.n_kept);
     return x;
 }

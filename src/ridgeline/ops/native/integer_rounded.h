@@ -42,42 +42,6 @@ template <class T> void add_kept(const IntWeights& w, const Rounded<T>& x, index
 
 #if RIDGELINE_BYTE_TILES
 
-// Sums of 16 rows times a block, of a product in integers or of kept inputs.
-template <class N> using TileOf = N[LANES * LANES];
-
-// HALVES times 16 rows times two blocks. x: rows of bytes; weights: first block, and distance to the second.
-template <int HALVES> void byte_tiles(const std::int8_t* x, index wide, const std::uint8_t* const (&w)[2], index pieces,
-                                      TileOf<std::int32_t> (&sums)[2][2]) {
-    alignas(64) std::uint8_t last[2][BYTE_TILE_K * LANES];
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (HALVES == 2) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (index piece = 0; piece < pieces; piece += 2) {
-        const std::uint8_t* from[2] = {w[0] + piece * PIECE_K * LANES, w[1] + piece * PIECE_K * LANES};
-        if (piece + 1 == pieces)  // half a tile: the other numbers are 0, but their memory may not be ours
-            for (int b = 0; b < 2; ++b) from[b] = (const std::uint8_t*)std::memcpy(last[b], from[b], PIECE_K * LANES);
-        _tile_loadd(4, x + piece * PIECE_K, wide);
-        _tile_loadd(6, from[0], 64);
-        _tile_loadd(7, from[1], 64);
-        _tile_dpbsud(0, 4, 6);
-        _tile_dpbsud(1, 4, 7);
-        if constexpr (HALVES == 2) {
-            _tile_loadd(5, x + LANES * wide + piece * PIECE_K, wide);
-            _tile_dpbsud(2, 5, 6);
-            _tile_dpbsud(3, 5, 7);
-        }
-    }
-    _tile_stored(0, sums[0][0], 64);
-    _tile_stored(1, sums[0][1], 64);
-    if constexpr (HALVES == 2) {
-        _tile_stored(2, sums[1][0], 64);
-        _tile_stored(3, sums[1][1], 64);
-    }
-}
-
 // 16 rows of kept inputs times two blocks of their columns.
 inline void kept_tiles(const bf16* x, index wide, const bf16* const (&w)[2], TileOf<float> (&sums)[2]) {
     _tile_zero(0);

@@ -13,8 +13,10 @@
 // unpacked_high: the first and last 16 of 32 lanes, where unpack_low_16 and unpack_high_16 produced a and b. and_or: (a & b) | c.
 // lookup(table, codes): bytes of a table of 16 by bytes below 16. lanes_with(words, bit): which of 16 words have the bit. word_of(mask): mask as an integer, lane 0 in bit 0.
 //
-// Integer products adapt to the instructions available. Quads<DIGITS> sums products of four numbers of magnitude up to MOST with
-// four unsigned byte codes. Four numbers occupy WORDS words (cut, for 16 numbers). take adds products, and total() is exact.
+// dot_words(a, b): sums of the products of both 16-bit numbers of a lane. dot_bytes(sum, codes, digits): sum plus the products of
+// four unsigned and four signed bytes of a lane. words_of, bytes_of: 16 numbers in fewer bits. settle(sum): the compiler computes a
+// sum here; otherwise it reorders the additions of a loop and needs more registers than there are.
+//
 // Widener: converts 64 e4m3 numbers to two lines of bfloat16; of each 16 bytes the first 8 go to the first line.
 //
 // SUMS: number of f32x16 accumulators that stay in registers beside their operands.

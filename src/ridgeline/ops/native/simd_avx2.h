@@ -285,53 +285,17 @@ inline i32x16 lookup(const std::uint8_t* table, i32x16 codes) {
 }
 
 inline i32x16 dot_words(i32x16 a, i32x16 b) { return {_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)}; }
-
-// 16-bit numbers, also for one digit: first and third of a quad, then second and fourth. One instruction multiplies both numbers of
-// a word by codes. That takes as many instructions as two 8-bit digits would, but needs no second digit.
-template <int DIGITS> struct Quads {
-    static constexpr int WORDS = 2;
-    static constexpr float MOST = DIGITS == 1 ? 127 : 127 * 128;
-    i32x16 both;
-
-    static void cut(i32x16 number, std::int32_t (&words)[WORDS][4]) {
-        const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0));
-        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(number.low, number.high), 0xd8);
-        alignas(32) std::int32_t pairs[4][2];
-        _mm256_store_si256((__m256i*)pairs, _mm256_shuffle_epi8(packed, order));
-        for (int quad = 0; quad < 4; ++quad) words[0][quad] = pairs[quad][0], words[1][quad] = pairs[quad][1];
-    }
-    void start(i32x16 from) { both = from; }
-    // Words are `apart` from each other.
-    void take(i32x16 codes, const std::int32_t* words, index apart) {
-        const i32x16 even = codes & splat(0x00ff00ff), odd = shift_right_16(codes, 8);
-        both = add(both, dot_words(even, splat(words[0])));
-        both = add(both, dot_words(odd, splat(words[apart])));
-    }
-    void join(const Quads& more) { both = add(both, more.both); }
-    i32x16 total() const { return both; }
-};
-
 #ifdef __AVXVNNI__
-// One digit of 8 bits, whose four numbers one instruction multiplies.
-template <> struct Quads<1> {
-    static constexpr int WORDS = 1;
-    static constexpr float MOST = 127;
-    i32x16 both;
-
-    static void cut(i32x16 number, std::int32_t (&words)[WORDS][4]) {
-        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(number.low, number.high), 0xd8);
-        const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
-        _mm_storeu_si128((__m128i*)words[0], bytes);
-    }
-    void start(i32x16 from) { both = from; }
-    void take(i32x16 codes, const std::int32_t* words, index) {
-        const __m256i numbers = _mm256_set1_epi32(words[0]);
-        both = {_mm256_dpbusd_avx_epi32(both.low, codes.low, numbers), _mm256_dpbusd_avx_epi32(both.high, codes.high, numbers)};
-    }
-    void join(const Quads& more) { both = add(both, more.both); }
-    i32x16 total() const { return both; }
-};
+inline i32x16 dot_bytes(i32x16 sum, i32x16 codes, i32x16 digits) {
+    return {_mm256_dpbusd_avx_epi32(sum.low, codes.low, digits.low), _mm256_dpbusd_avx_epi32(sum.high, codes.high, digits.high)};
+}
 #endif
+inline __m256i words_of(i32x16 x) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(x.low, x.high), 0xd8); }
+inline __m128i bytes_of(i32x16 x) {
+    const __m256i words = words_of(x);
+    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+inline void settle(i32x16& sum) { __asm__("" : "+x"(sum.low), "+x"(sum.high)); }
 
 // e4m3 s eeee mmm is bfloat16 s (eeee + 120) mmm 0000. Its upper half depends on s eee alone; the lower half is the remainder of
 // the code. Subnormal numbers come from separate tables.

@@ -158,39 +158,13 @@ inline i32x16 lookup(const std::uint8_t* table, i32x16 codes) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), codes);
 }
 
-inline i32x16 dot_quads(i32x16 sum, i32x16 codes, i32x16 digits) {
+inline i32x16 dot_words(i32x16 a, i32x16 b) { return _mm512_madd_epi16(a, b); }
 #ifdef __AVX512VNNI__
-    return _mm512_dpbusd_epi32(sum, codes, digits);
-#else
-    const i32x16 even = _mm512_srai_epi16(shift_left_16(digits, 8), 8), odd = _mm512_srai_epi16(digits, 8);
-    const i32x16 low = codes & _mm512_set1_epi16(0xff), high = shift_right_16(codes, 8);
-    return add(sum, add(_mm512_madd_epi16(low, even), _mm512_madd_epi16(high, odd)));
+inline i32x16 dot_bytes(i32x16 sum, i32x16 codes, i32x16 digits) { return _mm512_dpbusd_epi32(sum, codes, digits); }
 #endif
-}
-
-// Numbers as 8-bit digits: one, or two as 128 high + low, |high| <= 127, |low| <= 64.
-template <int DIGITS> struct Quads {
-    static constexpr int WORDS = DIGITS;
-    static constexpr float MOST = DIGITS == 1 ? 127 : 127 * 128;
-    i32x16 high, low;
-
-    static void cut(i32x16 number, std::int32_t (&words)[WORDS][4]) {
-        if constexpr (DIGITS == 2) {
-            const i32x16 high = shift_right_signed(add(number, splat(64)), 7);
-            number = sub(number, shift_left(high, 7));
-            _mm_storeu_si128((__m128i*)words[1], _mm512_cvtepi32_epi8(high));
-        }
-        _mm_storeu_si128((__m128i*)words[0], _mm512_cvtepi32_epi8(number));
-    }
-    void start(i32x16 from) { high = zero_bits(), low = from; }
-    // Words are `apart` from each other.
-    void take(i32x16 codes, const std::int32_t* words, index apart) {
-        low = dot_quads(low, codes, splat(words[0]));
-        if constexpr (DIGITS == 2) high = dot_quads(high, codes, splat(words[apart]));
-    }
-    void join(const Quads& more) { high = add(high, more.high), low = add(low, more.low); }
-    i32x16 total() const { return DIGITS == 2 ? add(shift_left(high, 7), low) : low; }
-};
+inline __m256i words_of(i32x16 x) { return _mm512_cvtepi32_epi16(x); }
+inline __m128i bytes_of(i32x16 x) { return _mm512_cvtepi32_epi8(x); }
+inline void settle(i32x16& sum) { __asm__("" : "+v"(sum)); }
 
 // Upper and lower halves of the bfloat16 numbers of the 128 magnitudes of e4m3; the last one is NaN.
 struct Tables {
