@@ -4,10 +4,10 @@
 
 Mock servers and the load generator are processes of their own; the router is `ridgeline route` on the last core. Rows:
 
-    router-streams    streams at once, events per second through the router, its CPU time per event, and how many events per
-                      second one core carries at that cost
+    router-streams    streams at once, events per second through the router while all run, its CPU time per event, requests
+                      included, and how many events per second one core carries at that cost
     router-ttft-ms    p99 and median of the time to first token through the router, less those of the same load sent to a mock
-                      server directly, with half of the streams, in turns
+                      server directly, while half of the streams run, in turns
 
 Needs eight cores that nothing else uses. On fewer only the CPU time per event says something. A mock server sends some 12,000
 events per second.
@@ -22,13 +22,15 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any
 
 import uvloop
 from common import cpu_name, provenance, write_rows
-from load import CHUNKS_PER_S, RAMP_S, mock
+from load import CHUNKS_PER_S, mock
 
 from ridgeline.bench.figures import at_once, invalid_reason, latency
 from ridgeline.bench.mock import Speed
@@ -67,11 +69,11 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure(url: str, streams: int, seconds: float) -> Run:
-    """So many streams at once, begun over five seconds, with ten events per second each."""
+    """So many streams at once after `seconds`, and for as long, with ten events per second each. They begin one after the other."""
     config = BenchConfig(
         TargetConfig(endpoint="completions", prompts="text"),
-        WorkloadConfig(input_len="100", output_len=str(int(CHUNKS_PER_S * seconds)), max_requests=streams),
-        LoadConfig(rate=streams / RAMP_S, burstiness=math.inf),
+        WorkloadConfig(input_len="100", output_len=str(int(CHUNKS_PER_S * seconds)), max_requests=2 * streams),
+        LoadConfig(rate=streams / seconds, burstiness=math.inf),
     )
 
     async def run() -> Run:
@@ -85,11 +87,12 @@ def streams_row(url: str, process: subprocess.Popen[str], streams: int, seconds:
     before = cpu_seconds(process.pid)
     run = measure(url, streams, seconds)
     used, events = cpu_seconds(process.pid) - before, sum(row.output_tokens for row in run.rows)
+    times = [time for row in run.rows if row.first_s is not None for time in accumulate((row.first_s, *row.gaps_s))]
     return {
         "row": "router-streams",
         "value": at_once(run.rows),
-        "failed": sum(bool(row.error) for row in run.rows),
-        "events_per_s": round(events / run.seconds),
+        "errors": Counter(row.error for row in run.rows if row.error),
+        "events_per_s": round(sum(seconds < time < 2 * seconds for time in times) / seconds),
         "cpu_us_per_event": round(1e6 * used / events, 1),
         "events_per_core_s": round(events / used),
         "invalid": invalid_reason(run),
@@ -102,13 +105,14 @@ def ttft_row(url: str, direct: str, streams: int, seconds: float, turns: int) ->
     for _ in range(turns):
         runs = [measure(address, streams, seconds) for address in (direct, url)]
         invalid = invalid or next((why for run in runs if (why := invalid_reason(run))), "")
-        times = [statistics.quantiles(latency(run.rows, "ttft"), n=100) for run in runs]
+        full = [[row for row in run.rows if seconds < row.scheduled_s < 2 * seconds] for run in runs]
+        times = [statistics.quantiles(latency(rows, "ttft"), n=100) for rows in full]
         for percentile, values in added.items():
             values.append(1e3 * (times[1][percentile - 1] - times[0][percentile - 1]))
     return {
         "row": "router-ttft-ms",
-        "value": round(statistics.median(added[99]), 3),
-        "p50": round(statistics.median(added[50]), 3),
+        "value": round(float(statistics.median(added[99])), 3),
+        "p50": round(float(statistics.median(added[50])), 3),
         "streams": streams,
         "invalid": invalid,
     }
@@ -119,12 +123,12 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to merge valid rows into")
     parser.add_argument("--commit", default="")
     parser.add_argument("--streams", type=int, default=5000)
-    parser.add_argument("--seconds", type=float, default=40.0, help="length of a stream")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of a stream")
     parser.add_argument(
-        "--ttft-seconds", type=float, default=10.0, help="length of one of those whose first token is timed"
+        "--ttft-seconds", type=float, default=20.0, help="length of one of those whose first token is timed"
     )
     parser.add_argument("--replicas", type=int, default=6, help="each on a core of its own")
-    parser.add_argument("--turns", type=int, default=3, help="0: no time to first token")
+    parser.add_argument("--turns", type=int, default=2, help="0: no time to first token")
     arguments = parser.parse_args()
     with ExitStack() as stack:
         mocks = [stack.enter_context(mock(Speed(TTFT_S, 1 / CHUNKS_PER_S))) for _ in range(arguments.replicas)]

@@ -21,6 +21,8 @@ MOVE_S = 2.0
 """Seconds of silence after which requests without an answer yet are taken from a replica."""
 GIVE_UP_S = 10.0
 """Seconds of silence after which answers that have begun are given up."""
+_TURNS = 20
+"""Turns of the event loop, at least, in which a health check may be answered."""
 _SWEEP_CHECKS = 4
 """Health checks between two looks at every answer."""
 _ALIVE = frozenset({200, 204, 404, 405})
@@ -40,6 +42,24 @@ class ReplicaLost(Exception):
     def __init__(self, message: str, *, reached: bool = True) -> None:
         super().__init__(message)
         self.reached = reached
+
+
+@asynccontextmanager
+async def patience(seconds: float) -> AsyncIterator[None]:
+    """As asyncio.timeout, but the event loop itself gets at least _TURNS turns: a router that has too much to do must not take its
+    replicas for dead, whose answers it has not read."""
+
+    async def end(scope: asyncio.Timeout) -> None:
+        for _ in range(_TURNS):
+            await asyncio.sleep(seconds / _TURNS)
+        scope.reschedule(0.0)
+
+    async with asyncio.timeout(None) as scope:
+        ending = asyncio.create_task(end(scope))
+        try:
+            yield
+        finally:
+            ending.cancel()
 
 
 class Exchange:
@@ -142,12 +162,12 @@ class Upstream:
         """Whether it requires a key and the router has none. Raises aiohttp.ClientError or OSError."""
         if not self._keyless:
             return False
-        async with asyncio.timeout(self._stall_s), self._session.get(self.url + _GUARDED) as reply:
+        async with patience(self._stall_s), self._session.get(self.url + _GUARDED) as reply:
             return reply.status == 401
 
     async def _check(self, clock: Callable[[], float]) -> State:
         try:
-            async with asyncio.timeout(self._stall_s), self._session.get(self.url + "/health") as reply:
+            async with patience(self._stall_s), self._session.get(self.url + "/health") as reply:
                 body = await reply.read()
             refused = self.state not in _SERVING and reply.status in _ALIVE and await self.refuses_router()
         except (aiohttp.ClientError, OSError) as error:

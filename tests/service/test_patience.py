@@ -1,0 +1,50 @@
+"""Health checks of a router that is late itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from ridgeline.service.fleet.upstream import Upstream, patience
+from ridgeline.service.routing import State
+
+from .replicas import routed, streams
+
+
+async def test_time_in_which_the_loop_is_late_does_not_count() -> None:
+    async def answer() -> str:
+        for _ in range(5):  # connect, write, read, parse
+            await asyncio.sleep(0.001)
+        return "here"
+
+    asyncio.get_running_loop().call_later(0.01, time.sleep, 0.3)
+    async with patience(0.1):
+        await asyncio.sleep(0.02)
+        assert await answer() == "here"
+
+
+async def test_silence_ends_in_time() -> None:
+    started = time.perf_counter()
+    with pytest.raises(TimeoutError):
+        async with patience(0.1):
+            await asyncio.sleep(60)
+    assert 0.09 < time.perf_counter() - started < 5
+
+
+async def test_a_late_router_keeps_its_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[State] = []
+    check = Upstream._check
+
+    async def checked(self: Upstream, clock: Callable[[], float]) -> State:
+        asyncio.get_running_loop().call_later(0.001, time.sleep, 0.3)  # the whole router stands before the answer comes
+        states.append(state := await check(self, clock))
+        return state
+
+    async with routed(streams, stall_s=0.1) as fleet:
+        monkeypatch.setattr(Upstream, "_check", checked)
+        await fleet.until(lambda: len(states) == 4)
+        assert set(states) == {State.UP}
+        assert (await fleet.chat()).status == 200
