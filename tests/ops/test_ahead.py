@@ -102,9 +102,9 @@ def prepare_twice(cache: Path) -> None:
         assert not paper.launched
 
     ahead.os.sched_getaffinity = lambda pid: {0, 1}  # type: ignore[attr-defined]
-    ahead.with_kernels(work, dry, lambda *item: textses.append(item))
-    assert begun == [0, 0]
-    assert textses == [(ahead.STAGE, number, len(STEPS)) for number in (1, 2, 3)]
+    with ahead.compiling(work, dry, lambda *item: textses.append(item)):
+        assert begun == [0, 0]
+        assert {(stage, total) for stage, _, total in textses} == {(ahead.STAGE, len(STEPS))}
     assert len(set(paper.launched)) == len(paper.launched) == len(STEPS)
     # Each launcher was built ahead, by another process, and found by its launch in this one.
     built = [line.split() for line in (cache / "built").read_text().splitlines()]
@@ -115,7 +115,8 @@ def prepare_twice(cache: Path) -> None:
     double.device_caches.clear()
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     begun.clear()
-    ahead.with_kernels(work, lambda: pytest.fail("nothing is missing"), lambda *item: textses.append(item))
+    with ahead.compiling(work, lambda: pytest.fail("nothing is missing"), lambda *item: textses.append(item)):
+        assert knobs.runtime.jit_cache_hook is None
     assert begun == [len(STEPS)]
     double.device_caches.clear()
     work()
@@ -134,8 +135,9 @@ def prepare_with_errors(cache: Path) -> None:
         double[(1,)](torch.ones(16), torch.ones(16), N=16)
         raise RuntimeError("the rest is unknown")
 
-    ahead.compile_all(dry, 2, lambda *item: textses.append(item))
-    assert textses == [(ahead.STAGE, 1, 2), (ahead.STAGE, 2, 2)]
+    with ahead.compiled_beside(dry, 2, lambda *item: textses.append(item)):
+        pass
+    assert textses[-1] == (ahead.STAGE, 2, 2)
     assert not double.device_caches[0][0]
     assert not broken.device_caches[0][0]
 
@@ -157,9 +159,41 @@ def prepare_with_one_that_hangs(cache: Path) -> None:
     def dry() -> None:
         double[(1,)](torch.ones(16), torch.ones(16), N=16)
 
-    ahead.compile_all(dry, 2, lambda *item: textses.append(item))
-    assert textses == [(ahead.STAGE, 1, 1)]
+    with ahead.compiled_beside(dry, 2, lambda *item: textses.append(item)):
+        pass
+    assert textses[-1] == (ahead.STAGE, 1, 1)
     assert time.monotonic() - began < 60
+
+
+def prepare_beside_warm_up(cache: Path) -> None:
+    """Processes compile while the dry run goes on, and a launch waits for the process that compiles its kernel."""
+    knobs.cache.dir = str(cache)
+    paper = PaperDriver()
+    driver.set_active(paper)
+    ready = ahead.triton.compile
+
+    def compile_slowly(source: Any, **given: Any) -> Any:
+        (cache / "begun").touch()
+        time.sleep(1)
+        return ready(source, **given)
+
+    def launch() -> None:
+        double[(1,)](torch.ones(16), torch.ones(16), N=16)
+
+    def dry() -> None:
+        launch()
+        until = time.monotonic() + 60
+        while not (cache / "begun").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (cache / "begun").exists() and not paper.launched
+
+    ahead.triton.compile = compile_slowly
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    with ahead.compiled_beside(dry, 2, lambda *_: None):
+        launch()
+        assert hits == [True] and len(paper.launched) == 1
+    assert knobs.runtime.jit_cache_hook is None
 
 
 class Graph:
@@ -178,7 +212,7 @@ def prepare_beside_an_engine_that_went(cache: Path) -> None:
     Graph(cache / "freed")
 
     def become(parent: int) -> None:
-        ahead._become_worker(parent, [])
+        ahead._become_worker(parent)
         gc.collect()
 
     child = get_context("fork").Process(target=become, args=(os.getpid(),))
@@ -238,14 +272,22 @@ def test_memory_that_was_not_written_reads_as_zeros() -> None:
         allocate()
         assert len(made) == 5 and all(item.isnan().all() for item in made)
         made.clear()
-        ahead.compile_all(allocate, 1, lambda *_: None)
+        with ahead.compiled_beside(allocate, 1, lambda *_: None):
+            pass
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(made) == 5 and not any(item.any() for item in made)
 
 
 @pytest.mark.parametrize(
-    "case", [prepare_twice, prepare_with_errors, prepare_with_one_that_hangs, prepare_beside_an_engine_that_went]
+    "case",
+    [
+        prepare_twice,
+        prepare_with_errors,
+        prepare_with_one_that_hangs,
+        prepare_beside_warm_up,
+        prepare_beside_an_engine_that_went,
+    ],
 )
 def test_kernels_compile_side_by_side(apart: Callable[..., Any], case: Callable[[Path], None], tmp_path: Path) -> None:
     apart(case, tmp_path)

@@ -173,7 +173,7 @@ class GraphExecutor(Executor):
             progress("graphs", number, len(keys))
 
     def launch_graphs(self) -> None:
-        for key in self.all_keys():
+        for key in reversed(list(self.all_keys())):
             self.launch(key)
 
     def all_keys(self) -> Iterator[GraphKey]:

@@ -43,29 +43,36 @@ def warm_up(step: DeviceStep, executor: Executor, sizes: Sizes, progress: Progre
     """On a GPU, compile kernels, allocate memory and capture the graphs of `executor`.
 
     The largest step runs first, through all layers, so that its memory serves all later steps, which run one layer of each kind. A
-    rank whose kernels are not on disk repeats its steps, so ranks run them alone; they capture the same graphs together.
+    rank whose kernels are not on disk repeats its steps, so ranks run them alone; they capture the same graphs together. Graphs are
+    captured while other kernels are being compiled.
     """
 
     def run() -> None:
-        warm_up_forward(step, chunked(sizes.step_tokens, min(sizes.max_len, sizes.step_tokens)))
-        warm_up_kernels(step.one_layer_of_each_kind(), executor, sizes, progress)
+        with step.mesh.muted():
+            warm_up_forward(step, chunked(sizes.step_tokens, min(sizes.max_len, sizes.step_tokens)))
+            warm_up_kernels(step.one_layer_of_each_kind(), executor, sizes, progress)
 
-    with step.mesh.muted():
-        if find_spec("triton") is None:
-            run()
-        else:
-            # Imported here: Triton is an optional dependency, for GPUs only.
-            from ridgeline.ops.triton.ahead import with_kernels
+    def dry() -> None:
+        with step.mesh.muted():
+            launch_all(step.one_layer_of_each_kind(), executor, sizes)
 
-            with_kernels(run, lambda: launch_all(step.one_layer_of_each_kind(), executor, sizes), progress)
-    executor.capture(progress)
+    if find_spec("triton") is None:
+        run()
+        executor.capture(progress)
+    else:
+        # Imported here: Triton is an optional dependency, for GPUs only.
+        from ridgeline.ops.triton.ahead import compiling
+
+        with compiling(run, dry, progress):
+            executor.capture(progress)
     allocate_pinned()
 
 
 def launch_all(step: DeviceStep, executor: Executor, sizes: Sizes) -> None:
-    """Launch each kernel of `warm_up` without capturing graphs."""
-    warm_up_kernels(step, executor, sizes, lambda *_: None)
+    """Launch each kernel of `warm_up` without capturing graphs, those of the smallest graphs first: some of them take longest to
+    compile."""
     executor.launch_graphs()
+    warm_up_kernels(step, executor, sizes, lambda *_: None)
 
 
 def warm_up_kernels(step: DeviceStep, executor: Executor, sizes: Sizes, progress: Progress) -> None:

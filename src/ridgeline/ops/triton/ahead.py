@@ -1,10 +1,11 @@
 """Parallel compilation of kernels on a cold start.
 
-Triton compiles a kernel at its first launch, in sequence on one core. Here forked processes share the work. A fork needs no imports
-and no serialized arguments. Threads would contend for the GIL, which a seventh of the work holds. The kernels to compile are
-collected by a dry run of the steps that will be served, with every launch skipped. The processes pass results only through Triton's
-cache on disk, so its key alone decides what is reused. A kernel that no process could compile is compiled at its first launch, as
-without this module.
+Triton compiles a kernel at its first launch, in sequence on one core. Here forked processes share the work. A fork needs no
+imports. Threads would contend for the GIL, which a seventh of the work holds. The kernels to compile are collected by a dry run of
+the steps that will be served, with every launch skipped. A process begins to compile each as soon as the dry run launches it. Then
+warm-up runs beside the processes and waits where it needs a kernel that is not compiled yet. The processes pass results only
+through Triton's cache on disk, so its key alone decides what is reused. A kernel that no process could compile is compiled at its
+first launch, as without this module.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
+from importlib import import_module
 from multiprocessing import active_children, get_context
 from threading import Thread
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,12 +36,23 @@ from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
 Progress = Callable[[str, int, int], None]
-Job = tuple[Any, dict[str, Any]]
-"""A kernel and its compile arguments."""
+
+
+class Job(NamedTuple):
+    """A kernel, by its module and name, and what Triton's jit_cache_hook gets as its compile arguments."""
+
+    module: str
+    name: str
+    wanted: dict[str, Any]
+
 
 LONGEST_S = 120.0
 """Seconds without a finished kernel after which a compiling process counts as hung: locks that another thread held at the fork stay
 locked. The slowest kernel takes 4 s."""
+NEEDED = ("device", "signature", "constants", "configs", "specialization_data")
+"""Compile arguments that a process needs. All can be pickled."""
+NICENESS = 5
+"""Added to the nice value of compiling processes."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): signal that a process receives when its parent ends."""
 
@@ -53,55 +66,91 @@ _UNSET = frozenset(
 """Operations that return uninitialised memory."""
 
 
-def with_kernels(work: Callable[[], None], dry: Callable[[], None], progress: Progress) -> None:
-    """Run `work`. If it needs a kernel that is not on disk, stop it, compile all kernels that `dry` launches with one process per
-    core, and run `work` again.
+@contextmanager
+def compiling(work: Callable[[], None], dry: Callable[[], None], progress: Progress) -> Iterator[None]:
+    """Run `work`, then the body. If `work` needs a kernel that is not on disk, stop it, start to compile all kernels that `dry`
+    launches with one process per core, and run `work` again beside them.
 
     Args:
         work: launches kernels. It must be restartable at any launch.
-        dry: launches the same kernels on inputs for which zeros are in range. No launch runs, and outputs read as zeros.
+        dry: launches the kernels of `work` and of the body on inputs for which zeros are in range. No launch runs, and outputs read
+            as zeros.
         progress: called with the stage, the number of finished kernels and their total.
     """
     hashing().join()
     name_all()
     cores = len(os.sched_getaffinity(0))
-    if cores > 1:
+    with ExitStack() as stack:
         try:
-            with _stopped_by_compiling():
+            with _stopped_by_compiling() if cores > 1 else nullcontext():
                 work()
-            return
         except _Cold:
-            compile_all(dry, cores, progress)
-    work()
+            stack.enter_context(compiled_beside(dry, cores, progress))
+            work()
+        yield
 
 
-def compile_all(dry: Callable[[], None], cores: int, progress: Progress) -> None:
-    """Compile the kernels that `dry` launches, without launching them; see with_kernels. Failures are only logged."""
-    jobs: list[Job] = []
-    try:
-        with _unlaunched(lambda *job: jobs.append(job)), _Zeroed():
-            dry()
-    except Exception:
-        log.warning("start-up did not find all kernels; the others are compiled at their first launch", exc_info=True)
-    # Longest first, so that none of the long ones runs alone at the end.
-    jobs.sort(key=lambda job: -_length(job[0], set()))
-    workers = max(1, min(cores, len(jobs)))
-    with ProcessPoolExecutor(workers, get_context("fork"), _become_worker, (os.getpid(), jobs)) as pool:
-        compiling = {pool.submit(_compile, number) for number in range(len(jobs))}
-        left = compiling
-        while left:
-            done, left = wait(left, LONGEST_S, FIRST_COMPLETED)
-            if not done:  # killing the children completes their futures
+@contextmanager
+def compiled_beside(dry: Callable[[], None], cores: int, progress: Progress) -> Iterator[None]:
+    """Compile the kernels that `dry` launches, without launching them, while the body runs; see compiling. Failures are only
+    logged."""
+    with ProcessPoolExecutor(cores, get_context("fork"), _become_worker, (os.getpid(),)) as pool:
+        jobs = _Jobs(pool, progress)
+        try:
+            with _unlaunched(jobs.add), _Zeroed():
+                dry()
+        except Exception:
+            log.warning(
+                "start-up did not find all kernels; the others are compiled at their first launch", exc_info=True
+            )
+        progress(STAGE, *jobs.progress)
+        with _hook(jobs.await_kernel):
+            yield
+        jobs.finish()
+
+
+class _Jobs:
+    """Kernels that a pool of processes compiles."""
+
+    def __init__(self, pool: ProcessPoolExecutor, progress: Progress) -> None:
+        self._pool, self._progress = pool, progress
+        self._futures: dict[tuple[int, str], Future[str]] = {}
+        """By id of the kernel and Triton's key of the variant."""
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of finished jobs and of all."""
+        return sum(future.done() for future in self._futures.values()), len(self._futures)
+
+    def add(self, kernel: Any, wanted: dict[str, Any]) -> None:
+        job = Job(kernel.fn.__module__, kernel.fn.__name__, {name: wanted[name] for name in NEEDED})
+        self._futures[id(kernel), wanted["key"]] = self._pool.submit(_compile, job)
+
+    def await_kernel(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        """Triton's jit_cache_hook: wait until the kernel is on disk. Returns False: Triton loads it from there."""
+        future = self._futures.get((id(fn.jit_function), compile["key"]))
+        if future is not None:
+            self._await(future)
+        return False
+
+    def finish(self) -> None:
+        """Wait for all jobs and log failures."""
+        for future in self._futures.values():
+            self._await(future)
+            if error := future.exception() or future.result():
+                log.warning("start-up could not compile a kernel: %s", error)
+
+    def _await(self, future: Future[str]) -> None:
+        while not future.done():
+            unfinished = [each for each in self._futures.values() if not each.done()]
+            if not wait(unfinished, LONGEST_S, FIRST_COMPLETED).done:
                 log.warning(
                     "start-up compiled no kernel for %g s and stops; the others are compiled at their first launch",
                     LONGEST_S,
                 )
-                for child in active_children():
+                for child in active_children():  # killing the children completes their futures
                     child.kill()
-            for number, future in enumerate(done, len(compiling) - len(left) - len(done) + 1):
-                if error := future.exception() or future.result():
-                    log.warning("start-up could not compile a kernel: %s", error)
-                progress(STAGE, number, len(compiling))
+            self._progress(STAGE, *self.progress)
 
 
 @cache
@@ -145,14 +194,6 @@ def _calls(kernel: JITCallable) -> Iterator[JITCallable]:
                 yield value
             elif isinstance(value, ModuleType):
                 places.append(vars(value))
-
-
-def _length(kernel: JITCallable, counted: set[int]) -> int:
-    """Characters of a kernel's source and of all its callees."""
-    if id(kernel) in counted:
-        return 0
-    counted.add(id(kernel))
-    return len(kernel.src) + sum(_length(callee, counted) for callee in _calls(kernel))
 
 
 class _Cold(Exception):
@@ -199,37 +240,45 @@ def _unlaunched(record: Callable[[Any, dict[str, Any]], object]) -> Iterator[Non
         record(fn.jit_function, compile)
         return True
 
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, skip
     try:
-        yield
+        with _hook(skip):
+            yield
     finally:
-        knobs.runtime.jit_cache_hook = before
         for loaded, key in placed:
             loaded.pop(key, None)
 
 
-_jobs: list[Job] = []
-"""Jobs of a compiling process."""
+@contextmanager
+def _hook(hook: Callable[..., bool]) -> Iterator[None]:
+    """Call `hook` before Triton compiles or loads a kernel. If it returns True, the launch is skipped."""
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, hook
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = before
 
 
-def _become_worker(parent: int, jobs: list[Job]) -> None:
+def _become_worker(parent: int) -> None:
     """Initialise a compiling process. It ends with its parent, because it keeps the parent's pipe to the service and its GPU open.
-    It never frees objects of the parent, such as CUDA graphs of a previous engine, which cannot be freed without their device."""
+    It never frees objects of the parent, such as CUDA graphs of a previous engine, which cannot be freed without their device. Its
+    priority is lower than that of the parent, which runs warm-up meanwhile."""
     gc.freeze()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    _jobs.extend(jobs)
+    os.nice(NICENESS)
 
 
-def _compile(number: int) -> str:
+def _compile(job: Job) -> str:
     """Compile a kernel and its launcher into the cache on disk. Returns the error, "" on success."""
-    kernel, wanted = _jobs[number]
-    target = kernel.device_caches[wanted["device"]][2]
+    wanted = job.wanted
     # JSON has no tuples, but the cache key distinguishes tuples from lists.
     options = json.loads(wanted["specialization_data"])["options"]
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     try:
+        kernel = vars(import_module(job.module))[job.name]
+        name_all()
+        target = kernel.device_caches[wanted["device"]][2]
         source = kernel.ASTSource(kernel, wanted["signature"], wanted["constants"], wanted["configs"][0])
         made = triton.compile(source, target=target, options=options)
         driver.active.launcher_cls(source, made.metadata)

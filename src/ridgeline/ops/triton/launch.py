@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.ops.triton import tuning
+from ridgeline.ops.triton.ahead import name_all
 
 OLDEST_CAPABILITY = (9, 0)
 
@@ -38,7 +39,9 @@ def gluon(device: torch.device, name: str) -> ModuleType | None:
     """Import a module of Gluon kernels if it runs on this device: Hopper, with a tested version of Triton. Otherwise None."""
     if not is_hopper(device) or not triton.__version__.startswith(tuning.GLUON_VERSIONS):
         return None
-    return import_module(f"ridgeline.ops.triton.{name}")
+    module = import_module(f"ridgeline.ops.triton.{name}")
+    name_all()
+    return module
 
 
 @cache
