@@ -39,11 +39,13 @@ Progress = Callable[[str, int, int], None]
 
 
 class Job(NamedTuple):
-    """A kernel, by its module and name, and what Triton's jit_cache_hook gets as its compile arguments."""
+    """A kernel, by its module and name, and those arguments of Triton's jit_cache_hook that are NEEDED to compile it. launcher:
+    compile its launcher too."""
 
     module: str
     name: str
     wanted: dict[str, Any]
+    launcher: bool
 
 
 LONGEST_S = 120.0
@@ -114,36 +116,42 @@ class _Jobs:
 
     def __init__(self, pool: ProcessPoolExecutor, progress: Progress) -> None:
         self._pool, self._progress = pool, progress
-        self._futures: dict[tuple[int, str], Future[str]] = {}
-        """By id of the kernel and Triton's key of the variant."""
+        self._futures: dict[tuple[int, str], tuple[Future[str], Future[str]]] = {}
+        """The job that compiles a variant and the one that compiles its launcher, by id of the kernel and Triton's key."""
+        self._launchers: dict[tuple[object, ...], Future[str]] = {}
+        """The job that compiles a launcher, by id of the kernel and types of its arguments."""
 
     @property
     def progress(self) -> tuple[int, int]:
         """Number of finished jobs and of all."""
-        return sum(future.done() for future in self._futures.values()), len(self._futures)
+        return sum(future.done() for future, _ in self._futures.values()), len(self._futures)
 
     def add(self, kernel: Any, wanted: dict[str, Any]) -> None:
-        job = Job(kernel.fn.__module__, kernel.fn.__name__, {name: wanted[name] for name in NEEDED})
-        self._futures[id(kernel), wanted["key"]] = self._pool.submit(_compile, job)
+        # Kernels that differ in tiles and constants alone have the same launcher, which takes a C compiler a third of a second.
+        types = (str(name).partition("[")[0] for name in wanted["signature"].values())
+        like = (id(kernel), *types)
+        needed = {name: wanted[name] for name in NEEDED}
+        job = Job(kernel.fn.__module__, kernel.fn.__name__, needed, like not in self._launchers)
+        future = self._pool.submit(_compile, job)
+        self._futures[id(kernel), wanted["key"]] = future, self._launchers.setdefault(like, future)
 
     def await_kernel(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         """Triton's jit_cache_hook: wait until the kernel is on disk. Returns False: Triton loads it from there."""
-        future = self._futures.get((id(fn.jit_function), compile["key"]))
-        if future is not None:
+        for future in self._futures.get((id(fn.jit_function), compile["key"]), ()):
             self._await(future)
         return False
 
     def finish(self) -> None:
         """Wait for all jobs and log failures."""
-        for future in self._futures.values():
+        for future, _ in self._futures.values():
             self._await(future)
             if error := future.exception() or future.result():
                 log.warning("start-up could not compile a kernel: %s", error)
 
     def _await(self, future: Future[str]) -> None:
         while not future.done():
-            unfinished = [each for each in self._futures.values() if not each.done()]
-            if not wait(unfinished, LONGEST_S, FIRST_COMPLETED).done:
+            unfinished = [each for each, _ in self._futures.values() if not each.done()]
+            if unfinished and not wait(unfinished, LONGEST_S, FIRST_COMPLETED).done:
                 log.warning(
                     "start-up compiled no kernel for %g s and stops; the others are compiled at their first launch",
                     LONGEST_S,
@@ -270,7 +278,7 @@ def _become_worker(parent: int) -> None:
 
 
 def _compile(job: Job) -> str:
-    """Compile a kernel and its launcher into the cache on disk. Returns the error, "" on success."""
+    """Compile a kernel into the cache on disk. Returns the error, "" on success."""
     wanted = job.wanted
     # JSON has no tuples, but the cache key distinguishes tuples from lists.
     options = json.loads(wanted["specialization_data"])["options"]
@@ -281,7 +289,8 @@ def _compile(job: Job) -> str:
         target = kernel.device_caches[wanted["device"]][2]
         source = kernel.ASTSource(kernel, wanted["signature"], wanted["constants"], wanted["configs"][0])
         made = triton.compile(source, target=target, options=options)
-        driver.active.launcher_cls(source, made.metadata)
+        if job.launcher:
+            driver.active.launcher_cls(source, made.metadata)
     except Exception as error:  # some exception types cannot be pickled
         return f"{type(error).__name__}: {error}"
     return ""
