@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,26 @@ def test_kept_once_where_nothing_else_keeps_it(tmp_path: Path, refused: bool, co
     assert (cache / "ridgeline").exists() is (refused and not compiled)
     written = kept.stat().st_mtime_ns
     assert run(refused) == kept and kept.stat().st_mtime_ns == written
+
+
+CORES = """
+import os
+os.sched_getaffinity = lambda pid: set(range(4))
+"""
+
+
+def test_the_first_start_compiles_modules_beside_its_imports(tmp_path: Path) -> None:
+    packages, cache = [tmp_path / "large", tmp_path / "also"], tmp_path / "cache"
+    for package in packages:
+        package.mkdir()
+        (package / "__init__.py").write_text("NUMBER = 1")
+        (package / "later.py").write_text("NUMBER = 2")
+    source = Path(ridgeline.__file__).parents[1]
+    environ = {**os.environ, "PYTHONPATH": f"{source}:{tmp_path}", "XDG_CACHE_HOME": str(cache)}
+    environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    code = CORES + CODE.replace('keep_bytecode("large")', 'keep_bytecode("large", "also", "absent")')
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while len(list(cache.rglob("later.*.pyc"))) < len(packages):
+        assert time.monotonic() < until
+        time.sleep(0.05)

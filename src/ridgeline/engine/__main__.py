@@ -16,7 +16,7 @@ from ridgeline.wire.config import receive_config
 
 def main(fd: int, config_fd: int | None = None) -> int:
     """Serve until the service stops the engine or disconnects; returns the exit status."""
-    keep_bytecode("torch")
+    keep_bytecode("torch", "triton", "numpy")
     gc.disable()  # objects of the start-up are permanent: collections took a seventh of the import time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
