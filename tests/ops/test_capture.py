@@ -17,7 +17,7 @@ from ridgeline.engine import executor
 from ridgeline.engine.local import LocalEngine
 from ridgeline.models.hub import shipped_model
 from ridgeline.ops import native_cpu
-from ridgeline.ops.capture import Captured, Uncaptured
+from ridgeline.ops.capture import Captured, CudaCapture, Uncaptured
 from ridgeline.ops.native import capture
 from ridgeline.ops.native.binding import Library, open_library
 from ridgeline.ops.native.capture import CallListCapture, CapturedCalls
@@ -306,3 +306,64 @@ def test_a_drafter_learns_from_steps_of_its_own(monkeypatch: pytest.MonkeyPatch)
             pass
         assert abs(len(seen) - learned) <= 2
     engine.close()
+
+
+class PaperGraph:
+    """A CUDA graph that holds what is done while it is captured."""
+
+    capturing: PaperGraph | None = None
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+
+    def capture_begin(self, pool: object, **_: object) -> None:
+        assert PaperGraph.capturing is None
+        PaperGraph.capturing = self
+
+    def capture_end(self) -> None:
+        assert PaperGraph.capturing is self
+        PaperGraph.capturing = None
+
+    def replay(self) -> None:
+        DONE.append(self.held)
+
+
+class PaperContext:
+    """torch.cuda.graph, which ends the graph that it names then."""
+
+    def __init__(self, graph: PaperGraph, pool: object, **_: object) -> None:
+        self.cuda_graph, self.pool = graph, pool
+
+    def __enter__(self) -> None:
+        self.cuda_graph.capture_begin(self.pool)
+
+    def __exit__(self, *_: object) -> None:
+        self.cuda_graph.capture_end()
+
+
+DONE: list[list[str]] = []
+
+
+@pytest.mark.parametrize(("in_parts", "sizes"), [(True, [1, 3, 9, 7]), (False, [20])])
+def test_a_prompt_is_several_graphs_and_a_decode_step_is_one(
+    monkeypatch: pytest.MonkeyPatch, in_parts: bool, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PaperGraph)
+    monkeypatch.setattr(torch.cuda, "graph", PaperContext)
+    DONE.clear()
+
+    def work() -> str:
+        if in_parts:
+            CudaCapture.in_parts()
+        for layer in range(1, 21):
+            assert PaperGraph.capturing is not None
+            PaperGraph.capturing.held.append(f"layer {layer}")
+            CudaCapture.layer_ends(layer)
+        return "result"
+
+    captured = CudaCapture()(work)
+    CudaCapture.layer_ends(1)  # outside of a capture, nothing
+    assert captured.replay() == "result"
+    assert [len(held) for held in DONE] == sizes
+    assert [name for held in DONE for name in held] == [f"layer {layer}" for layer in range(1, 21)]

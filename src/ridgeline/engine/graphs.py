@@ -22,7 +22,7 @@ from ridgeline.engine.executor import Executor, LoadedStep
 from ridgeline.engine.graph_shapes import DRAFT_ROWS, MIXED_ROWS, buckets, draft_shapes, mixed_shapes
 from ridgeline.engine.shape import Sizes, StepShape
 from ridgeline.models.weights import Progress
-from ridgeline.ops.capture import Capture, Captured
+from ridgeline.ops.capture import Capture, Captured, CudaCapture
 from ridgeline.ops.step import SHORT
 
 UNREAD_TOKENS = 128
@@ -221,6 +221,8 @@ class GraphExecutor(Executor):
             return outcome.packed
 
         def forward(device: DeviceStep) -> None:
+            if not shape.decode:  # steps that decode are launched while the device runs the step before
+                CudaCapture.in_parts()
             hidden.copy_(device.forward(batch, device.longest))
 
         def draw(device: DeviceStep) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from ridgeline.models.building import Build
 from ridgeline.models.experts import Experts
 from ridgeline.models.layers import DecoderLayer
 from ridgeline.models.rope import SPARE_POSITIONS, rope_table
+from ridgeline.ops.capture import CudaCapture
 from ridgeline.ops.divided import split_requests
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.striped import split_tokens
@@ -123,8 +124,9 @@ class Decoder:
         return parts if len(parts) == len(self.layers) else None
 
     def _run_layers(self, stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> torch.Tensor:
-        for layer, view in zip(self.layers, views, strict=False):
+        for number, (layer, view) in enumerate(zip(self.layers, views, strict=False), 1):
             stream = layer(stream, view, step)
+            CudaCapture.layer_ends(number)
         return stream
 
     def forward(
