@@ -82,10 +82,13 @@ def test_the_next_best_path_is_taken(hopper: None) -> None:
         assert kernels.FP8.kernel_for(eight)[0] == "small"
     with of["gemv with the norm inside"].off():
         assert chosen(1, 6144, 1024, norm=True) is None and chosen(1, 6144, 1024) == "vector"
-    with of["gemm_small (matrix tiles)"].off():
-        assert chosen(128, 128_256, 4096) is None and chosen(1, 128_256, 4096) == "vector"
+    with of["wide"].off():
+        assert chosen(128, 28_672, 4096, kind="silu") == "matrix"
+        with of["gemm_small (matrix tiles)"].off():
+            assert chosen(128, 28_672, 4096, kind="silu") is None and chosen(1, 128_256, 4096) == "vector"
     with of["gemv (one token)"].off():
-        assert chosen(128, 128_256, 4096) == "matrix" and chosen(1, 128_256, 4096) is None
+        assert chosen(64, 128_256, 4096) == "ring" and chosen(1, 128_256, 4096) is None
+    assert chosen(128, 128_256, 4096) is None, "cuBLAS is faster"
     assert chosen(16, 6144, 4096) == "ring"
 
 

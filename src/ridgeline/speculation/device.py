@@ -82,21 +82,18 @@ class DraftDraws:
     ids: int32 [N], the tokens of the logits; None: their indices.
     """
 
-    def __init__(
-        self, ops: Ops, draft_rows: DraftRows | ChainStart, known: torch.Tensor, ids: torch.Tensor | None
-    ) -> None:
-        self._ops, self._known, self._ids, self._greedy = ops, known, ids, draft_rows.greedy
+    def __init__(self, ops: Ops, draft_rows: DraftRows | ChainStart, ids: torch.Tensor | None) -> None:
+        self._ops, self._ids, self._greedy = ops, ids, draft_rows.greedy
         if not draft_rows.greedy:
             self._temperature = draft_rows.temperature
             ints = draft_rows.state.ints.index_select(0, draft_rows.rows)
             self._key = ints[:, Int.KEY : Int.KEY + 2]
 
-    def __call__(self, logits: torch.Tensor, node: int) -> torch.Tensor:
-        """The tokens int32 [S] after the first `node` nodes, from logits [S, N]."""
+    def __call__(self, logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """The tokens int32 [S] at places int32 [S], from logits [S, N]."""
         if self._greedy:
             token = greedy(logits)
             return token if self._ids is None else self._ids.index_select(0, token)
-        place = self._known + node if node else self._known
         noise = self._temperature, self._key, place
         if self._ids is not None:
             return self._ops.sampler.sample_among(logits, self._ids, *noise)

@@ -77,9 +77,10 @@ class DraftModel(DeviceDrafter):
         """Draft the chain operation by operation, on any device."""
         state, rows, hidden = start.state, start.rows, self._catch_up(start, views)
         row_of = start.last.q_start // _UNREAD
-        draw = DraftDraws(self._ops, start, state.ints[:, Int.KNOWN].index_select(0, rows), self._ids)
+        draw = DraftDraws(self._ops, start, self._ids)
         for node in range(start.count):
-            self._ops.sampler.advance(state, rows, draw(self._decoder.logits(hidden), node))
+            known = state.ints[:, Int.KNOWN].index_select(0, rows)  # rows at their limit stay where they are
+            self._ops.sampler.advance(state, rows, draw(self._decoder.logits(hidden), known))
             if node + 1 < start.count:
                 gathered = self._ops.sampler.gather(state, rows, None)
                 step = StepInputs(rows, row_of, gathered.length, gathered.position, row_of[:-1], 1, start.longest)

@@ -74,13 +74,13 @@ class Eagle(DeviceDrafter):
         kept, back, number = self._start(before.ints, len(rows))
         state = replace(before, ints=torch.addcmul(back, before.ints, kept))
         token, features = sampler.gather(before, rows, None).tokens, self._features(draft_rows.hidden)
-        draw = DraftDraws(self._ops, draft_rows, draft_rows.known, self.head.ids)
+        draw = DraftDraws(self._ops, draft_rows, self.head.ids)
         for node in range(count):
             gathered = sampler.gather(state, rows, None)
             step = StepInputs(rows, number, gathered.length, gathered.position, number[:-1], 1, draft_rows.longest)
             [view] = views(gathered.slots)
             features = self.head.next(token, features, view, step)
-            token = draw(self.head.logits(features), node)
+            token = draw(self.head.logits(features), draft_rows.known + node)
             sampler.advance(state, rows, token)
 
     def _start(self, ints: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

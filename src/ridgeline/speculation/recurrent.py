@@ -217,7 +217,7 @@ class Recurrent(DeviceDrafter):
         """Draft eagerly, one parent after the other: compute its state and draw its children's tokens from it."""
         known, nodes = draft_rows.known, self._nodes[:count]
         last = draft_rows.rows * draft_rows.state.tokens.shape[1] + known - 1
-        draw = DraftDraws(self._ops, draft_rows, known, self._ids)
+        draw = DraftDraws(self._ops, draft_rows, self._ids)
         states, tokens = {-2: draft_rows.hidden}, {-1: draft_rows.state.tokens.view(-1).index_select(0, last)}
         for above in dict.fromkeys(node.parent for node in nodes):
             depth = 0 if above < 0 else nodes[above].head + 1
@@ -226,7 +226,7 @@ class Recurrent(DeviceDrafter):
             logits = self._ops.matmul.unquantized.linear(states[above], self._matrices["head"], None)
             children = {node.rank: at for at, node in enumerate(nodes) if node.parent == above}
             for rank in range(max(children) + 1):
-                token = draw(logits, depth)
+                token = draw(logits, known + depth)
                 logits = logits.masked_fill(self._ids == token.unsqueeze(1), float("-inf"))
                 if rank in children:
                     tokens[children[rank]] = token
