@@ -77,6 +77,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "kv/page_client.py": "prompts computed by another engine, with the option --hand-over tcp",
     "kv/page_wire.py": "prompts computed by another engine, with the option --hand-over tcp",
     "core/handshake.py": "several hosts: how their processes know each other",
+    "core/process.py": "settings of a server's process: start-up, and a collection every ten minutes",
     "kv/host_pages.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
     "ops/peer_memory.py": "memory of GPUs that processes share",
     "engine/profiler.py": "profiles, by orders of operators",

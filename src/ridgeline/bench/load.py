@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import resource
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from ridgeline.bench.prompts import Prompts
 from ridgeline.bench.record import Row
 from ridgeline.bench.stream import Reply
 from ridgeline.bench.target import Address, Dialect
+from ridgeline.core.process import raise_file_limit
 from ridgeline.core.workload import RequestSpec, Workload, conversations
 
 LEAD_S = 0.05
@@ -120,12 +120,6 @@ def gc_disabled() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def raise_file_limit() -> None:
-    """Raise the limit of open files to its hard limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Sending:

@@ -6,7 +6,6 @@ Chunk k is due ttft_s + k * itl_s after the last byte of the request. A late chu
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import time
 from collections import deque
@@ -18,8 +17,8 @@ from typing import Any, cast
 import msgspec
 
 from ridgeline.bench.clock import Alarm
-from ridgeline.bench.load import raise_file_limit
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.process import keep_many, raise_file_limit
 
 CHAT_OVERHEAD = 7
 """Tokens that the mock's chat template adds."""
@@ -231,6 +230,5 @@ def _error(message: str) -> dict[str, Any]:
 async def serve_mock(speed: Speed, host: str, port: int, listening: Callable[[str], None]) -> None:
     """Serve until cancelled."""
     async with MockServer(speed, host, port) as server:
-        gc.freeze()  # collections then scan only objects of requests
         listening(server.url)
-        await asyncio.Event().wait()
+        await keep_many(asyncio.Event().wait())

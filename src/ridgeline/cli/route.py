@@ -11,13 +11,13 @@ from contextlib import ExitStack
 
 import uvloop
 
-from ridgeline.bench.load import raise_file_limit
 from ridgeline.cli.flags import Arguments, Parser, add_options, parser_for
 from ridgeline.cli.show import announcer
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.logs import configure_logging
 from ridgeline.core.plural import counted
+from ridgeline.core.process import keep_many
 from ridgeline.core.resolve import resolve
 from ridgeline.service.fleet.options import SHARED, RouterConfig, check_shared, read_router, read_url
 from ridgeline.service.fleet.server import serve_router
@@ -45,7 +45,6 @@ def run(args: Arguments) -> int:
     service = check_shared(resolve(args.flags, environ=os.environ, file=args.config).service)
     configure_logging(service.log_level, service.log_format)
     make_tracing(service).close()
-    raise_file_limit()
     say = announcer(service.log_format)
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(service.host, service.port)]
@@ -53,5 +52,5 @@ def run(args: Arguments) -> int:
         def announce(url: str) -> None:
             say(f"listening on {url}; routing to {counted(len(replicas), 'server')}")
 
-        uvloop.run(serve_router(service, router, replicas, listeners, announce))
+        uvloop.run(keep_many(serve_router(service, router, replicas, listeners, announce)))
     return 0

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import uvloop
 
-from ridgeline.bench.load import raise_file_limit
 from ridgeline.cli.flags import Arguments, Parser, parser_for
 from ridgeline.cli.show import announcer
 from ridgeline.core.logs import configure_logging
+from ridgeline.core.process import keep_many
 from ridgeline.service.fleet.file import read_fleet
 from ridgeline.service.fleet.kubernetes import manifest
 from ridgeline.service.fleet.launcher import Launcher, LocalLauncher, known_keys
@@ -47,7 +47,6 @@ def run(args: Arguments) -> int:
         print(json.dumps(manifest(file, image), indent=2))
         return 0
     make_tracing(file.service).close()
-    raise_file_limit()
     say = announcer(file.service.log_format)
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(file.service.host, file.service.port)]
@@ -57,5 +56,5 @@ def run(args: Arguments) -> int:
             launcher = RayLauncher(file.fleet, file.serve, keys)
         else:
             launcher = LocalLauncher(file.serve, file.gpus, keys, say)
-        uvloop.run(run_fleet(file, launcher, listeners, say))
+        uvloop.run(keep_many(run_fleet(file, launcher, listeners, say)))
     return 0
