@@ -95,6 +95,8 @@ def test_replicas_are_replaced_under_load_and_end_with_the_fleet(tmp_path: Path)
 @pytest.mark.long
 def test_a_hung_replica_gets_nothing_and_streams_go_on_elsewhere(tmp_path: Path) -> None:
     with fleet(tmp_path, replicas=2) as server:
+        for name in ("replica-0 is ready", "replica-1 is ready"):
+            server.until_logged(name)
         hung = server.children()[0]
         os.kill(hung, signal.SIGSTOP)
         try:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+from aiohttp import web
 
 from ridgeline.service.fleet.upstream import Upstream, patience
 from ridgeline.service.routing import State
 
-from .replicas import routed, streams
+from .replicas import EVENTS, FakeReplica, begin, routed, streams
 
 
 async def test_time_in_which_the_loop_is_late_does_not_count() -> None:
@@ -48,3 +49,25 @@ async def test_a_late_router_keeps_its_replicas(monkeypatch: pytest.MonkeyPatch)
         await fleet.until(lambda: len(states) == 4)
         assert set(states) == {State.UP}
         assert (await fleet.chat()).status == 200
+
+
+async def test_a_replica_whose_answers_go_on_is_not_lost() -> None:
+    """It has so much to do that it answers no health check in time; without an answer that goes on, it is down."""
+
+    async def slowly(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        response = await begin(request)
+        while not replica.gate.is_set():
+            await response.write(EVENTS[0])
+            await asyncio.sleep(0.01)
+        return response
+
+    async with routed(slowly, stall_s=0.2) as fleet:
+        upstream, replica = fleet.balancer.upstreams["replica-0"], fleet.replicas[0]
+        long = asyncio.create_task(fleet.chat())
+        await fleet.until(lambda: upstream.received > 2)
+        replica.deaf = True
+        await asyncio.sleep(1.0)
+        assert fleet.state(0) == "up"
+        replica.gate.set()
+        assert (await long).status == 200
+        await fleet.until(lambda: fleet.state(0) == "down")

@@ -157,6 +157,12 @@ class Passing:
     async def _pass(self, upstream: Upstream, exchange: Exchange, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         """Pass an answer on as it comes."""
         content, request, length = reply.content, self._request, reply.headers.get("content-length")
+
+        def passed() -> None:
+            upstream.received += 1
+            exchange.received += 1
+
+        splice = self._splice(reply, passed)
         # One that is complete at once is passed on when all of it is here, so that it is sent again if it breaks off.
         whole = length is not None and int(length) <= _WHOLE_BYTES
         chunk = await (content.read() if whole else content.readany())
@@ -171,12 +177,9 @@ class Passing:
             await response.prepare(request)
         except OSError as error:
             raise ClientLost(type(error).__name__) from error
-
-        def passed() -> None:
-            upstream.received += 1
-            exchange.received += 1
-
-        splice = self._splice(reply, response, passed)
+        if splice is not None and not _in_chunks(response.headers):
+            splice.leave()
+            splice = None
         while chunk:
             passed()
             self._last = chunk
@@ -196,14 +199,11 @@ class Passing:
         self._balancer.count(self._name, "ok" if reply.status < 400 else "refused")
         return response
 
-    def _splice(
-        self, reply: aiohttp.ClientResponse, response: web.StreamResponse, passed: Callable[[], None]
-    ) -> Splice | None:
+    def _splice(self, reply: aiohttp.ClientResponse, passed: Callable[[], None]) -> Splice | None:
         """For a stream of events that nobody watches."""
         source = None if reply.connection is None else reply.connection.transport
         target = self._request.transport
-        chunks = all("chunked" in headers.get("transfer-encoding", "") for headers in (reply.headers, response.headers))
-        if source is None or target is None or not chunks or self.watch is not None:
+        if source is None or target is None or not _in_chunks(reply.headers) or self.watch is not None:
             return None
         return Splice(source, target, passed) if reply.content_type == "text/event-stream" else None
 
@@ -236,6 +236,10 @@ class Passing:
             if (lower := name.lower()) not in _NOT_SENT and lower not in trace and not lower.startswith("sec-fetch-")
         ]
         return [*headers, *trace.items(), ("x-request-id", self._request[REQUEST_ID]), ("accept-encoding", "identity")]
+
+
+def _in_chunks(headers: Mapping[str, str]) -> bool:
+    return "chunked" in headers.get("transfer-encoding", "")
 
 
 def _returned(headers: Mapping[str, str], name: str) -> list[tuple[str, str]]:

@@ -166,11 +166,14 @@ class Upstream:
             return reply.status == 401
 
     async def _check(self, clock: Callable[[], float]) -> State:
+        received = self.received
         try:
             async with patience(self._stall_s), self._session.get(self.url + "/health") as reply:
                 body = await reply.read()
             refused = self.state not in _SERVING and reply.status in _ALIVE and await self.refuses_router()
         except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and self.received != received:
+                return self.state  # its answers go on: it has much to do
             self.row_limit = 0
             if self._silent_since is None:
                 self._silent_since = clock()
