@@ -2,15 +2,15 @@
 
     python benchmarks/router_cost.py --streams 5000 --out benchmarks/results/service.json
 
-Mock servers and the load generator are processes of their own; the router is `ridgeline route` on the last core. Rows:
+Mock servers and load generators are processes of their own; the router is `ridgeline route` on the last core. Rows:
 
     router-streams    streams at once, events per second through the router while all run, its CPU time per event, requests
                       included, and how many events per second one core carries at that cost
-    router-ttft-ms    p99 and median of the time to first token through the router, less those of the same load sent to a mock
-                      server directly, while half of the streams run, in turns
+    router-ttft-ms    p99 and median of the time to first token through the router, less those of the same load sent to mock
+                      servers directly, while half of the streams run, in turns
 
-Needs eight cores that nothing else uses. On fewer only the CPU time per event says something. A mock server sends some 12,000
-events per second.
+Needs ten cores that nothing else uses. On fewer only the CPU time per event says something. A mock server sends some 12,000
+events per second, and a load generator reads 20,000.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
+from multiprocessing import get_context
 from typing import Any
 
 import uvloop
@@ -35,7 +37,7 @@ from load import CHUNKS_PER_S, mock
 from ridgeline.bench.figures import at_once, invalid_reason, latency
 from ridgeline.bench.mock import Speed
 from ridgeline.bench.options import LoadConfig, TargetConfig, WorkloadConfig
-from ridgeline.bench.record import Run
+from ridgeline.bench.record import Row, Run
 from ridgeline.bench.session import BenchConfig, Session
 
 TTFT_S = 0.5
@@ -68,7 +70,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(url: str, streams: int, seconds: float) -> Run:
+def load(url: str, streams: int, seconds: float) -> Run:
     """So many streams at once after `seconds`, and for as long, with ten events per second each. They begin one after the other."""
     config = BenchConfig(
         TargetConfig(endpoint="completions", prompts="text"),
@@ -83,29 +85,49 @@ def measure(url: str, streams: int, seconds: float) -> Run:
     return uvloop.run(run())
 
 
-def streams_row(url: str, process: subprocess.Popen[str], streams: int, seconds: float) -> dict[str, Any]:
+class Clients:
+    """Load generators, each a process that sends its share of the streams."""
+
+    def __init__(self, processes: Executor, count: int) -> None:
+        self._processes, self._count = processes, count
+
+    def measure(self, urls: Sequence[str], streams: int, seconds: float) -> tuple[list[Row], str]:
+        """The requests of `load` by all of them, which take the addresses in turn, and why the result is invalid or ""."""
+        chosen = islice(cycle(urls), self._count)
+        futures = [self._processes.submit(load, url, streams // self._count, seconds) for url in chosen]
+        runs = [future.result() for future in futures]
+        return [row for run in runs for row in run.rows], next(
+            (why for run in runs if (why := invalid_reason(run))), ""
+        )
+
+
+def streams_row(
+    clients: Clients, url: str, process: subprocess.Popen[str], streams: int, seconds: float
+) -> dict[str, Any]:
     before = cpu_seconds(process.pid)
-    run = measure(url, streams, seconds)
-    used, events = cpu_seconds(process.pid) - before, sum(row.output_tokens for row in run.rows)
-    times = [time for row in run.rows if row.first_s is not None for time in accumulate((row.first_s, *row.gaps_s))]
+    rows, invalid = clients.measure([url], streams, seconds)
+    used, events = cpu_seconds(process.pid) - before, sum(row.output_tokens for row in rows)
+    times = [time for row in rows if row.first_s is not None for time in accumulate((row.first_s, *row.gaps_s))]
     return {
         "row": "router-streams",
-        "value": at_once(run.rows),
-        "errors": Counter(row.error for row in run.rows if row.error),
+        "value": at_once(rows),
+        "errors": Counter(row.error for row in rows if row.error),
         "events_per_s": round(sum(seconds < time < 2 * seconds for time in times) / seconds),
         "cpu_us_per_event": round(1e6 * used / events, 1),
         "events_per_core_s": round(events / used),
-        "invalid": invalid_reason(run),
+        "invalid": invalid,
     }
 
 
-def ttft_row(url: str, direct: str, streams: int, seconds: float, turns: int) -> dict[str, Any]:
+def ttft_row(
+    clients: Clients, url: str, mocks: Sequence[str], streams: int, seconds: float, turns: int
+) -> dict[str, Any]:
     added: dict[int, list[float]] = {50: [], 99: []}
     invalid = ""
     for _ in range(turns):
-        runs = [measure(address, streams, seconds) for address in (direct, url)]
-        invalid = invalid or next((why for run in runs if (why := invalid_reason(run))), "")
-        full = [[row for row in run.rows if seconds < row.scheduled_s < 2 * seconds] for run in runs]
+        runs = [clients.measure(urls, streams, seconds) for urls in (mocks, [url])]
+        invalid = invalid or next((why for _, why in runs if why), "")
+        full = [[row for row in rows if seconds < row.scheduled_s < 2 * seconds] for rows, _ in runs]
         times = [statistics.quantiles(latency(rows, "ttft"), n=100) for rows in full]
         for percentile, values in added.items():
             values.append(1e3 * (times[1][percentile - 1] - times[0][percentile - 1]))
@@ -128,14 +150,19 @@ def main() -> None:
         "--ttft-seconds", type=float, default=20.0, help="length of one of those whose first token is timed"
     )
     parser.add_argument("--replicas", type=int, default=6, help="each on a core of its own")
+    parser.add_argument("--clients", type=int, default=3, help="load generators, likewise")
     parser.add_argument("--turns", type=int, default=2, help="0: no time to first token")
     arguments = parser.parse_args()
     with ExitStack() as stack:
         mocks = [stack.enter_context(mock(Speed(TTFT_S, 1 / CHUNKS_PER_S))) for _ in range(arguments.replicas)]
         url, process = stack.enter_context(router(mocks, max(os.sched_getaffinity(0))))
-        keep(arguments, streams_row(url, process, arguments.streams, arguments.seconds))
+        count = arguments.clients
+        clients = Clients(stack.enter_context(ProcessPoolExecutor(count, get_context("spawn"))), count)
+        clients.measure(mocks, count, 1.0)  # starts the processes
+        keep(arguments, streams_row(clients, url, process, arguments.streams, arguments.seconds))
         if arguments.turns:
-            keep(arguments, ttft_row(url, mocks[0], arguments.streams // 2, arguments.ttft_seconds, arguments.turns))
+            seconds, turns = arguments.ttft_seconds, arguments.turns
+            keep(arguments, ttft_row(clients, url, mocks, arguments.streams // 2, seconds, turns))
 
 
 def keep(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
