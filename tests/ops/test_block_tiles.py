@@ -194,3 +194,11 @@ def test_experts(tmp_path: Path) -> None:
                 values = in_float64(sides[number][expert], source[pair // per_row][None]) + bias[expert].double()
                 expected = clamped_swiglu(values) if number == 0 else values * shares[pair]
                 assert close(target[pair][None], expected, 8e-3)
+
+
+@pytest.mark.parametrize("tokens", [0, 65, 2000])
+def test_other_numbers_of_tokens_are_left_to_other_operations(tokens: int) -> None:
+    matrix = pack(random_blocks(NUMBER_FORMATS["q4_k"], 64, 512))
+    x = torch.zeros(tokens, 512, dtype=BF16)
+    assert block_tiles.product(x, matrix, None, None) is None
+    assert not block_tiles.product_into(x, matrix, None, torch.empty(tokens, 64, dtype=BF16))

@@ -298,15 +298,16 @@ def takes_tokens(x: torch.Tensor, matrix: IntMatrix) -> bool:
 
 
 class _Call(NamedTuple):
-    """A product. stream: added to the result. out: memory of the result, contiguous in its rows; None: new memory."""
+    """A product. stream: added to the result. out: memory of the result, contiguous in its rows; None: new memory. tile: None for
+    that of `tile_for`."""
 
     x: torch.Tensor
     matrix: IntMatrix
     bias: torch.Tensor | None
     stream: torch.Tensor | None
     out: torch.Tensor | None
-    kind: str | None
-    tile: Tile
+    kind: str | None = None
+    tile: Tile | None = None
 
 
 def product(
@@ -319,21 +320,21 @@ def product(
 ) -> torch.Tensor | None:
     """x [T, in] of 1 to 64 tokens times one matrix -> [T, out], or added to the stream in its memory. kind: activation of gate and
     up, [2 F, in] -> [T, F]. tile: None for that of `tile_for`. None: not supported."""
-    tile = tile or tile_for(len(x), matrix.out, matrix.d_in, 1 if kind is None else 2)
     return _run(_Call(x, matrix, bias, stream, stream, kind, tile))
 
 
 def product_into(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
     """As product, written to `out`, which may be columns of a tensor. False: not supported."""
-    return _run(_Call(x, matrix, bias, None, out, None, tile_for(len(x), matrix.out, matrix.d_in))) is not None
+    return _run(_Call(x, matrix, bias, None, out)) is not None
 
 
 def _run(call: _Call) -> torch.Tensor | None:
-    x, matrix, bias, stream, out, kind, tile = call
+    x, matrix, bias, stream, out, kind = call[:-1]
     tokens, sides = len(x), 1 if kind is None else 2
     features = matrix.out // sides
     if not takes_tokens(x, matrix) or (sides == 2 and features % ROWS):
         return None
+    tile = call.tile or tile_for(tokens, matrix.out, matrix.d_in, sides)
     columns = columns_of(tokens)
     shared = shared_bytes(tile, columns, tokens, matrix.d_in)
     resident = shared <= MEMORY // tile.each - RESERVED
