@@ -9,8 +9,8 @@ Mock servers and load generators are processes of their own; the router is `ridg
     router-ttft-ms    p99 and median of the time to first token through the router, less those of the same load sent to mock
                       servers directly, while half of the streams run, in turns
 
-Needs ten cores that nothing else uses. On fewer only the CPU time per event says something. A mock server sends some 12,000
-events per second, and a load generator reads 20,000.
+Needs ten cores that nothing else uses, besides the router's and its siblings. On fewer only the CPU time per event says something.
+A mock server sends some 12,000 events per second, and a load generator reads 20,000.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, cycle, islice
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -61,6 +62,20 @@ def router(replicas: Sequence[str], core: int) -> Iterator[tuple[str, subprocess
     finally:
         process.terminate()
         process.wait()
+
+
+def core_of_router() -> int:
+    """The last core. Its threads' siblings are left idle: this process and its children keep to the others."""
+    cores = os.sched_getaffinity(0)
+    last = max(cores)
+    try:
+        text = Path(f"/sys/devices/system/cpu/cpu{last}/topology/thread_siblings_list").read_text()
+    except OSError:
+        text = str(last)
+    bounds = (part.partition("-") for part in text.strip().split(","))
+    shared = {core for low, _, high in bounds for core in range(int(low), int(high or low) + 1)}
+    os.sched_setaffinity(0, cores - shared or cores)
+    return last
 
 
 def cpu_seconds(pid: int) -> float:
@@ -153,9 +168,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=3, help="load generators, likewise")
     parser.add_argument("--turns", type=int, default=2, help="0: no time to first token")
     arguments = parser.parse_args()
+    core = core_of_router()
     with ExitStack() as stack:
         mocks = [stack.enter_context(mock(Speed(TTFT_S, 1 / CHUNKS_PER_S))) for _ in range(arguments.replicas)]
-        url, process = stack.enter_context(router(mocks, max(os.sched_getaffinity(0))))
+        url, process = stack.enter_context(router(mocks, core))
         count = arguments.clients
         clients = Clients(stack.enter_context(ProcessPoolExecutor(count, get_context("spawn"))), count)
         clients.measure(mocks, count, 1.0)  # starts the processes

@@ -208,7 +208,10 @@ async def measured(args: argparse.Namespace, tell_row: Callable[[Row], None]) ->
                         tell(run)
                         name = f"slo-measured-{rate:g}-{text.replace('=', '-').replace(',', '-')}"
                         row = {"row": f"{name}-{'with' if words else 'without'}", "value": round(run.attainment, 4)}
-                        tell_row(row | {"unit": "share of good requests"} | figures(run))
+                        about = figures(run) | {
+                            "model": args.model.name if args.device == "cuda" else "the shipped one"
+                        }
+                        tell_row(row | {"unit": "share of good requests"} | about)
 
 
 def numbers(text: str) -> list[float]:

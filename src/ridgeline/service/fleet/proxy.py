@@ -87,6 +87,12 @@ async def pass_on(request: web.Request, read: Callable[[Any], Outgoing]) -> web.
             balancer.finish(ticket, failed=passing.failed)
 
 
+class _Answer(web.StreamResponse):
+    """Its headers go out with its first bytes, which are here already."""
+
+    _send_headers_immediately = False  # of aiohttp; without the name, headers are a packet of their own
+
+
 class Passing:
     """One request on its way. failed: what its end says about the replica (`Router.finish`)."""
 
@@ -169,7 +175,7 @@ class Passing:
         self._balancer.first_byte(self._ticket)
         self._body = b""
         await self._held.aclose()
-        response = web.StreamResponse(status=reply.status, headers=_returned(reply.headers, self._name))
+        response = _Answer(status=reply.status, headers=_returned(reply.headers, self._name))
         if length is not None:
             response.content_length = int(length)
         self._response = response

@@ -173,6 +173,7 @@ class Upstream:
             refused = self.state not in _SERVING and reply.status in _ALIVE and await self.refuses_router()
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and self.received != received:
+                self._silent_since = None
                 return self.state  # its answers go on: it has much to do
             self.row_limit = 0
             if self._silent_since is None:
