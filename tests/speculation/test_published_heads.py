@@ -49,9 +49,10 @@ def shipped_spec() -> ModelSpec:
 def said(model: Path, speculate: str, device: str = "cpu") -> list[list[int]]:
     """Answers to both prompts, greedy and then sampled."""
     options: dict[str, Any] = {"dtype": "float32", "device": device, "max_model_len": 128}
-    llm, answers = LLM(str(model), speculate=speculate, **options), []
-    for way in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=3)):
-        answers += llm.generate(PROMPTS, replace(way, max_tokens=20, ignore_eos=True))
+    answers = []
+    with closing(LLM(str(model), speculate=speculate, **options)) as llm:  # a GPU has room for one cache
+        for way in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=3)):
+            answers += llm.generate(PROMPTS, replace(way, max_tokens=20, ignore_eos=True))
     return [answer.choices[0].token_ids for answer in answers]
 
 
