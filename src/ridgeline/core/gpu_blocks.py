@@ -6,6 +6,7 @@ Where memory allows it, a GPU that keeps a format therefore also has these linea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -62,17 +63,18 @@ def most_rows(formats: Iterable[str]) -> int:
 def expanded_bytes(spec: ModelSpec) -> int:
     """Bytes that the linears in blocks take in the model's dtype, of the part of a model that a rank of a GPU holds (`expanded`).
     Models with experts have one form: most of their weights are experts."""
-    if any(layer.experts for layer in spec.layers):
+    if not spec.quantization or any(layer.experts for layer in spec.layers):
         return 0
-    matrices = [matrix for layer in spec.layers for matrix in spec.matrices(layer)]
+    counted = [(matrix, count) for layer, count in Counter(spec.layers).items() for matrix in spec.matrices(layer)]
     if not spec.tied:
         rows = spec.vocabulary_rows
-        matrices.append(Matrix("head", rows, spec.d_model, parts=((rows, spec.head_format),)))
-    elements = 0
-    for matrix in matrices:
-        if most_rows([name for _, name in matrix.parts] or [spec.quantization]):
-            elements += matrix.elements
-    return elements * DTYPE_BYTES[spec.dtype]
+        counted.append((Matrix("head", rows, spec.d_model, parts=((rows, spec.head_format),)), 1))
+    both = ((matrix, count) for matrix, count in counted if most_rows(_formats(matrix, spec)))
+    return DTYPE_BYTES[spec.dtype] * sum(count * matrix.elements for matrix, count in both)
+
+
+def _formats(matrix: Matrix, spec: ModelSpec) -> list[str]:
+    return [name for _, name in matrix.parts] or [spec.quantization]
 
 
 def kept_bytes(size: int, available: int, sequence_bytes: int, requested: int | None) -> int:

@@ -14,20 +14,25 @@ from ridgeline.quant.format import Weight
 class WeightMemory:
     """The tensors of a decoder whose weights are all loaded, and linears that are expanded beside them.
 
-    stored: all tensors but the expanded ones. expanded: made from these on the device. ranges: the memory of both that a GPU can
-    give back, empty if it need not.
+    expanded: made from the stored ones on the device. range: memory of the stored ones that a GPU can give back.
     """
 
     def __init__(self, decoder: Decoder, expands: bool = False, releasable: bool = False) -> None:
-        self._linears = list(linears(decoder)) if expands else []
-        self.stored, self.expanded = decoder.all_tensors(), list[torch.Tensor]()
+        self._decoder, self._linears = decoder, list(linears(decoder)) if expands else []
+        self.expanded: list[torch.Tensor] = []
         device = decoder.embedding.device
         self.range = move(self.stored, device) if releasable else None
         self.expand()
         self._expanded_range = move(self.expanded, device) if releasable and self.expanded else None
 
     @property
+    def stored(self) -> list[torch.Tensor]:
+        """All tensors but the expanded ones."""
+        return self._decoder.all_tensors()
+
+    @property
     def ranges(self) -> list[DeviceRange]:
+        """All memory that a GPU can give back."""
         return [memory for memory in (self.range, self._expanded_range) if memory is not None]
 
     def expand(self) -> None:
