@@ -1,8 +1,9 @@
 """Products with weights in the blocks of a checkpoint on one GPU: `python benchmarks/products_blocks.py --out FILE`.
 
-The four linears of a layer of an 8B for 1 to 64 and for 512 tokens, each format against bfloat16 and int4 in groups of 128. Each
-product is compared with the dequantized weights first. Copies of a matrix that together exceed the L2 cache take turns in a CUDA
-graph; a row has the sum over the four linears of the fastest of --repeats, in microseconds, and the bytes of the weights.
+The four linears of a layer of an 8B for 1 to 2,048 tokens, each format against bfloat16, int4 in groups of 128 too. Where a server
+has both forms of a linear, the tokens at which the times cross are its limit (core.gpu_blocks.MOST_ROWS). Each product is compared
+with the dequantized weights first. Copies of a matrix that together exceed the L2 cache take turns in a CUDA graph; a row has the
+sum over the four linears of the fastest of --repeats, in microseconds, its share of bfloat16's, and TB/s of weights.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from ridgeline.quant.blocks import round_to_blocks
 from ridgeline.quant.integer import round_to_nearest
 
 LINEARS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-TOKENS = (1, 4, 8, 16, 32, 64, 512)
-FORMATS = {"q4_k": "q4_k", "q5_k": "q5_k", "q6_k": "q6_k", "mxfp4": "mxfp4", "q4_0": "int4-g32", "q8_0": "int8-g32"}
+TOKENS = (1, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 512, 2048)
+FORMATS = {
+    **{name: name for name in ("q4_k", "q5_k", "q6_k", "mxfp4", "q4_1", "q5_0", "q5_1")},
+    "q4_0": "int4-g32",
+    "q8_0": "int8-g32",
+}
 """Number format by the type in a checkpoint."""
 COLD_BYTES = 256 << 20
 ALLOWED = 1e-2
@@ -33,8 +38,8 @@ ALLOWED = 1e-2
 Product = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
-def formats(weight: torch.Tensor) -> dict[str, tuple[Any, Product, torch.Tensor]]:
-    """Name: packed matrix, product, and the weights that it stands for."""
+def formats(weight: torch.Tensor, names: Sequence[str]) -> dict[str, tuple[Any, Product, torch.Tensor]]:
+    """Name: packed matrix, product, and the weights that it stands for. names: of FORMATS."""
     numbers = NUMBER_FORMATS["int4"]
     codes, scales, zeros = round_to_nearest(weight, numbers)
     values = (codes.float() - 8).unflatten(1, (-1, numbers.group)) * scales.unsqueeze(-1)
@@ -46,8 +51,8 @@ def formats(weight: torch.Tensor) -> dict[str, tuple[Any, Product, torch.Tensor]
             values.flatten(1),
         ),
     }
-    for name, number_format in FORMATS.items():
-        blocks = round_to_blocks(weight, NUMBER_FORMATS[number_format])
+    for name in names:
+        blocks = round_to_blocks(weight, NUMBER_FORMATS[FORMATS[name]])
         made[name] = (
             BLOCK_TRITON.pack(blocks),
             lambda x, packed: BLOCK_TRITON.linear(x, packed, None),
@@ -98,16 +103,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated names of types")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     sums: dict[tuple[str, int], float] = {}
     sizes: dict[str, int] = {}
     for outputs, inputs in LINEARS:
         weight = (torch.randn(outputs, inputs, device="cuda") * 0.02).bfloat16()
-        for name, (packed, product, values) in formats(weight).items():
+        for name, (packed, product, values) in formats(weight, arguments.formats.split(",")).items():
             sizes[name] = sizes.get(name, 0) + sum(tensor.nbytes for tensor in tensors_of(packed))
             copies = copies_of(packed)
-            for tokens in TOKENS:
+            for tokens in map(int, arguments.tokens.split(",")):
                 x = torch.randn(tokens, inputs, device="cuda").bfloat16()
                 expected = x.float() @ values.float().t()
                 error = float((product(x, packed).float() - expected).abs().max() / expected.abs().max())
@@ -117,16 +124,10 @@ def main() -> None:
                 sums[name, tokens] = sums.get((name, tokens), 0.0) + microseconds(calls, arguments.repeats)
     rows = []
     for (name, tokens), time in sums.items():
-        row: dict[str, Any] = {
-            "row": f"layer8b-{name}-m{tokens}",
-            "ours": round(time, 2),
-            "unit": "us",
-            "bytes": sizes[name],
-        }
-        row |= {other: round(sums[other, tokens], 2) for other in ("bf16", "int4")}
-        rows.append(row | {"ratio": round(time / sums["bf16", tokens], 3)})
-        rate = sizes[name] / time / 1e6
-        print(f"{row['row']}: {time:.1f} us, {time / sums['bf16', tokens]:.2f} of bf16, {rate:.2f} TB/s", flush=True)
+        ratio, rate = time / sums["bf16", tokens], sizes[name] / time / 1e6
+        row: dict[str, Any] = {"row": f"layer8b-{name}-m{tokens}-us", "value": round(time, 1), "unit": "us"}
+        rows.append(row | {"of_bf16": round(ratio, 2), "tb_s": round(rate, 2)})
+        print(f"{row['row']}: {time:.1f} us, {ratio:.2f} of bf16, {rate:.2f} TB/s", flush=True)
     if arguments.out:
         facts = provenance(torch.cuda.get_device_name(), arguments.commit)
         write_rows(arguments.out, [row | facts for row in rows])

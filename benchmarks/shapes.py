@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.cost import step_work
 from ridgeline.core.operations import operations
+from ridgeline.engine.weight_memory import WeightMemory
 from ridgeline.models.build import DTYPES, LoadedModel, build, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.ops.choose import choose
@@ -93,8 +94,12 @@ MODELS = {
     "gemma-2-9b": model_config("gemma2", (3584, 14_336, 42, 16, 8, 256, 256_000), **_GEMMA),
     "gemma-3-4b": model_config("gemma3_text", (2560, 10_240, 34, 8, 4, 256, 262_208), **_GEMMA, sliding_window=1024),
 }
-_BLOCKS = {"quant_method": "gguf", "format": "q4_k", "layers": [], "head": "q6_k"}
-MODELS["llama-3.1-8b-q4_k"] = MODELS["llama-3.1-8b"] | {"quantization_config": _BLOCKS}
+BOTH = "-both"
+"""End of the name of a model whose linears in blocks are in 16 bits too."""
+for _kind in ("q4_k", "q6_k"):
+    _blocks: dict[str, object] = {"quant_method": "gguf", "format": _kind, "layers": [], "head": "q6_k"}
+    for _end in ("", BOTH):
+        MODELS[f"llama-3.1-8b-{_kind}{_end}"] = MODELS["llama-3.1-8b"] | {"quantization_config": _blocks}
 # Not powers of two alone: gate and up of 448 rows once took 1.6 times what 512 took.
 STEPS = (
     *(f"decode:{rows}x256" for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 448)),
@@ -122,7 +127,9 @@ def load(name: str, layers: int, device: torch.device) -> LoadedModel:
         (Path(folder) / "config.json").write_text(json.dumps(facts))
         config = ModelConfig(folder, load_format="dummy", quantization=quantization)
         ops = choose(device, DTYPES[served_spec(read_model(Path(folder))[0], config).dtype])
-        return build(Path(folder), model=config, ops=ops, device=device)
+        loaded = build(Path(folder), model=config, ops=ops, device=device)
+    WeightMemory(loaded.decoder, expands=base.endswith(BOTH))
+    return loaded
 
 
 def floor_s(model: LoadedModel, case: Case) -> float:

@@ -81,6 +81,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "kv/host_pages.py": "prompts computed by another engine on a GPU, with the option --prefill-engines",
     "ops/peer_memory.py": "memory of GPUs that processes share",
     "engine/profiler.py": "profiles, by orders of operators",
+    "engine/weight_memory.py": "start-up and sleep: memory of weights, expanded linears",
     "engine/sleep.py": "releases and reads the weights, by orders of operators",
     "ops/releasable.py": "memory that a sleeping engine gives back",
     "engine/handover.py": "prompts computed by another engine, with the option --prefill-engines",

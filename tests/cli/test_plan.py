@@ -324,3 +324,43 @@ def test_plan_of_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str]) -
 def test_plan_of_what_cannot_be(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LLAMA, *SMALL, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+BLOCKS = {"quant_method": "gguf", "format": "q4_k", "layers": [], "head": "q6_k"}
+"""As in the configuration of a GGUF file."""
+
+
+def test_linears_in_both_forms_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By `fit` and `plan`, for a Hopper GPU, whose cache keeps half of the memory that is left."""
+    config = json.loads((Path(LLAMA) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": BLOCKS}))
+
+    def rows(*words: str) -> dict[str, str]:
+        assert main(["fit", str(tmp_path), "--max-model-len", "8192", *words]) == 0
+        text = re.sub(r"\n {10,}", " ", capsys.readouterr().out)
+        return {name: " ".join(value.split()) for name, value in re.findall(r"^(\S+(?: \S+)*) {2,}(\S.*)$", text, re.M)}
+
+    both, short = rows("--on", "h200"), rows("--on", "h200", "--memory", "30G")
+    assert both["expanded weights"].startswith("13.98 GiB: linears in bfloat16 beside their blocks")
+    assert short["expanded weights"].startswith("none: in bfloat16 linears take 13.98 GiB, more than may be taken")
+    caches = [float(rows("--on", "h200", *words)["KV cache"].split()[0]) for words in ((), ("--deterministic",))]
+    assert caches[1] - caches[0] == pytest.approx(13.98, abs=0.02)
+    for words in (("--on", "h200", "--deterministic"), ("--on", "l40s"), ("--on", "cpu")):
+        assert "expanded weights" not in rows(*words)
+    words = [
+        "plan",
+        str(tmp_path),
+        "--arithmetic",
+        "--gpus",
+        "2xh200",
+        "--input-len",
+        "512",
+        "--output-len",
+        "200",
+        "--json",
+    ]
+    assert main(words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    sizes = {entry["tensor"]: entry["memory"]["expanded_bytes"] / 2**30 for entry in facts["ranking"]}
+    assert sizes[2] == pytest.approx(6.99, abs=0.01)
+    assert any(note.startswith("Weights of TP2 include 7.0 GiB of linears in bfloat16") for note in facts["notes"])

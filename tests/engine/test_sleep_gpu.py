@@ -13,6 +13,7 @@ from ridgeline.core.compatibility import REFUSALS
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.local import LocalEngine
+from ridgeline.ops.blocks import kind_of
 from ridgeline.wire.messages import Control, Submit
 
 from .test_streamed_gpu import SHAPE
@@ -27,8 +28,16 @@ pytestmark = [
 KV_BYTES = 1 << 30
 
 
+BLOCKS = {"quant_method": "gguf", "format": "q4_k", "layers": [], "head": "q6_k"}
+"""As in the configuration of a GGUF file."""
+
+
 def start(folder: Path, quantization: str = "", *, tied: bool = False, eager: bool = False) -> LocalEngine:
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "tie_word_embeddings": tied}))
+    """quantization: "gguf" for a checkpoint in blocks."""
+    shape: dict[str, object] = {**SHAPE, "tie_word_embeddings": tied}
+    if quantization == "gguf":
+        shape, quantization = {**shape, "quantization_config": BLOCKS}, ""
+    (folder / "config.json").write_text(json.dumps(shape))
     model = ModelConfig(str(folder), load_format="dummy", dtype="bfloat16", quantization=quantization)
     config = EngineConfig(
         device="cuda", enable_sleep_mode=True, kv_cache_memory=KV_BYTES, max_num_seqs=8, enforce_eager=eager
@@ -62,6 +71,8 @@ def free() -> int:
         ("fp8", False, False),
         ("int8", False, False),
         ("int4", False, False),
+        ("gguf", False, False),
+        ("gguf", True, True),
     ],
 )
 def test_a_sleeping_engine_gives_memory_back_and_wakes_with_equal_tokens(
@@ -69,7 +80,10 @@ def test_a_sleeping_engine_gives_memory_back_and_wakes_with_equal_tokens(
 ):
     engine = start(tmp_path, quantization, tied=tied, eager=eager)
     before = tokens(engine, "before")
-    weights = int(engine.engine.setup.facts["weight_bytes"])
+    facts = engine.engine.setup.facts
+    expanded, hopper = int(facts["expanded_bytes"]), kind_of(torch.device("cuda")) == "hopper"
+    assert (expanded > 0) == (quantization == "gguf" and hopper)
+    weights = int(facts["weight_bytes"]) + expanded
     for level in ("1", "2", "1"):
         awake = free()
         order(engine, "sleep", level)

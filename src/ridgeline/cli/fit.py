@@ -25,6 +25,7 @@ from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.fit import REQUEST_TOKENS, Deployment, Risk, alternatives, command, flags, size
 from ridgeline.core.formats import NUMBER_FORMATS
+from ridgeline.core.gpu_blocks import expanded_bytes
 from ridgeline.core.host_weights import LINK_SHARE, HostTimes, streamed_s
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import parse
@@ -177,6 +178,8 @@ def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:
         table.add_row(
             "host memory", f"{bytes_text(plan.host_bytes)} of the weights, copied to the device in every step"
         )
+    if plan.device_kind == "cuda" and (expanded := _expanded(plan, deployment)):
+        table.add_row("expanded weights", expanded)
     table.add_row("working memory", bytes_text(plan.workspace_bytes + plan.graph_bytes))
     adapters, ranks = plan_adapters(deployment.model), deployment.engine.tensor_parallel_size
     if adapters.slots:
@@ -194,6 +197,22 @@ def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:
             "one request",
             f"about {cost.decode_s([min(REQUEST_TOKENS, spec.max_len)]) * 1e3:.2f} ms per token ({basis})",
         )
+
+
+def _expanded(plan: MemoryPlan, deployment: Deployment) -> str:
+    """What linears in blocks take that a GPU has in 16 bits too; "" if it has none of them."""
+    spec, engine = deployment.spec, deployment.engine
+    size = expanded_bytes(spec.on_rank(engine.layer_ranks, engine.tensor_parallel_size))
+    if plan.expanded_bytes:
+        return (
+            f"{bytes_text(plan.expanded_bytes)}: linears in {spec.dtype} beside their blocks, for steps of many tokens"
+        )
+    if not size or engine.deterministic or spec.host_bytes:
+        return ""
+    return (
+        f"none: in {spec.dtype} linears take {bytes_text(size)}, more than may be taken from the KV cache, so steps of many "
+        "tokens are slower than with the 16-bit checkpoint"
+    )
 
 
 def _device(args: Arguments, device_option: str) -> Device:

@@ -47,7 +47,7 @@ from ridgeline.planner.expert_times import NOTE
 from ridgeline.planner.layouts import with_context
 from ridgeline.planner.plan_page import plan_page
 from ridgeline.planner.proposals import MOST, Offer, Task
-from ridgeline.planner.ranking import Variant, has_experts, rank
+from ridgeline.planner.ranking import Variant, expanded_notes, has_experts, rank
 from ridgeline.planner.search import FINALISTS, Scope, SearchResult, search
 
 
@@ -118,6 +118,7 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
     scope = Scope(variants, read_sizes(args, DIVIDING), "split" in options, options.get("finalists", FINALISTS), say)
     task = Task(demand, workload, _one_rank(resolved.engine), *read_limits(args), options.get("sample", MOST))
     result = search(task, offers, scope)
+    notes += expanded_notes([proposal.unit.coarse for proposal in result.proposals[: options["top"]]])
     _print(result, task, notes, resolved, (options, run))
     return 0 if any(not proposal.verdict for proposal in result.proposals) else 1
 
@@ -179,6 +180,7 @@ def _arithmetic(args: Arguments, resolved: Resolved) -> int:
         raise ConfigError(
             f"No layout of {cluster.count} devices has the given parallel sizes: give divisors of {cluster.count}."
         )
+    notes += expanded_notes(ranked[: options["top"]])
     if "json" in options:
         print(json.dumps(layout_facts(cluster, demand, ranked, refused, notes), indent=2))
     else:

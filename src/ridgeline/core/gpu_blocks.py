@@ -1,12 +1,18 @@
-"""Which number formats of blocks a GPU keeps, and a model in which it has expanded the others."""
+"""Which number formats of blocks a GPU keeps, a model in which it has expanded the others, and linears that it has in both forms.
+
+Products of few rows are bound by bytes and read the blocks. Products of many rows are bound by arithmetic and faster in 16 bits.
+Where memory allows it, a GPU that keeps a format therefore also has these linears in the model's dtype, expanded once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 
-from ridgeline.core.spec import NUMBER_FORMATS, TOGETHER, ModelSpec
+from ridgeline.core.experts import Matrix
+from ridgeline.core.spec import DTYPE_BYTES, NUMBER_FORMATS, TOGETHER, ModelSpec
 
 GPU_BLOCKS: Mapping[str, frozenset[str]] = {
     "cuda": frozenset(),
@@ -16,6 +22,14 @@ GPU_BLOCKS: Mapping[str, frozenset[str]] = {
 there than in 16 bits (benchmarks/results/products_int.json)."""
 KERNEL_DTYPES = ("bfloat16", "float16")
 """Dtypes of a model whose products have such kernels."""
+MOST_ROWS: Mapping[str, int] = dict.fromkeys(("q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k"), 32)
+"""Most rows (tokens of a step) of a product that reads blocks of a format, if the linear is there in 16 bits too. The kernels are
+compiled for 8, 16, 32 and 64 rows; with 32 they take 0.89 (Q4_K) to 1.00 of bf16's time, with 64 1.40 to 1.54
+(benchmarks/results/products_int.json)."""
+EXPANDED_SHARE = 0.5
+"""Largest share of the memory left for the KV cache that expanded linears may take. With half of the cache half as many requests
+run at once, and that costs nothing: 32 requests of an 8B are 7,215 tokens/s in 16 bits, 64 are 6,620 in blocks
+(benchmarks/results/shapes.json)."""
 
 
 def expanded(spec: ModelSpec, kind: str) -> ModelSpec:
@@ -39,3 +53,36 @@ def expanded(spec: ModelSpec, kind: str) -> ModelSpec:
         replace(layer, formats=names if quantization else ()) for layer, names in zip(spec.layers, formats, strict=True)
     )
     return replace(spec, layers=layers, quantization=quantization, head_format=head)
+
+
+def most_rows(formats: Iterable[str]) -> int:
+    """Most rows of a product that reads the blocks of a linear whose parts have these formats. 0: it is never in both forms."""
+    return min((MOST_ROWS.get(name, 0) for name in formats), default=0)
+
+
+def expanded_bytes(spec: ModelSpec) -> int:
+    """Bytes that the linears in blocks take in the model's dtype, of the part of a model that a rank of a GPU holds (`expanded`).
+    Models with experts have one form: most of their weights are experts."""
+    if not spec.quantization or any(layer.experts for layer in spec.layers):
+        return 0
+    counted = [(matrix, count) for layer, count in Counter(spec.layers).items() for matrix in spec.matrices(layer)]
+    if not spec.tied:
+        rows = spec.vocabulary_rows
+        counted.append((Matrix("head", rows, spec.d_model, parts=((rows, spec.head_format),)), 1))
+    both = ((matrix, count) for matrix, count in counted if most_rows(_formats(matrix, spec)))
+    return DTYPE_BYTES[spec.dtype] * sum(count * matrix.elements for matrix, count in both)
+
+
+def _formats(matrix: Matrix, spec: ModelSpec) -> list[str]:
+    return [name for _, name in matrix.parts] or [spec.quantization]
+
+
+def kept_bytes(size: int, available: int, sequence_bytes: int, requested: int | None) -> int:
+    """Bytes of expanded linears that a device keeps beside the blocks: all of them or none.
+
+    Args:
+        size: bytes of all. available: bytes for them and the KV cache. sequence_bytes: the smallest cache, of one sequence of the
+            longest context. requested: bytes of the cache that the user asks for; None: what is left.
+    """
+    smallest = max(sequence_bytes, available - int(EXPANDED_SHARE * available)) if requested is None else requested
+    return size if size <= available - smallest else 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.gpu_blocks import expanded_bytes, kept_bytes
 from ridgeline.core.host_weights import check_gpu, host_weights
 from ridgeline.core.spec import DTYPE_BYTES, KvLayout, LayerSpec, ModelSpec, kv_layout
 from ridgeline.core.stages import rank_layout, stage_layout, stage_spec, stages
@@ -34,8 +35,9 @@ class MemoryPlan:
     """Bytes by purpose, and the limits that follow from them.
 
     n_pages: pages that can be leased; kv_bytes also includes the scratch page. weight_bytes: on the device. host_bytes: of weights
-    in host memory, whose buffers count as weight_bytes. workspace_bytes: activations, logits, device
-    rows and, on a GPU, its context. max_rows: maximum requests that run at once.
+    in host memory, whose buffers count as weight_bytes. expanded_bytes: of weight_bytes, linears in blocks that are in the model's
+    dtype too (core.gpu_blocks). workspace_bytes: activations, logits, device rows and, on a GPU, its context. max_rows: maximum
+    requests that run at once.
     """
 
     device_kind: str
@@ -51,6 +53,7 @@ class MemoryPlan:
     max_rows: int
     max_step_tokens: int
     steps_in_flight: int
+    expanded_bytes: int = 0
 
     @property
     def page_tokens(self) -> int:
@@ -153,6 +156,9 @@ class Planner:
         moved = host_weights(spec)
         self._host_bytes = moved.bytes
         self._weight_bytes -= moved.saved_bytes
+        # Deterministic products dequantize each time. Where weights lie in host memory, there is no room for a second form.
+        both = memory.kind == "cuda" and not engine.deterministic and not spec.host_bytes
+        self._expanded_bytes = max(expanded_bytes(stage_spec(spec, part)) for part in parts) if both else 0
 
     def plan(self, max_len: int | None = None) -> tuple[MemoryPlan, int]:
         """The plan, and the bytes that are missing for one sequence of max_len tokens (0 or less: it fits).
@@ -168,11 +174,14 @@ class Planner:
         graphs = GRAPHS if memory.kind == "cuda" and not engine.enforce_eager else 0
         available = usable - self._weight_bytes - workspace - graphs
         sequence_bytes = (layout.pages_for(spec.max_len, step_tokens) + 1) * layout.page_bytes
+        expanded = kept_bytes(self._expanded_bytes, available, sequence_bytes, engine.kv_cache_memory)
+        available -= expanded
         kv = _kv_bytes(layout, sequence_bytes, rows, engine.kv_cache_memory, available, memory)
         plan = MemoryPlan(
             device_kind=memory.kind,
             usable_bytes=usable,
-            weight_bytes=self._weight_bytes,
+            weight_bytes=self._weight_bytes + expanded,
+            expanded_bytes=expanded,
             workspace_bytes=workspace,
             graph_bytes=graphs,
             kv_bytes=kv,

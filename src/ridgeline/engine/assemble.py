@@ -148,6 +148,7 @@ def _facts(rank: RankPlan, loaded: LoadedModel) -> dict[str, Any]:
         "blocks": plan.n_pages,
         "kv_bytes_per_token": spec.kv_bytes_per_token(),
         "weight_bytes": sum(tensor.nbytes for tensor in loaded.decoder.tensors()),
+        "expanded_bytes": plan.expanded_bytes,
         "steps_in_flight": plan.steps_in_flight,
         "chosen": plan.chosen,
         "generation_defaults": {name: value for name, value in defaults.items() if value is not None},

@@ -32,6 +32,7 @@ from ridgeline.engine.hosts import check_hosts, gpu_of
 from ridgeline.engine.runner import Runner, build_runner
 from ridgeline.engine.shape import Sizes
 from ridgeline.engine.stage import runner_kind
+from ridgeline.engine.weight_memory import WeightMemory
 from ridgeline.hardware.probe import host_memory
 from ridgeline.hardware.serving import space_here
 from ridgeline.models.build import DTYPES, LoadedModel, load, served_spec
@@ -41,7 +42,6 @@ from ridgeline.models.hub import resolve_model
 from ridgeline.models.weights import Progress
 from ridgeline.ops.blocks import kind_of
 from ridgeline.ops.choose import choose, choose_invariant
-from ridgeline.ops.releasable import DeviceRange, move
 from ridgeline.ops.table import Ops
 from ridgeline.parallel.connect import transport
 from ridgeline.parallel.mesh import Mesh
@@ -107,13 +107,13 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """A rank that is ready to run steps. weights: memory of the weights that can be released, on a GPU with --enable-sleep-mode."""
+    """A rank that is ready to run steps. weights: their memory, which can be released with --enable-sleep-mode."""
 
     model: LoadedModel
     runner: Runner
     speculation: Speculation
     drafter: DeviceDrafter
-    weights: DeviceRange | None = None
+    weights: WeightMemory
     adapters: Adapters = field(default_factory=Adapters)
 
 
@@ -150,7 +150,7 @@ def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
     plan, wanted, device = rank.plan, rank.wanted, rank.device
     loaded = load(rank.folder, model=rank.model, ops=rank.ops, device=device, mesh=mesh, progress=times.progress)
     loaded.decoder.group_experts()
-    weights = move(loaded.decoder.all_tensors(), device) if rank.config.enable_sleep_mode else None
+    weights = WeightMemory(loaded.decoder, plan.expanded_bytes > 0, rank.config.enable_sleep_mode)
     loaded.decoder.finish_loading()
     adapters = open_adapters(loaded.decoder, rank.model, mesh.size)
     sizes = Sizes(
@@ -164,8 +164,9 @@ def load_rank(rank: RankPlan, mesh: Mesh, times: StartTimes) -> LoadedRank:
         pool=rank.pools.local_descriptor,
         releasable=rank.config.enable_sleep_mode,
     )
-    encode, dummy = _encoder(rank.folder), rank.model.load_format == "dummy"
-    speculation, drafter = open_drafters(wanted, loaded, encode, draft_limits(sizes, rank.spec), dummy)
+    speculation, drafter = open_drafters(
+        wanted, loaded, _encoder(rank.folder), draft_limits(sizes, rank.spec), rank.model.load_format == "dummy"
+    )
     _finish(device)
     times.ends("weights")
     runner = build_runner(loaded, _layout(rank, mesh), sizes, times.progress, drafter, runner_kind(mesh))

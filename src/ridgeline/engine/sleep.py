@@ -3,8 +3,8 @@
 Addresses stay (ops.releasable), so that CUDA graphs, programs and captured steps stay valid. All of this happens between steps,
 while the engine has no request.
 
-- Level 1 on a GPU copies the weights to pinned host memory. The copy is kept after the engine has woken up, so that a later sleep
-  copies nothing. On a CPU there is no other memory, so that level 1 is level 2.
+- Level 1 on a GPU copies the weights to pinned host memory, as stored: expanded ones are made anew. The copy is kept after the
+  engine has woken up, so that a later sleep copies nothing. On a CPU there is no other memory, so that level 1 is level 2.
 - Level 2 drops the weights. They are read from the model folder again.
 """
 
@@ -27,7 +27,7 @@ from ridgeline.engine.rank import LoadedRank, RankPlan, operations
 from ridgeline.models.build import load, served_spec
 from ridgeline.models.config import read_model
 from ridgeline.ops.blocks import kind_of
-from ridgeline.ops.releasable import release_pages, trim
+from ridgeline.ops.releasable import DeviceRange, release_pages, trim
 from ridgeline.quant.streamed import HostMemory
 
 ORDERS = frozenset({"sleep", "wake_up", "update_weights"})
@@ -64,9 +64,8 @@ class MemorySleeper(Sleeper):
         self._folder = rank.folder
         """Of the weights that the engine has, or reads when it wakes."""
         self._weights, self._store = loaded.weights, loaded.runner.store
-        self._tensors = loaded.model.decoder.all_tensors()
         self._copy: list[torch.Tensor] = []
-        """Level 1 on a GPU: the weights in host memory, in pieces."""
+        """Level 1 on a GPU: the weights in host memory, as stored, in pieces."""
 
     def obey(self, order: str, argument: str, leases: Leases) -> tuple[dict[str, Any], dict[str, Any]]:
         started, changes, released = time.perf_counter(), dict[str, Any](), 0
@@ -94,8 +93,8 @@ class MemorySleeper(Sleeper):
         """Release the memory. An engine that sleeps at level 1 can go on to level 2. Returns the bytes released."""
         released = 0
         if not self.level:
-            if level == 1 and self._weights is not None and not self._copy:
-                self._copy = self._copied()
+            if level == 1 and (memory := self._weights.range) is not None and not self._copy:
+                self._copy = _copied(memory)
             released = self._release()
         if level == 2:
             self._copy = []
@@ -103,21 +102,13 @@ class MemorySleeper(Sleeper):
         return released
 
     def _release(self) -> int:
-        if self._weights is None or self._store.range is None:
-            return release_pages([*self._tensors, self._store.flat])
+        weights = self._weights
+        if not weights.ranges or self._store.range is None:
+            return release_pages([*weights.stored, *weights.expanded, self._store.flat])
         torch.cuda.synchronize()
-        released = self._weights.release() + self._store.range.release()
+        released = sum(memory.release() for memory in (*weights.ranges, self._store.range))
         torch.cuda.empty_cache()
         return released
-
-    def _copied(self) -> list[torch.Tensor]:
-        """The weights in pinned memory, in pieces that stay as long as the weights are the same."""
-        assert self._weights is not None
-        whole, pieces = self._weights.tensor(), HostMemory(pinned=True).take(self._weights.size)
-        for piece, part in zip(pieces, whole.split([len(piece) for piece in pieces]), strict=True):
-            piece.copy_(part, non_blocking=True)
-        torch.cuda.synchronize()
-        return pieces
 
     # --- wake ---------------------------------------------------------------------------------------------------------
 
@@ -125,10 +116,11 @@ class MemorySleeper(Sleeper):
         if not self.level:
             return
         try:
-            if self._weights is not None:
-                self._weights.restore()
-            if self._copy:
-                self._copy_back()
+            for memory in self._weights.ranges:
+                memory.restore()
+            if self._copy and self._weights.range is not None:
+                _copy_back(self._copy, self._weights.range)
+                self._weights.expand()
             else:
                 self._read(self._folder)
             self._restore_cache()
@@ -136,12 +128,6 @@ class MemorySleeper(Sleeper):
             self._release()
             raise
         self.level = 0
-
-    def _copy_back(self) -> None:
-        assert self._weights is not None
-        parts = self._weights.tensor().split([len(piece) for piece in self._copy])
-        for piece, part in zip(self._copy, parts, strict=True):
-            part.copy_(piece, non_blocking=True)
 
     def _restore_cache(self) -> None:
         if self._store.range is not None:
@@ -161,13 +147,14 @@ class MemorySleeper(Sleeper):
         fresh = load(folder, model=rank.model, ops=ops, device=rank.device, mesh=self._mesh).decoder
         fresh.group_experts()
         read = fresh.all_tensors()
-        if [_form(tensor) for tensor in read] != [_form(tensor) for tensor in self._tensors]:
+        if [_form(tensor) for tensor in read] != [_form(tensor) for tensor in self._weights.stored]:
             raise UnsupportedModel(
                 f"The weights in {folder} are packed in another form, because another share of them is 0 or their number format "
                 "differs: restart the server with them."
             )
-        for tensor, value in zip(self._tensors, read, strict=True):
+        for tensor, value in zip(self._weights.stored, read, strict=True):
             tensor.copy_(value)
+        self._weights.expand()
         del fresh, read, tensor, value
         gc.collect()  # a decoder has cycles
         if rank.device.type == "cuda":
@@ -231,6 +218,20 @@ def check_same(served: ModelSpec, other: ModelSpec, folder: Path) -> None:
             "Start a server with it.",
             param="model_path",
         )
+
+
+def _copied(memory: DeviceRange) -> list[torch.Tensor]:
+    """The memory in pinned memory of the host, in pieces that stay as long as the weights are the same."""
+    whole, pieces = memory.tensor(), HostMemory(pinned=True).take(memory.size)
+    for piece, part in zip(pieces, whole.split([len(piece) for piece in pieces]), strict=True):
+        piece.copy_(part, non_blocking=True)
+    torch.cuda.synchronize()
+    return pieces
+
+
+def _copy_back(pieces: list[torch.Tensor], memory: DeviceRange) -> None:
+    for piece, part in zip(pieces, memory.tensor().split([len(piece) for piece in pieces]), strict=True):
+        part.copy_(piece, non_blocking=True)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

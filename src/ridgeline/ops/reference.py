@@ -6,7 +6,7 @@ dtype. Speed is not a goal here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -362,7 +362,12 @@ def block_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor |
     return activate(block_linear(x, matrix, bias), kind)
 
 
-BLOCK_REFERENCE = IntOps(block_pack, block_linear, block_linear_add, block_linear_activate)
+def block_weights(matrix: IntMatrix) -> Iterator[torch.Tensor]:
+    """See IntOps.weights: a piece for each matrix of a chain."""
+    return (block_unpack(part).dequantized() for part in parts_of(matrix))
+
+
+BLOCK_REFERENCE = IntOps(block_pack, block_linear, block_linear_add, block_linear_activate, block_weights)
 
 OUTLIER = 6.0
 """Magnitude from which LLM.int8() leaves an input in floating point (Dettmers et al. 2022, section 3.2)."""

@@ -6,7 +6,7 @@ Shapes: T query tokens, D = d_model. x has the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -217,15 +217,16 @@ class IntOps:
 
     pack(codes uint8 [out, in], scales float32 [out, groups], zeros uint8 [out, groups] or None, bits, group) -> IntMatrix;
         bits 3, 4 or 8; group a multiple of 32, or at least `in`. float16 must represent the scales exactly.
-    linear(x [T, in], matrix, bias) -> [T, out] in x's dtype: products with the dequantized weights, sums in float32, plus
-        bias, rounded once. x may be Normed, as in FloatOps.
-    linear_add, linear_activate: as in FloatOps.
+    linear(x [T, in], matrix, bias) -> [T, out] in x's dtype: products with the dequantized weights, sums in float32, plus bias,
+        rounded once. x may be Normed, as in FloatOps.
+    linear_add, linear_activate: as in FloatOps. weights(matrix) -> float32 pieces [outputs, in]; None: they are not expanded.
     """
 
     pack: Callable[..., IntMatrix]
     linear: Callable[[FloatInput, IntMatrix, torch.Tensor | None], torch.Tensor]
     linear_add: Callable[[torch.Tensor, IntMatrix, torch.Tensor | None, torch.Tensor], torch.Tensor]
     linear_activate: Callable[[FloatInput, IntMatrix, torch.Tensor | None, str], torch.Tensor]
+    weights: Callable[[IntMatrix], Iterator[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,9 +486,8 @@ FromHost = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert.
-    from_host: with it the CPU may multiply few tokens where a linear lies in its memory (quant.hosted), which adds in another
-    order."""
+    """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert. from_host:
+    with it the CPU may multiply few tokens of linears in its memory (quant.hosted), where sums have another order."""
 
     name: str
     tokenwise: TokenwiseOps

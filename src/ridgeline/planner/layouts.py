@@ -193,7 +193,8 @@ def _fill(sizes: list[int], limit: int, count: int) -> list[int]:
 class RankMemory:
     """Bytes on the device of a replica that has the least room for requests, and what fits.
 
-    tokens: of all requests of the replica together. requests: of the planned length that run at once in it.
+    tokens: of all requests of the replica together. requests: of the planned length that run at once in it. expanded_bytes: of
+    weight_bytes, see MemoryPlan.
     """
 
     weight_bytes: int
@@ -201,6 +202,7 @@ class RankMemory:
     cache_bytes: int
     tokens: int
     requests: int
+    expanded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,7 @@ def _memory(part: Stage, plan: MemoryPlan, length: int, groups: int) -> RankMemo
     tokens = pages // len(layout.groups) * layout.page_tokens
     weights, workspace = plan.weight_bytes + part.embedding_bytes, plan.workspace_bytes + plan.graph_bytes
     requests = pages // layout.pages_for(length, plan.max_step_tokens)
-    return RankMemory(weights, workspace, cache, groups * tokens, groups * requests)
+    return RankMemory(weights, workspace, cache, groups * tokens, groups * requests, plan.expanded_bytes)
 
 
 def with_context(spec: ModelSpec, length: int) -> ModelSpec:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.sizing import GIB
 from ridgeline.core.slo import NO_SLO, Latencies, Slo
 from ridgeline.core.spec import ModelSpec
 from ridgeline.planner.cluster import Cluster
@@ -294,3 +295,13 @@ def reasons(refused: Sequence[Refused]) -> list[tuple[str, list[Refused]]]:
     for entry in refused:
         groups.setdefault(entry.reason, []).append(entry)
     return sorted(groups.items(), key=lambda item: -len(item[1]))
+
+
+def expanded_notes(ranked: Sequence[Ranked]) -> list[str]:
+    """What the weights of layouts count for linears that a device has in both forms (core.gpu_blocks)."""
+    notes = []
+    for entry in ranked:
+        if size := entry.memory.expanded_bytes:
+            linears = f"{size / GIB:.1f} GiB of linears in {entry.variant.spec.dtype} beside their blocks"
+            notes.append(f"Weights of {entry.layout} include {linears}, for steps of many tokens.")
+    return list(dict.fromkeys(notes))

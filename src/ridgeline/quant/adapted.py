@@ -91,6 +91,9 @@ class AdaptedWeight(Weight):
         """Those of the base; `pairs` has the adapters'."""
         return self._base.tensors()
 
+    def expand(self) -> torch.Tensor | None:
+        return self._base.expand()
+
 
 def _once(x: Activation, normed: torch.Tensor) -> Activation:
     """The input of the base: a norm is not computed again."""

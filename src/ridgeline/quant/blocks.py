@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
 from ridgeline.core.errors import ConfigError, UnsupportedModel
-from ridgeline.core.spec import NumberFormat
-from ridgeline.ops.blocks import E2M1, EXPONENT_BIAS, SUPER, Blocks, arrays, chained, pack_six, stack
+from ridgeline.core.gpu_blocks import most_rows
+from ridgeline.core.spec import NUMBER_FORMATS, NumberFormat
+from ridgeline.ops.blocks import E2M1, EXPONENT_BIAS, SUPER, Blocks, arrays, chained, pack_six, parts_of, stack
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, IntMatrix, MatmulOps, Matrix, Scaled
+from ridgeline.ops.table import Activation, FloatInput, IntMatrix, MatmulOps, Matrix, Normed, Scaled
 from ridgeline.quant.format import (
     BLOCKS,
     Cut,
@@ -218,11 +220,30 @@ class BlockFormat:
         return BlockWeight(self, shape, share)
 
 
+def _name_of(matrix: IntMatrix) -> str:
+    """In NUMBER_FORMATS; "" for the formats that are not in blocks only."""
+    form = matrix.bits, matrix.scaling
+    return next((name for name, has in NUMBER_FORMATS.items() if has.in_blocks and (has.bits, has.scaling) == form), "")
+
+
 class BlockWeight(Weight):
     """Parts stacked along the outputs. Each part is in blocks of any kind or in floating point. If one of them is in floating point
-    all are, in the model's dtype."""
+    all are, in the model's dtype. A linear in blocks that was expanded is there in both forms, and the rows of x choose."""
 
-    __slots__ = ("expects", "_bias", "_cut", "_adds_bias", "_form", "_missing", "_packed", "_parts", "_shape", "_share")
+    __slots__ = (
+        "expects",
+        "_bias",
+        "_cut",
+        "_adds_bias",
+        "_expanded",
+        "_form",
+        "_missing",
+        "_most_rows",
+        "_packed",
+        "_parts",
+        "_shape",
+        "_share",
+    )
 
     def __init__(self, form: BlockFormat, shape: LinearShape, share: Share) -> None:
         self._form, self._shape, self._share = form, shape, share
@@ -231,6 +252,8 @@ class BlockWeight(Weight):
         self._cut, self._adds_bias = Cut.of(shape, share), adds_bias(shape, share)
         self._bias = torch.zeros(self._cut.size[0], dtype=form.dtype, device=form.device) if shape.bias else None
         self._parts: dict[int, Blocks | torch.Tensor] = {}
+        self._expanded: torch.Tensor | None = None
+        self._most_rows = 0
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         rows = self._cut.rows[part]
@@ -273,23 +296,42 @@ class BlockWeight(Weight):
             floats = (part.dequantized() if isinstance(part, Blocks) else part for part in parts)
             self._packed = form.ops.unquantized.pack(torch.cat([part.to(form.dtype) for part in floats]))
 
+    def expand(self) -> torch.Tensor | None:
+        packed, weights = self._packed, self._form.ops.blocks.weights
+        if weights is None or not isinstance(packed, IntMatrix):
+            return None
+        self._most_rows = most_rows(_name_of(part) for part in parts_of(packed))
+        if not self._most_rows:
+            return None
+        expanded, first = self._expanded, 0
+        if expanded is None:
+            expanded = torch.empty(self._cut.size, dtype=self._form.dtype, device=self._form.device)
+        for piece in weights(packed):
+            expanded[first : (first := first + len(piece))].copy_(piece)
+        self._expanded = expanded
+        return expanded
+
+    def _form_for(self, x: FloatInput) -> tuple[Any, IntMatrix | torch.Tensor]:
+        """(operations, the form of the weights) for the rows of x."""
+        ops, packed = self._form.ops, self._packed
+        if self._expanded is not None and len(x.x if isinstance(x, Normed) else x) > self._most_rows:
+            return ops.unquantized, self._expanded
+        return ops.blocks if isinstance(packed, IntMatrix) else ops.unquantized, packed
+
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert not isinstance(x, Scaled)
-        if isinstance(self._packed, IntMatrix):
-            return self._form.ops.blocks.linear(x, self._packed, self._bias)
-        return self._form.ops.unquantized.linear(x, self._packed, self._bias)
+        ops, packed = self._form_for(x)
+        return ops.linear(x, packed, self._bias)  # type: ignore[no-any-return]
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        if isinstance(self._packed, IntMatrix):
-            return self._form.ops.blocks.linear_add(x, self._packed, self._bias, stream)
-        return self._form.ops.unquantized.linear_add(x, self._packed, self._bias, stream)
+        ops, packed = self._form_for(x)
+        return ops.linear_add(x, packed, self._bias, stream)  # type: ignore[no-any-return]
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
         assert not isinstance(x, Scaled)
-        if isinstance(self._packed, IntMatrix):
-            return self._form.ops.blocks.linear_activate(x, self._packed, self._bias, kind)
-        return self._form.ops.unquantized.linear_activate(x, self._packed, self._bias, kind)
+        ops, packed = self._form_for(x)
+        return ops.linear_activate(x, packed, self._bias, kind)  # type: ignore[no-any-return]
 
     def matrix(self) -> Matrix | None:
         """None for several kinds, and on a GPU, whose programs know other integers only, for most kinds."""

@@ -170,6 +170,12 @@ class Weight(Protocol):
         """Return the tensors that the weight keeps in memory."""
         ...
 
+    def expand(self) -> torch.Tensor | None:
+        """Keep the loaded weights in floating point too, for steps of many rows (core.gpu_blocks). Called again, after the stored
+        form has changed, it writes to the same memory. Returns that memory, which `tensors` leaves out; None: there is one form.
+        """
+        return None
+
 
 class WeightFormat(Protocol):
     """A factory for the weights of linears in one number format."""

@@ -26,8 +26,8 @@ MAX_SLOWEST = 10
 MAX_MINUTES = 120
 FACTS = (
     "root", "architecture", "params", "dtype", "quantization", "matrix_dtype", "device", "max_len", "max_num_seqs",
-    "max_num_batched_tokens", "weight_bytes", "kv_bytes_per_token", "page_tokens", "blocks", "kv_groups", "model_options",
-    "options", "steps_in_flight", "cost", "startup_s",
+    "max_num_batched_tokens", "weight_bytes", "expanded_bytes", "kv_bytes_per_token", "page_tokens", "blocks", "kv_groups",
+    "model_options", "options", "steps_in_flight", "cost", "startup_s",
 )  # fmt: skip
 
 

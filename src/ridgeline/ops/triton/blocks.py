@@ -12,6 +12,7 @@ multiplies.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -307,4 +308,13 @@ def linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None,
     return activate(linear(x, matrix, bias), kind)
 
 
-BLOCK_TRITON = IntOps(pack, linear, linear_add, linear_activate)
+def weights(matrix: IntMatrix) -> Iterator[torch.Tensor]:
+    """See IntOps.weights. Products in tiles round scales to x's dtype first; these weights are those of llama.cpp."""
+    for part in parts_of(matrix):
+        if block_tiles.is_tiled(part):
+            yield from (block_tiles.unpack(piece).dequantized() for piece in block_tiles.pieces_of(part))
+        else:
+            yield from (dequantize(piece, torch.float32) for piece in pieces_of(part))
+
+
+BLOCK_TRITON = IntOps(pack, linear, linear_add, linear_activate, weights)

@@ -1,0 +1,122 @@
+"""Which linears a GPU has in both forms, and where the memory for the second one is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeline.core.config import EngineConfig
+from ridgeline.core.errors import DoesNotFit
+from ridgeline.core.experts import ExpertSpec
+from ridgeline.core.fit import Deployment
+from ridgeline.core.fit import size as size_of
+from ridgeline.core.gpu_blocks import expanded_bytes, kept_bytes, most_rows
+from ridgeline.core.sizing import GIB, Memory, MemoryPlan, Planner
+from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
+
+LINEARS = 4096 * (6144 + 4096 + 3 * 14_336)
+HEAD = 128_256 * 4096
+
+
+def llama_8b(**changes: object) -> ModelSpec:
+    """In Q4_K with a head in Q6_K."""
+    layer = LayerSpec(32, 8, 128, 14_336, Rope(500_000.0, 128))
+    spec = ModelSpec("LlamaForCausalLM", 128_256, 4096, (layer,) * 32, 8192, quantization="q4_k", head_format="q6_k")
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def plan(spec: ModelSpec, memory: int, kind: str = "cuda", **options: object) -> MemoryPlan:
+    return size_of(Deployment(spec, EngineConfig(**options), Memory(kind, memory)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "sequence", "requested", "kept"),
+    [
+        (50, 10, None, 50),  # half of 100
+        (51, 10, None, 0),
+        (50, 50, None, 50),
+        (50, 51, None, 0),  # no room for the longest sequence beside it
+        (50, 10, 50, 50),  # what the user asks for comes first
+        (50, 10, 51, 0),
+        (80, 10, 20, 80),  # and a smaller cache leaves more
+        (0, 10, None, 0),
+    ],
+)
+def test_both_forms_are_kept_where_the_cache_keeps_half(size: int, sequence: int, requested: int | None, kept: int):
+    assert kept_bytes(size, 100, sequence, requested) == kept
+
+
+def test_nothing_is_kept_where_the_blocks_alone_do_not_fit():
+    assert kept_bytes(50, -10, 10, None) == 0 == kept_bytes(50, -10, 10, 20)
+
+
+def test_a_linear_reads_its_blocks_for_as_many_rows_as_all_its_formats_allow():
+    assert most_rows(["q4_k", "q6_k"]) == min(most_rows(["q4_k"]), most_rows(["q6_k"])) > 0
+    for formats in ([], [""], ["q4_k", ""], ["q4_k", "int8-g32"], ["mxfp4"], ["int4"]):
+        assert most_rows(formats) == 0
+
+
+def test_bytes_are_those_of_the_linears_in_blocks():
+    spec = llama_8b()
+    assert expanded_bytes(spec) == 2 * (32 * LINEARS + HEAD)
+    assert expanded_bytes(replace(spec, tied=True)) == 2 * 32 * LINEARS  # a tied head is in 16 bits anyway
+    assert expanded_bytes(replace(spec, head_format="")) == 2 * 32 * LINEARS
+    assert expanded_bytes(replace(spec, quantization="int4-g32", head_format="")) == 0
+    # Queries, keys and values in several formats: one matrix, which integers or floats keep in one form.
+    for name, lost in (("q6_k", 0), ("int8-g32", 6144), ("", 6144)):
+        formats = ("q4_k", "q4_k", name, *["q4_k"] * 4)
+        layers = (replace(spec.layers[0], formats=formats), *spec.layers[1:])
+        assert expanded_bytes(replace(spec, layers=layers)) == expanded_bytes(spec) - 2 * 4096 * lost
+    layer = replace(spec.layers[0], experts=ExpertSpec(8, 2, 14_336))
+    assert expanded_bytes(replace(spec, layers=(layer,) * 32)) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_rank_counts_its_share(ranks: int):
+    spec = llama_8b()
+    assert expanded_bytes(spec.on_rank(ranks)) == expanded_bytes(spec) // ranks
+
+
+def test_the_plan_counts_both_forms():
+    spec, memory = llama_8b(), 141 * GIB
+    both, blocks = plan(spec, memory), plan(spec, memory, deterministic=True)
+    assert both.expanded_bytes == expanded_bytes(spec) and blocks.expanded_bytes == 0
+    assert both.weight_bytes == spec.weight_bytes + both.expanded_bytes and blocks.weight_bytes == spec.weight_bytes
+    page = both.layout.page_bytes
+    assert abs(blocks.kv_bytes - both.kv_bytes - both.expanded_bytes) <= page
+    assert both.total_bytes <= both.usable_bytes < both.total_bytes + page
+    asked = plan(spec, memory, kv_cache_memory=20 * GIB)
+    assert asked.expanded_bytes and 20 * GIB - page < asked.kv_bytes <= 20 * GIB
+    assert not plan(spec, memory, kv_cache_memory=blocks.kv_bytes).expanded_bytes
+    ranked = plan(spec, memory, tensor_parallel_size=2)
+    assert ranked.expanded_bytes == expanded_bytes(spec) // 2
+    staged = plan(spec, memory, pipeline_parallel_size=2)
+    assert 2 * 16 * LINEARS < staged.expanded_bytes <= 2 * (18 * LINEARS + HEAD)
+
+
+def test_one_form_where_memory_is_short_or_another_device_computes():
+    spec = llama_8b()
+    assert not plan(spec, 24 * GIB).expanded_bytes
+    assert not plan(spec, 141 * GIB, "cpu").expanded_bytes
+    assert not plan(spec, 141 * GIB, gpu_memory_utilization=0.25).expanded_bytes
+    assert not plan(replace(spec, host_bytes=1 << 30), 141 * GIB).expanded_bytes
+    assert not plan(replace(spec, quantization="", head_format=""), 141 * GIB).expanded_bytes
+
+
+def test_both_forms_never_make_a_model_too_large():
+    """Over all sizes of memory: it fits exactly where it fits without a second form, and then half of the cache stays."""
+    spec, counts = llama_8b(), set[int]()
+    for gib in range(4, 100, 2):
+        planners = [
+            Planner(spec, EngineConfig(deterministic=alone), Memory("cuda", gib * GIB)) for alone in (True, False)
+        ]
+        blocks, both = (planner.plan() for planner in planners)
+        assert (blocks[1] <= 0) == (both[1] <= 0)
+        if blocks[1] <= 0:
+            assert 2 * (both[0].kv_bytes + both[0].layout.page_bytes) >= blocks[0].kv_bytes
+            assert both[0].sequences >= 1
+        counts.add(both[0].expanded_bytes)
+    assert counts == {0, expanded_bytes(spec)}
+    with pytest.raises(DoesNotFit, match="5.0[0-9] GiB for weights"):
+        plan(spec, 6 * GIB)
