@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.installing import environment, first_token, install
+from benchmarks.installing import environment, install, served
 from ridgeline import __version__
 from ridgeline.ops.native.build import compiler
 from ridgeline.ops.native.files import TARGETS, cpu_flags, target_path
@@ -109,5 +109,5 @@ def test_it_serves_without_source_tree_and_compiler(wheel: Path, tmp_path: Path)
     assert __version__ in version
     doctor = subprocess.run([program, "doctor"], env=variables, capture_output=True, text=True, check=False).stdout
     assert re.search(r"cpu operations.*of the package", doctor), doctor
-    ready, token = first_token(program, tmp_path)
+    ready, token = served(program, tmp_path)
     assert 0 < ready < token < 60
