@@ -18,8 +18,8 @@ from ridgeline.ops.reference import REFERENCE, dequantized
 pytest.importorskip("triton")
 
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ridgeline.ops.triton import integer_ring
@@ -28,6 +28,7 @@ from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import conversion, shift_of
 from ridgeline.ops.triton.integer_shapes import IntRingTile, ring_for, vector_for
 from ridgeline.ops.triton.tuning import GLUON_VERSIONS
+from tests.ops.test_waits import WAITS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -93,14 +94,14 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
     assert len(partitions) == 2
     loads, copies = set(), set()
     for partition in partitions:
-        before, wait, _ = partition.partition("griddepcontrol.wait")
-        assert wait
+        before, *after = WAITS.split(partition, maxsplit=1)
+        assert after
         loads.update(LOADS.findall(before))
         copies.update(COPIES.findall(before))
     assert loads and loads <= {"f16", "i8"}
-    assert copies and all(f"tensor<{rows}x32x" in copy for copy in copies)
+    assert copies and all(re.search(rf"tensordesc<(?:tensor<)?{rows}x32x", copy) for copy in copies)
     done = subprocess.run(
-        [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull],
+        [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull],
         input=made.asm["ptx"],
         capture_output=True,
         text=True,

@@ -35,14 +35,16 @@ def reads_around_the_wait(code: str) -> tuple[set[str], set[str]]:
 def compiled_reads(
     kernel: JITFunction, types: Mapping[str, str], constants: Mapping[str, object], warps: int
 ) -> tuple[set[str], set[str]]:
-    """reads_around_the_wait of a kernel, compiled for Hopper."""
+    """reads_around_the_wait of a kernel, compiled for Hopper. The loop around the wait is pipelined: its copies begin before."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     apart = [["tt.divisibility", 16]]
     names = [param.name for param in kernel.params if not (param.is_constexpr or param.do_not_specialize_on_alignment)]
     aligned = {(kernel.arg_names.index(name),): apart for name in names if name != "eps"}
     source = ASTSource(kernel, signature, dict(constants), aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
-    return reads_around_the_wait(made.asm["ttgir"])
+    code = made.asm["ttgir"]
+    assert "async_copy_global_to_local" in WAITS.split(code)[0], "the loop is not pipelined"
+    return reads_around_the_wait(code)
 
 
 def check_resident(k: int, rows: int, warps: int, stages: int, tokens: int, add: bool) -> None:

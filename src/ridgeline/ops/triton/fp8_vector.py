@@ -13,12 +13,12 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ridgeline.ops.table import FloatInput, Fp8Matrix, Normed
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.gemv import put, rows_of, stream_of
-from ridgeline.ops.triton.launch import overlap
+from ridgeline.ops.triton.launch import gdc_wait, overlap
 from ridgeline.ops.triton.quantize import scale_of
 from ridgeline.ops.triton.shapes import ResidentTile
 

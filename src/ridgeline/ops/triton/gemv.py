@@ -16,11 +16,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ridgeline.ops.table import FloatInput, Normed
 from ridgeline.ops.triton.activation import KINDS, gated
-from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.launch import await_inputs, gdc_wait, overlap
 from ridgeline.ops.triton.shapes import ResidentTile, VectorTile
 
 VECTOR = tl.constexpr(8)

@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -32,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton.activation import KINDS
+from ridgeline.ops.triton.gluon_names import async_load
 from ridgeline.ops.triton.integer_matrix import constants
 from ridgeline.ops.triton.integer_shapes import IntRingTile
 from ridgeline.ops.triton.launch import overlap
@@ -52,7 +52,7 @@ def _weights(w_desc, tile, block, stage, ring, work, n, SIDES: gl.constexpr):
         for chunk in gl.static_range(CHUNKS):
             place = [side * n + row, (block * CHUNKS + chunk) * 32]
             target = codes.index((stage * SIDES + side) * CHUNKS + chunk)
-            tma.async_copy_global_to_shared(w_desc, place, full.index(stage), target)
+            async_load(w_desc, place, full.index(stage), target)
 
 
 @jit
@@ -63,7 +63,7 @@ def _tokens(x_desc, tile, block, stage, ring, work):
     token = tile % work[2] * tokens.shape[1]
     for half in gl.static_range(HALVES):
         target = tokens.index(stage * HALVES + half)
-        tma.async_copy_global_to_shared(x_desc, [token, (block * HALVES + half) * 64], full.index(stage), target)
+        async_load(x_desc, [token, (block * HALVES + half) * 64], full.index(stage), target)
 
 
 @jit

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ridgeline.ops.triton import tuning
 
@@ -47,6 +47,16 @@ def overlap(device: torch.device) -> dict[str, object]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+@triton.jit
+def gdc_wait():
+    """Wait until all earlier kernels have completed (PTX ISA, griddepcontrol).
+
+    Instead of Triton's gdc_wait, which is an operation since 3.9: loads do not move across it, so a loop that contains it is not
+    pipelined. The kernels read weights and old keys ahead of the wait on purpose.
+    """
+    tl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

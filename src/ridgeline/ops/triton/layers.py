@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ridgeline.ops.triton.gluon_names import barrier
 from ridgeline.ops.triton.layers_attention import attention, attention_inputs
 from ridgeline.ops.triton.layers_forms import (
     fetched,
@@ -75,7 +76,7 @@ def _fetch(
 @jit
 def _arrive(counter_ptr):
     """Increment the grid barrier's counter. Publishes everything that this program wrote."""
-    gl.thread_barrier()
+    barrier()
     gl.atomic_add(counter_ptr, 1, sem="release")
 
 
@@ -277,7 +278,7 @@ def _ring(desc, LINES: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
         shared_input = gl.allocate_shared_memory(gl.int8, [MAX_LINES // 8, 16, 128], DIGITS)
         ring = (weights, full, free, shared_input) + integer_buffers(STAGES, MAX_LINES, GROUPS, FORM)
     else:
-        shared_input = gl.allocate_shared_memory(number, [MAX_LINES, 1, PIECE], BLOCK)
+        shared_input = gl.allocate_shared_memory(number, [MAX_LINES, PIECE], BLOCK)
         ring = (weights, full, free, shared_input)
         tickets = ticket_slots()
     fence_async_shared()

@@ -14,6 +14,7 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
+from ridgeline.ops.triton.gluon_names import barrier, reinterpret
 from ridgeline.ops.triton.layers_keys import PIECE, share_of, slots_of_stage, stage_taken, stages_ended
 from ridgeline.ops.triton.layers_table import COS_SIN, HEAD_NORM, KV, SLOT, WINDOW, pointer
 
@@ -324,12 +325,12 @@ def _over_warps(top, total, out, scratch, PADDED: gl.constexpr, DIM: gl.constexp
     out = _in_order(gl.sum(gl.reshape(out, (WARPS, PIECE, MEMBERS // PADDED, PADDED)), 2))
     out = gl.permute(gl.reshape(out, (WARPS // PIECES, PIECES, PADDED, PIECE)), (0, 2, 1, 3))
     both = gl.convert_layout(gl.join(top, total), _pairs_across(DIM))
-    exchange = scratch._reinterpret(
-        gl.float32, [WARPS // PIECES, PADDED, DIM], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    exchange = reinterpret(
+        scratch, gl.float32, [WARPS // PIECES, PADDED, DIM], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     )
-    gl.thread_barrier()
+    barrier()
     exchange.store(gl.reshape(out, (WARPS // PIECES, PADDED, DIM)))
-    gl.thread_barrier()
+    barrier()
     # Warps that share keys have the same maxima and sums.
     top, total = gl.split(gl.max(gl.reshape(both, (WARPS // PIECES, PIECES, PADDED, 2)), 1))
     SUMS: gl.constexpr = gl.SliceLayout(2, _across(DIM))
@@ -406,12 +407,12 @@ def _attended(
     PADDED: gl.constexpr = triton.next_power_of_2(GROUP)
     heads = _heads(qkv_ptr, head, norm_ptrs, angles, eps, SHAPE, NORMS, OFFSET)
     # Two copies: `mixed` for the matrix unit without bank conflicts, `rows` for access by row.
-    mixed = scratch._reinterpret(dtype, [1, MMA_ROWS, DIM], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
-    rows = scratch._reinterpret(dtype, [2, MMA_ROWS, DIM], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])).index(1)
-    gl.thread_barrier()
+    mixed = reinterpret(scratch, dtype, [1, MMA_ROWS, DIM], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+    rows = reinterpret(scratch, dtype, [2, MMA_ROWS, DIM], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])).index(1)
+    barrier()
     mixed.store(gl.expand_dims(heads, 0))
     rows.store(heads)
-    gl.thread_barrier()
+    barrier()
     if part == 0:
         row = _row(_flat(DIM))
         along = gl.where(row == GROUP, 0, newest[1]) + _at(DIM, _flat(DIM))
@@ -451,7 +452,7 @@ def _part(attended_ptr, out, top, total, buffers, share, HEADS: gl.constexpr, GR
         part_ptr + line[:, None] * DIM + _at(DIM, _flat(DIM)), out / total[:, None], mask=(member < GROUP)[:, None]
     )
     gl.store(sums_ptr + line, top + gl.log2(total), mask=member < GROUP)
-    gl.thread_barrier()
+    barrier()
     if gl.atomic_add(arrivals_ptr + head, 1, sem="acq_rel") == parts - 1:
         gl.store(arrivals_ptr + head, 0)
         _together(attended_ptr, part_ptr, sums_ptr, head, parts, HEADS, GROUP, out.shape[0], DIM)

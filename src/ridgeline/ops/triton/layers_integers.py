@@ -16,9 +16,10 @@ from __future__ import annotations
 import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ridgeline.ops.triton.gluon_names import async_load, barrier, reinterpret
 from ridgeline.ops.triton.layers_table import (
     BIAS_AT,
     LINES_OF_STAGE,
@@ -83,10 +84,10 @@ def fetch_integers(
                 stage = next_stage(ring, at, BYTES, STAGES)
                 row = group * ROWS + half * apart
                 place = [matrix, chunk * PIECES, row, 0]
-                tma.async_copy_global_to_shared(w_desc, place, full.index(stage), weights.index(stage))
+                async_load(w_desc, place, full.index(stage), weights.index(stage))
                 if FORM[1]:
                     place = [scale_matrix, row, chunk * scales.shape[2]]
-                    tma.async_copy_global_to_shared(scale_desc, place, full.index(stage), scales.index(stage))
+                    async_load(scale_desc, place, full.index(stage), scales.index(stage))
                 at += 1
     return at
 
@@ -145,15 +146,15 @@ def _digits_stored(x, ring, BITS: gl.constexpr):
     digits = gl.reshape(digits, (LINES * 2, LINE))
     step = gl.permute(gl.reshape(step, (LINES // PIECES // RUNS, PIECES, RUNS)), (0, 2, 1))
     step = gl.reshape(step, (LINES // PIECES, PIECES))
-    shared_input._reinterpret(shared_input.dtype, digits.shape, shared_input.layout).store(digits)
-    steps._reinterpret(gl.float32, step.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(step)
+    reinterpret(shared_input, shared_input.dtype, digits.shape, shared_input.layout).store(digits)
+    reinterpret(steps, gl.float32, step.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(step)
 
 
 @jit
 def store_digits(x, ring, FORM: gl.constexpr):
     """Quantize a product's input into shared memory; returns the scale of all products, 1."""
     _digits_stored(x, ring, FORM[0])
-    gl.thread_barrier()
+    barrier()
     return 1.0
 
 
@@ -162,10 +163,10 @@ def store_normed_digits(x, gain, ring, k, eps, FORM: gl.constexpr):
     """`store_digits` for the norm of x. Returns the norm as a scale of all products, so that digits do not wait for its sum."""
     LINES: gl.constexpr = x.shape[0]
     ALL_SQUARES: gl.constexpr = gl.BlockedLayout([LINES // 32], [32], [8], [0])
-    squares = ring[7]._reinterpret(gl.float32, [LINES], ring[7].layout)
+    squares = reinterpret(ring[7], gl.float32, [LINES], ring[7].layout)
     squares.store(gl.sum(x * x, 1))
     _digits_stored(x * gain, ring, FORM[0])
-    gl.thread_barrier()
+    barrier()
     return gl.rsqrt(gl.sum(squares.load(ALL_SQUARES), 0) / k + eps)
 
 
@@ -211,7 +212,7 @@ def _taken(ring, stage, FORM: gl.constexpr):
     weights, scales = ring[0], ring[4]
     RUNS: gl.constexpr = 8 // FORM[0]
     BLOCK: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    codes = weights.index(stage)._reinterpret(gl.int32, [128, 32], BLOCK).load(_codes())
+    codes = reinterpret(weights.index(stage), gl.int32, [128, 32], BLOCK).load(_codes())
     if FORM[1]:
         scale = gl.reshape(scales.index(stage).load(_scales(RUNS)).to(gl.float32), (2, 2, 2, 2, PIECES, RUNS))
         scale = gl.permute(scale, (4, 0, 2, 3, 1, 5))
@@ -365,8 +366,8 @@ def integer_product(
         for half in gl.static_range(2 if GATED else 1):
             pieces, at = _rows_of(ring, at, chunks, STAGES, FORM)
             parts.index(half * GROUPS + index).store(pieces)
-    gl.thread_barrier()
-    ended = parts._reinterpret(gl.float32, parts.shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    barrier()
+    ended = reinterpret(parts, gl.float32, parts.shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     value = gl.sum(ended.slice(0, GROUPS, 0).load(PIECE_SUMS), 1) * (scales * scale) + before
     if GATED:
         up = gl.sum(ended.slice(GROUPS, GROUPS, 0).load(PIECE_SUMS), 1) * (up_scales * scale) + up_biases

@@ -13,9 +13,10 @@ import torch
 import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ridgeline.ops.triton.gluon_names import async_load, reinterpret
 from ridgeline.ops.triton.layers_table import ALIGNED, CACHE, LINES_OF_STAGE, PAGES, WINDOW, next_stage, places
 
 MOST_PARTS = gl.constexpr(64)
@@ -95,11 +96,11 @@ def fetch_keys(kv_desc, key_request, ring, at, SHAPE: gl.constexpr, STAGES: gl.c
         line = begin % PAGE_TOKENS * (DIM // PIECE)
         for kind in gl.static_range(2):
             stage = next_stage(ring, at, LINES_OF_STAGE * 128, STAGES)
-            stage_memory = ring[0].index(stage)._reinterpret(kv_desc.dtype, [LINES_OF_STAGE, PIECE], BLOCK)
+            stage_memory = reinterpret(ring[0].index(stage), kv_desc.dtype, [LINES_OF_STAGE, PIECE], BLOCK)
             for index in gl.static_range(LINES_OF_STAGE // LINES):
                 into = stage_memory.slice(index * LINES, LINES, 0)
                 where = [place, pages[index], kind * KV_HEADS + head, line, 0]
-                tma.async_copy_global_to_shared(kv_desc, where, ring[1].index(stage), into)
+                async_load(kv_desc, where, ring[1].index(stage), into)
             at += 1
         pages = next_pages
     return at
@@ -112,7 +113,7 @@ def stage_taken(ring, at, real, layout: gl.constexpr, dtype: gl.constexpr, STAGE
     LINES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     stage = at % STAGES
     mbarrier.wait(ring[1].index(stage), at // STAGES & 1, pred=real)
-    stage_memory = ring[0].index(stage)._reinterpret(dtype, [LINES_OF_STAGE, PIECE], LINES)
+    stage_memory = reinterpret(ring[0].index(stage), dtype, [LINES_OF_STAGE, PIECE], LINES)
     return stage_memory.load(layout)
 
 

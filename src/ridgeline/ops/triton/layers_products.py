@@ -13,11 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from ridgeline.ops.triton.gluon_names import async_load, barrier, reinterpret
 from ridgeline.ops.triton.layers_ranks import send, stream_rows
 from ridgeline.ops.triton.layers_table import BIAS_AT, LINES_OF_STAGE, SCALE, gated, next_stage, pointer
 
@@ -83,7 +83,7 @@ def fetch_product(w_desc, place_ptr, draw_ptr, ring, tickets, done, work, HALVES
             for chunk in range(chunks):
                 stage = next_stage(ring, at, LINES_OF_STAGE * 128, STAGES)
                 place = [matrix, group * ROWS + half * apart, chunk * PIECES, 0]
-                tma.async_copy_global_to_shared(w_desc, place, ring[1].index(stage), ring[0].index(stage))
+                async_load(w_desc, place, ring[1].index(stage), ring[0].index(stage))
                 at += 1
         group = _drawn(draw_ptr, draws_per_launch)
         drawn = _hand_on(tickets, drawn, group)
@@ -117,10 +117,10 @@ def store_input(x, shared_input, dtype: gl.constexpr, FP8: gl.constexpr):
         scale = largest / 448.0
         x = x_f32 * (448.0 / largest)
     # Readers of the previous input must have finished.
-    gl.thread_barrier()
-    shared_input._reinterpret(shared_input.dtype, x.shape, shared_input.layout).store(x.to(shared_input.dtype))
+    barrier()
+    reinterpret(shared_input, shared_input.dtype, x.shape, shared_input.layout).store(x.to(shared_input.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     return scale
 
 
@@ -136,8 +136,8 @@ def _rows_of(ring, at, chunks, ROWS: gl.constexpr, STAGES: gl.constexpr):
     PIECES: gl.constexpr = LINES_OF_STAGE // ROWS
     PIECE: gl.constexpr = weights.shape[2]
     SUMS: gl.constexpr = _sums(ROWS, NUMBER)
-    input = shared_input._reinterpret(
-        shared_input.dtype, [shared_input.shape[0] // PIECES, PIECES, PIECE], shared_input.layout
+    input = reinterpret(
+        shared_input, shared_input.dtype, [shared_input.shape[0] // PIECES, PIECES, PIECE], shared_input.layout
     )
     sums = gl.zeros([LINES_OF_STAGE, PIECES], gl.float32, SUMS)
     for chunk in range(chunks):

@@ -24,7 +24,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.ops.table import Fp8Matrix, Scaled
 from ridgeline.ops.triton.activation import KINDS
+from ridgeline.ops.triton.gluon_names import async_load, barrier
 from ridgeline.ops.triton.launch import overlap
 from ridgeline.ops.triton.ring_shapes import RingTile
 
@@ -83,7 +83,7 @@ def _weights(w_desc, tile, block, stage, ring, batches, n, SIDES: gl.constexpr):
         for side in gl.static_range(SIDES):
             target = weights.index((stage * PIECES + piece) * SIDES + side)
             place = [row + side * n, (block * PIECES + piece) * PIECE]
-            tma.async_copy_global_to_shared(w_desc, place, full.index(stage), target)
+            async_load(w_desc, place, full.index(stage), target)
 
 
 @jit
@@ -95,7 +95,7 @@ def _tokens(x_desc, tile, block, stage, ring, batches):
     PIECES: gl.constexpr = tokens.shape[0] // full.shape[0]
     for piece in gl.static_range(PIECES):
         place = [tile % batches * BATCH, (block * PIECES + piece) * PIECE]
-        tma.async_copy_global_to_shared(x_desc, place, full.index(stage), tokens.index(stage * PIECES + piece))
+        async_load(x_desc, place, full.index(stage), tokens.index(stage * PIECES + piece))
 
 
 @jit
@@ -203,7 +203,7 @@ def _exchange(total, up, tensors, tile, SIDES: gl.constexpr, SPLIT: gl.constexpr
     if SIDES == 2:
         gl.store(place + SIZE, up)
     # All threads must have stored their parts before one thread increments the counter.
-    gl.thread_barrier()
+    barrier()
     each = ROUND // SPLIT
     if ENDING != SPLIT:
         each += (part == 0).to(gl.int32) * (ROUND % SPLIT)

@@ -75,7 +75,7 @@ SHORT_CHUNK_TILES = {
     256: Tile(64, 32, 8, 2),
 }
 LONGEST_SHORT_CHUNK = 1024
-GLUON_VERSIONS: tuple[str, ...] = ("3.6.",)
+GLUON_VERSIONS: tuple[str, ...] = ("3.6.", "3.9.")
 """Triton versions on which the Gluon kernels were measured."""
 FLOAT32_CHUNK = Tile(32, 32, 8, 1)
 FLOAT32_SPLIT = Tile(16, 32, 4, 1)

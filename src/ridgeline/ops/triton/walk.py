@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from ridgeline.ops.triton.launch import gdc_wait
 from ridgeline.ops.triton.plan import load_unit
 from ridgeline.ops.triton.vectors import as_computed, load_keys_values
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from ridgeline.ops.step import KvView
+from ridgeline.ops.triton.launch import gdc_wait
 from ridgeline.ops.triton.walk import LN2, LOG2E, STEP_SIZES, _await_unit, _combine, _pages, _seen
 
 SMALLEST = tl.constexpr(6.103515625e-05)
