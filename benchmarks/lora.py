@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if args.device == "cuda":
                 torch.cuda.empty_cache()
     read = spec.weight_bytes + args.batch * args.length * spec.kv_bytes_per_token()
-    name = f"lora-{args.adapters}-b{args.batch}"
+    name = f"lora-{'' if args.device == 'cuda' else 'cpu-'}{args.adapters}-b{args.batch}"
     names = [f"{name}-none", f"{name}-tpot-ratio", *(f"{name}-r{rank}-tpot-ratio" for rank in args.ranks[1:])]
     for row, rank in zip(names, seconds, strict=True):
         bound = 1.0 + AdapterPlan(min(args.adapters, args.batch), rank).bytes(spec) / read
