@@ -15,6 +15,7 @@ import gc
 from array import array
 from collections.abc import Iterator
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -68,7 +69,8 @@ def fill(model: LoadedModel, adapters: int, rank: int) -> None:
 
 
 def step_s(runner: Runner, args: argparse.Namespace, adapters: int, generation: int) -> float:
-    """Median seconds on the device of a decode step of the batch, whose rows are nearly full."""
+    """Seconds on the device of a decode step of the batch, whose rows are nearly full: the median of a GPU's steps. On a CPU the
+    fastest counts, because other processes delay the others."""
     rows, known = array("i", range(1, args.batch + 1)), args.length - STEPS - 1
     pages = -(-args.length // args.page)
     times: list[float] = []
@@ -94,40 +96,48 @@ def step_s(runner: Runner, args: argparse.Namespace, adapters: int, generation: 
         times.append(result.device_s)
     runner.launch(StepPlan(STEPS, leaves=rows))
     runner.collect()
-    return median(times[LEFT_OUT:])
+    return (median if args.device == "cuda" else min)(times[LEFT_OUT:])
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    model, runner = opened(args, 0)
-    spec = model.spec
-    base = step_s(runner, args, 0, 1)
-    runner.close()
-    del model, runner
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
+    """Rows of all cases. Each round measures every case once, and the fastest counts. Models are opened one after the other, in
+    turns, because the pages that a process gets later are slower."""
+    base, seconds = inf, dict.fromkeys((0, *args.ranks), inf)
+    for turn in range(args.rounds):
+        for adapters in sorted((0, args.adapters), reverse=turn % 2 > 0):
+            model, runner = opened(args, adapters)
+            for generation, rank in enumerate(seconds if adapters else (0,), 1):
+                if rank:
+                    fill(model, args.adapters, rank)
+                step = step_s(runner, args, args.adapters if rank else 0, generation)
+                if adapters:
+                    seconds[rank] = min(seconds[rank], step)
+                else:
+                    base = min(base, step)
+            spec = model.spec
+            runner.close()
+            del model, runner
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
     read = spec.weight_bytes + args.batch * args.length * spec.kv_bytes_per_token()
-    shared = {"batch": args.batch, "adapters": args.adapters, "context": args.length, "base_ms": round(base * 1e3, 3)}
-    name = f"lora-{args.adapters}-b{args.batch}"
-    model, runner = opened(args, args.adapters)
-    cases = [(0, f"{name}-none"), *((rank, f"{name}-r{rank}-tpot-ratio") for rank in args.ranks)]
-    cases[1] = (cases[1][0], f"{name}-tpot-ratio")
-    for generation, (rank, row) in enumerate(cases, 2):
-        if rank:
-            fill(model, args.adapters, rank)
-        seconds = step_s(runner, args, args.adapters if rank else 0, generation)
+    name = f"lora-{'' if args.device == 'cuda' else 'cpu-'}{args.adapters}-b{args.batch}"
+    names = [f"{name}-none", f"{name}-tpot-ratio", *(f"{name}-r{rank}-tpot-ratio" for rank in args.ranks[1:])]
+    for row, rank in zip(names, seconds, strict=True):
         bound = 1.0 + AdapterPlan(min(args.adapters, args.batch), rank).bytes(spec) / read
         yield {
             "row": row,
-            "value": round(seconds / base, 4),
+            "value": round(seconds[rank] / base, 4),
             "target": TARGET if args.device == "cuda" else None,
             "unit": "x time of a step",
             "rank": rank,
             "bound": round(bound, 4),
-            "step_ms": round(seconds * 1e3, 3),
-            **shared,
+            "step_ms": round(seconds[rank] * 1e3, 3),
+            "batch": args.batch,
+            "adapters": args.adapters,
+            "context": args.length,
+            "base_ms": round(base * 1e3, 3),
         }
-    runner.close()
 
 
 def main() -> None:
@@ -141,6 +151,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--threads", type=int, help="threads of a CPU")
     parser.add_argument("--page", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1, help="more on a machine that is not alone")
     parser.add_argument("--out", help="result file, into which the rows are merged")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a constant of ops.triton.adapters"

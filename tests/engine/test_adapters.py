@@ -25,7 +25,9 @@ from ridgeline.engine.runner import Runner
 from ridgeline.engine.shape import StepShape
 from ridgeline.llm import LLM, LoRARequest
 from ridgeline.models.hub import resolve_model
+from ridgeline.ops.adapters import HostGroups
 from ridgeline.ops.capture import Uncaptured
+from ridgeline.quant import adapted as quant
 from ridgeline.wire.messages import Control, Reply, Submit
 from tests.models.adapter_files import merge, write_adapter
 from tests.models.families import save
@@ -37,6 +39,8 @@ ADAPTERS: Mapping[str, Mapping[str, Any]] = {
     "some": {"seed": 2, "modules": ("v_proj", "gate_proj"), "r": 8, "lora_alpha": 4},
     "patterns": {"seed": 3, "rank_pattern": {"k_proj": 2}, "alpha_pattern": {"up_proj": 3}, "use_rslora": True},
 }
+ROUNDED_INPUTS = ("fp8", "fp8-weight", "w8a8", "llm-int8")
+"""Number formats whose products round their input to fewer bits, so that the last bit of a sum may move it by a step."""
 Answers = dict[str, tuple[list[int], list[float]]]
 
 
@@ -159,17 +163,25 @@ class Noted:
         return self._captured.replay(*arguments)
 
 
-def test_a_cpu_records_steps_without_adapters(root: Path) -> None:
-    """Also while adapters are loaded; steps with adapters are not recorded."""
+def test_a_cpu_records_steps_with_and_without_adapters(root: Path) -> None:
+    """Two lists of calls for a shape, each of which serves whatever adapters the rows of later steps have."""
     engine = start(root / "base", lora_modules=modules(root))
     executor = engine.engine.loop.runner.executor
     assert isinstance(executor, CapturedExecutor)
-    sampling, expected = replace(SAMPLING, logprobs=None), alone(root, ["", "all"])
-    for name in ("all", ""):
-        engine.submit(Submit("x", PROMPTS[0], sampling, 0.0, adapter=name))
-        assert [token for delta in engine.deltas() for token in delta.tokens] == expected[name][0]
-        assert [key[0] for key in executor._kept] == ([] if name else [StepShape.decoding(1)])
-    assert all(loaded.captured is not None for loaded in executor._kept.values())
+    sampling, names = replace(SAMPLING, logprobs=None), ["", *ADAPTERS]
+    expected = alone(root, names)
+    shape, lists = StepShape.decoding(2), list[Any]()
+    for pair in (("", "all"), ("some", "patterns"), ("all", "some"), ("", ""), ("patterns", "")):
+        for number, name in enumerate(pair):
+            engine.submit(Submit(str(number), PROMPTS[0], sampling, 0.0, adapter=name))
+        tokens: list[list[int]] = [[], []]
+        for delta in engine.deltas():
+            tokens[int(delta.id)] += delta.tokens
+        assert tokens == [expected[name][0] for name in pair]
+        loaded = executor._kept[shape, 0, True, pair != ("", "")]
+        lists.append(loaded.captured)
+        assert isinstance(loaded.captured, Uncaptured) or loaded.captured.recorded  # type: ignore[union-attr]
+    assert lists[0] is lists[1] is lists[2] is lists[4] is not lists[3]
     engine.close()
 
 
@@ -252,6 +264,25 @@ def test_adapters_go_with_drafts_ranks_and_chunks(root: Path, options: dict[str,
     if "tensor_parallel_size" in options:
         assert "only at the start" in order(engine, "unload_adapter", "all")["error"]
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["int8", *(pytest.param(form, marks=pytest.mark.long) for form in ("", "int4", *ROUNDED_INPUTS))],
+)
+def test_compiled_operations_add_to_every_format_what_the_definition_adds(
+    root: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In programs of whole layers, in prompts, and in the last layer of a prompt, of which only some tokens are needed."""
+    answers = []
+    for path in ("definition", "compiled"):
+        if path == "definition":
+            monkeypatch.setattr(quant, "adapter_ops", lambda device, ops, dtype: HostGroups(ops.tokenwise.activate))
+        engine = start(root / "base", quantization=form, lora_modules=modules(root), max_num_batched_tokens=48)
+        answers.append(run(engine, ["", *ADAPTERS]))
+        engine.close()
+        monkeypatch.undo()
+    same(answers[1], answers[0], near=5e-2 if form in ROUNDED_INPUTS else 5e-3)
 
 
 @pytest.mark.long

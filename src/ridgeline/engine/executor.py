@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -114,28 +115,26 @@ class Executor:
 
 class CapturedExecutor(Executor):
     """Captures steps on a CPU, one for each shape. Later steps of the shape are copied to its memory and replay it. A step with a
-    prompt chunk, logits processors, prompt scores or adapters runs eagerly."""
+    prompt chunk, logits processors or prompt scores runs eagerly."""
 
     def __init__(self, step: DeviceStep) -> None:
         super().__init__(step)
-        self._kept: dict[tuple[StepShape, int, bool], LoadedStep] = {}
-        """Key: shape, nodes drafted ahead, all rows greedy. In LRU order, the least recently used first."""
+        self._kept: dict[tuple[StepShape, int, bool, bool], LoadedStep] = {}
+        """Key: shape, nodes drafted ahead, all rows greedy, a row has an adapter. In LRU order, the least recently used first."""
 
     def repeated(self, plan: StepPlan) -> LoadedStep | None:
         loaded = super().repeated(plan)
         if loaded is None and plan.rows and not (plan.masks or plan.biases or plan.score_ids):
-            shape = StepShape.of(plan)
-            for greedy in (False, True):
-                key = shape, plan.ahead, greedy
+            for key in product((StepShape.of(plan),), (plan.ahead,), (False, True), (False, True)):
                 if key in self._kept and plan.repeats(self._kept[key].plan):
                     loaded = self._last = self._kept[key] = self._kept.pop(key)
         return loaded
 
     def load(self, plan: StepPlan, batch: Batch, padded: bool) -> LoadedStep:
         loaded = super().load(plan, batch, padded)
-        if batch.shape.chunked or not batch.fused_sampling or batch.adapted or is_behind(plan):
+        if batch.shape.chunked or not batch.fused_sampling or is_behind(plan):
             return loaded
-        key = batch.shape, batch.ahead, batch.greedy
+        key = batch.shape, batch.ahead, batch.greedy, batch.adapted
         if (kept := self._kept.pop(key, None)) is None:
             if len(self._kept) == MOST_SHAPES:
                 del self._kept[next(iter(self._kept))]

@@ -4,19 +4,20 @@ y[t] += B[s] A[s] x[t] for a token t of a row with the adapter in slot s (Hu et 
 is part of B. Tokens are sorted by slot, so that each adapter is multiplied once for all of its tokens, as in Punica (Chen et al.
 2023, arXiv:2310.18547, section 4) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285, section 5).
 
-This module is the path of a CPU and the definition. ops.triton.adapters has the kernels of a GPU.
+This module is the definition, and the path of a CPU without compiled operations. ops.native_adapters has the operations of a CPU,
+ops.triton.adapters the kernels of a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import LayerParts, Ops, RunLayers
+from ridgeline.ops.table import LayerParts, Matrix, Ops, RunLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,30 @@ class Pairs:
         a = self.a[slot, : rows * self.inputs].view(rows, self.inputs)
         return a, self.b[slot, : self.ends[-1] * rank].view(self.ends[-1], rank)
 
+    @property
+    def most_rank(self) -> int:
+        """The largest rank of a slot."""
+        return self.a.shape[1] // (len(self.ends) * self.inputs)
+
+    def seal(self, slot: int) -> None:
+        """Both matrices of a slot are written: bring them to the layout that the operations read."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedMatrix(Matrix):
+    """A linear with what adapters add to it, for programs that run whole layers."""
+
+    pairs: Pairs
+
 
 class AdapterOps(Protocol):
-    """How a device adds what adapters add."""
+    """How a device adds what adapters add. in_programs: programs that run whole layers do it, too."""
+
+    in_programs: ClassVar[bool] = False
+
+    def held(self, pairs: Pairs) -> Pairs:
+        """Pairs without any adapter, in the form that the operations take."""
+        return pairs
 
     def group(self, bank: Bank, step: StepInputs) -> Any:
         """The tokens of a step that run through a linear, by slot; None: no adapter changes any of them."""
@@ -73,7 +95,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class HostGroups:
+class HostGroups(AdapterOps):
     """AdapterOps of a device whose host may read which adapters a step uses. gated: TokenwiseOps.activate."""
 
     gated: Callable[[torch.Tensor, str], torch.Tensor]

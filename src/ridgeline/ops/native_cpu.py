@@ -20,6 +20,7 @@ from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import GATES, KV_FORMATS, Kernels, Library, View, open_library
 from ridgeline.ops.native.capture import CallListCapture
 from ridgeline.ops.native.files import find_library, unsupported
+from ridgeline.ops.native_adapters import adapters_of
 from ridgeline.ops.native_chain import NativeChain
 from ridgeline.ops.native_fp8 import fp8_ops
 from ridgeline.ops.native_integer import block_ops, int_ops
@@ -328,7 +329,7 @@ class NativeOps:
         kernels = self._kernels.get(parts[0].attention_norm.dtype)
         if kernels is None or not all(_known(layer, parts[0].attention_norm.dtype) for layer in parts):
             return run
-        return NativeLayers(parts, kernels, self._view, run)
+        return NativeLayers(parts, self._library, self._view, run)
 
     def chain(self, parts: ChainParts, otherwise: RunChain) -> RunChain:
         """See Programs."""
@@ -476,4 +477,5 @@ def _table(library: Library, fixed: bool) -> Ops:
             prunes_drafts=True,
         ),
         capture=CallListCapture(library),
+        adapters=partial(adapters_of, library, Arena(library), ops.activate),
     )

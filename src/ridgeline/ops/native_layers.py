@@ -8,7 +8,9 @@ from ctypes import c_void_p
 
 import torch
 
-from ridgeline.ops.native.binding import GATES, IntWeights, Kernels, Layer, MatrixOf
+from ridgeline.ops.adapters import AdaptedMatrix
+from ridgeline.ops.native.binding import GATES, IntWeights, Layer, Library, MatrixOf
+from ridgeline.ops.native_adapters import NativePairs, grouped
 from ridgeline.ops.native_integer import int_weights
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import IntMatrix, LayerParts, Matrix, RunLayers
@@ -24,10 +26,14 @@ class NativeLayers:
     view_of: returns the pointer to the kernels' struct of a layer's view. otherwise: for a cache in another number format.
     """
 
-    __slots__ = ("_otherwise", "_parts", "_pointers", "_run", "_structs", "_view_of")
+    __slots__ = ("_library", "_otherwise", "_parts", "_pointers", "_run", "_slots", "_structs", "_view_of")
 
-    def __init__(self, parts: Sequence[LayerParts], kernels: Kernels, view_of: ViewOf, otherwise: RunLayers) -> None:
+    def __init__(self, parts: Sequence[LayerParts], library: Library, view_of: ViewOf, otherwise: RunLayers) -> None:
+        kernels = library.kernels[parts[0].attention_norm.dtype]
         self._parts, self._run, self._view_of, self._otherwise = tuple(parts), kernels.layers, view_of, otherwise
+        self._library, qkv = library, parts[0].qkv
+        self._slots = len(qkv.pairs.ranks) - 1 if isinstance(qkv, AdaptedMatrix) else 0
+        """Of adapters; 0: the layers have none."""
         self._structs = layer_structs(parts)
         self._pointers = c_void_p * len(parts)
 
@@ -52,6 +58,7 @@ class NativeLayers:
             self._pointers(*(view.kv.data_ptr() for view in views)),
             stream.data_ptr(),
             *stream.shape,
+            grouped(self._library, self._slots, step) if self._slots else None,
         )
         return stream
 
@@ -93,12 +100,14 @@ def outputs_of(matrix: Matrix) -> int:
 
 def _matrix(matrix: Matrix) -> MatrixOf:
     packed, bias = matrix.packed, _pointer(matrix.bias)
+    pairs = matrix.pairs if isinstance(matrix, AdaptedMatrix) else None
+    adapters = pairs.pointer if isinstance(pairs, NativePairs) else None
     if isinstance(packed, IntMatrix):
-        return MatrixOf(None, bias, None, int_weights(packed))
+        return MatrixOf(None, bias, None, int_weights(packed), adapters)
     assert isinstance(packed, torch.Tensor)
     if packed.dtype is SPARSE:
-        return MatrixOf(None, bias, packed.data_ptr(), IntWeights())
-    return MatrixOf(packed.data_ptr(), bias, None, IntWeights())
+        return MatrixOf(None, bias, packed.data_ptr(), IntWeights(), adapters)
+    return MatrixOf(packed.data_ptr(), bias, None, IntWeights(), adapters)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

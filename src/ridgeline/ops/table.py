@@ -401,8 +401,7 @@ class AttentionOps:
         lse_needed lse may be None, and out and lse of tokens without a row are undefined.
     kv_formats: names in KV_FORMATS, beside the model's dtype, that qkv_write writes and that attend, SamplerOps.keep and all
         programs of whole layers read (KvView.format).
-    selecting: these operations with selection of pages in layers with KvView.selection, for a cache in the model's dtype. None:
-        those of ops.selective serve.
+    selecting: these operations for layers with KvView.selection, whose cache has the model's dtype. None: those of ops.selective.
     """
 
     qkv_write: Callable[[torch.Tensor, QkvShape, KvView, StepInputs], Heads]
@@ -488,6 +487,9 @@ FromHost = Callable[[torch.Tensor, torch.device], torch.Tensor]
 class Ops:
     """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert. from_host:
     with it the CPU may multiply few tokens of linears in its memory (quant.hosted), where sums have another order."""
+    """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert.
+    from_host: with it the CPU may multiply few tokens where a linear lies in its memory (quant.hosted), which adds in another
+    order. adapters: (dtype of the model) -> ops.adapters.AdapterOps; None: those of its device."""
 
     name: str
     tokenwise: TokenwiseOps
@@ -498,3 +500,4 @@ class Ops:
     capture: Capture = Uncaptured
     experts: ExpertOps | None = None
     from_host: FromHost | None = None
+    adapters: Callable[[torch.dtype], Any] | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.core.adapters import AdapterPlan, padded_rank
-from ridgeline.ops.adapters import AdapterOps, Bank, HostGroups, Pairs, adapting
+from ridgeline.ops.adapters import AdaptedMatrix, AdapterOps, Bank, HostGroups, Pairs, adapting
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix, Normed, Ops, Scaled, TokenwiseOps, apply_norm
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, WeightFormat
@@ -35,7 +35,7 @@ class AdaptedWeight(Weight):
         b = torch.zeros(slots, outputs * rank, dtype=form.dtype, device=form.device)
         ends = tuple(rows.stop for rows in cut.stacked_rows)
         device_ranks = torch.zeros(slots, dtype=torch.int32, device=form.device)
-        self.pairs = Pairs(a, b, inputs, ends, [0] * slots, device_ranks)
+        self.pairs = form.ops.held(Pairs(a, b, inputs, ends, [0] * slots, device_ranks))
 
     def store(self, slot: int, parts: Sequence[Factors | None]) -> None:
         """Give a slot the factors of each part of this linear; None: the adapter does not change the part."""
@@ -50,6 +50,7 @@ class AdaptedWeight(Weight):
                 size = len(factors[0])
                 a[place * rank : place * rank + size].copy_(factors[0][:, cut.columns])
                 b[cut.stacked_rows[place], :size].copy_(factors[1][cut.rows[place]])
+        pairs.seal(slot)
         pairs.device_ranks[slot].fill_(rank)
 
     # --- Weight -------------------------------------------------------------------------------------------------------
@@ -84,8 +85,9 @@ class AdaptedWeight(Weight):
         return apply_norm(x, self._tokenwise.rms_norm)
 
     def matrix(self) -> Matrix | None:
-        """The weights of the base, for programs that run steps without adapters (ops.adapters.adapting)."""
-        return self._base.matrix()
+        """The weights of the base and those of adapters, which some programs do not read (ops.adapters.adapting)."""
+        base = self._base.matrix()
+        return None if base is None else AdaptedMatrix(base.packed, base.bias, self.pairs)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Those of the base; `pairs` has the adapters'."""
@@ -116,10 +118,11 @@ class AdaptedFormat:
         return AdaptedWeight(self, shape, share)
 
 
-def adapter_ops(device: torch.device, tokenwise: TokenwiseOps) -> AdapterOps:
+def adapter_ops(device: torch.device, ops: Ops, dtype: torch.dtype) -> AdapterOps:
     """The operations of a device."""
     if device.type != "cuda":
-        return HostGroups(tokenwise.activate)
+        native: AdapterOps | None = ops.adapters and ops.adapters(dtype)
+        return native or HostGroups(ops.tokenwise.activate)
     from ridgeline.ops.triton.adapters import TritonAdapters
 
     return TritonAdapters()
@@ -131,6 +134,6 @@ def adapted(
     """Format and operations of a model with slots for adapters; those given if it has none."""
     if not plan.slots:
         return base, ops
-    bank, groups = Bank(plan.slots, plan.rank), adapter_ops(device, ops.tokenwise)
+    bank, groups = Bank(plan.slots, plan.rank), adapter_ops(device, ops, dtype)
     form = AdaptedFormat(base, bank, groups, ops.tokenwise, dtype, device)
-    return form, adapting(ops, bank, groups)
+    return form, ops if groups.in_programs else adapting(ops, bank, groups)

@@ -49,7 +49,20 @@ class IntWeights(ctypes.Structure):
 class MatrixOf(ctypes.Structure):
     """Mirror of Matrix in layers.cpp."""
 
-    _fields_ = (*((name, c_void_p) for name in ("packed", "bias", "sparse")), ("integer", IntWeights))
+    _fields_ = (
+        *((name, c_void_p) for name in ("packed", "bias", "sparse")),
+        ("integer", IntWeights),
+        ("adapters", c_void_p),
+    )
+
+
+class AdaptersOf(ctypes.Structure):
+    """Mirror of Adapters in adapters.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("a", "b", "ranks", "ends")),
+        *((name, c_int64) for name in ("a_stride", "b_stride", "inputs", "parts", "most_rank")),
+    )
 
 
 class Layer(ctypes.Structure):
@@ -118,7 +131,7 @@ class Kernels:
     place(x, weight or 0, out, rows, n, x_stride, out_stride, eps, offset). activate(gate_up, out, rows, n, gate).
     qkv_write(view, qkv, out, cache, cos_sin, q_norm or 0, k_norm or 0, heads, kv_heads, half, eps, offset).
     attention(view, q, out, cache, heads, q_stride, lse or 0).
-    layers(layers, n, views, caches, stream, tokens, d_model).
+    layers(layers, n, views, caches, stream, tokens, d_model, groups or 0). adapt(groups, adapters, x, y): see adapters.h.
     chain(arguments): see chain.cpp. recurrent(arguments): recurrent.cpp. draw(arguments): sample.cpp.
     fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n, k, norm or 0, eps, offset, fixed, weight_only): see fp8.cpp.
     int_linear(x, weights, bias or 0, added or 0, out, m, n, k, gate or 0, norm or 0, eps, offset): see integer.h.
@@ -133,6 +146,7 @@ class Kernels:
     qkv_write: Any
     attention: Any
     layers: Any
+    adapt: Any
     fp8_linear: Any
     int_linear: Any
     chain: Any
@@ -149,7 +163,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "activate": (*[c_void_p] * 2, *[c_int64] * 2, c_int),
     "qkv_write": (*[c_void_p] * 7, *[c_int64] * 3, c_float, c_float),
     "attention": (*[c_void_p] * 4, *[c_int64] * 2, c_void_p),
-    "layers": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2),
+    "layers": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2, c_void_p),
+    "adapt": (c_void_p,) * 4,
     "chain": (ctypes.c_char_p,),
     "recurrent": (ctypes.c_char_p,),
     "draw": (ctypes.c_char_p,),
@@ -170,6 +185,7 @@ class Library:
     fp8_pack(values, packed, n, k): see fp8.cpp. int_pack(codes, packed, n, k, bits): see integer.cpp.
     sparse_pack(weight, packed or 0, n, k) -> bytes. sparse_linear: as linear, in bfloat16. expands: whether it pays (sparse.cpp).
     rows_gather, rows_advance, rows_verify, rows_keep, rows_last(arguments): see rows.cpp.
+    adapter_groups(adapters, stride, rows, row_of, selected or 0, n, slots, words): see adapters.cpp.
     huge_pages(address, bytes): requests pages of 2 MiB; it is optional.
     replay(words, calls): makes recorded calls, see replay.cpp. replay_in: address of the function of one pointer that does.
     log: records calls of all functions that steps call.
@@ -188,6 +204,7 @@ class Library:
     rows_verify: Any
     rows_keep: Any
     rows_last: Any
+    adapter_groups: Any
     replay: Any
     replay_in: int
     log: CallLog
@@ -234,6 +251,9 @@ def open_library(path: Path) -> Library:
         sparse_pack=library.rl_sparse_pack,
         sparse_linear=foreign("sparse_linear", _ARGUMENTS["linear"], keeps_lock=False),
         expands=bool(library.rl_expands()),
+        adapter_groups=foreign(
+            "adapter_groups", (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2, c_void_p), keeps_lock=True
+        ),
         replay=library.rl_replay,
         replay_in=ctypes.cast(library.rl_replay_in, c_void_p).value or 0,
         log=log,

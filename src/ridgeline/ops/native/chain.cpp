@@ -13,9 +13,9 @@ namespace ridgeline {
 // Functions of the other files, by their exported names.
 extern "C" {
 void rl_layers_bf16(const void* layers, index n, const View* const* views, bf16* const* caches, bf16* stream, index tokens,
-                    index d_model);
+                    index d_model, const std::int32_t* groups);
 void rl_layers_f32(const void* layers, index n, const View* const* views, float* const* caches, float* stream, index tokens,
-                   index d_model);
+                   index d_model, const std::int32_t* groups);
 void rl_embed_bf16(const bf16* table, const std::int32_t* ids, bf16* out, index rows, index n, float scale);
 void rl_embed_f32(const float* table, const std::int32_t* ids, float* out, index rows, index n, float scale);
 void rl_norm_bf16(const bf16* x, const bf16* weight, bf16* out, index rows, index n, float eps, float offset);
@@ -33,10 +33,10 @@ namespace {
 
 // One name for both types.
 void run_layers(const void* l, index n, const View* const* v, bf16* const* c, bf16* x, index t, index d) {
-    rl_layers_bf16(l, n, v, c, x, t, d);
+    rl_layers_bf16(l, n, v, c, x, t, d, nullptr);
 }
 void run_layers(const void* l, index n, const View* const* v, float* const* c, float* x, index t, index d) {
-    rl_layers_f32(l, n, v, c, x, t, d);
+    rl_layers_f32(l, n, v, c, x, t, d, nullptr);
 }
 void embed(const bf16* table, const token* ids, bf16* out, index m, index n, float s) { rl_embed_bf16(table, ids, out, m, n, s); }
 void embed(const float* table, const token* ids, float* out, index m, index n, float s) { rl_embed_f32(table, ids, out, m, n, s); }

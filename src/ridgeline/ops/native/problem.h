@@ -28,6 +28,14 @@ inline f32x16 gelu(f32x16 x) {
 
 inline f32x16 act(Gate gate, f32x16 x) { return gate == Gate::GELU ? gelu(x) : x * sigmoid(x); }
 
+// act(gate) * up of one row, each n numbers.
+template <class T> void activate_row(const T* gate_up, T* out, index n, Gate gate) {
+    for (index at = 0; at < n; at += LANES) {
+        const Part lanes = first_lanes(n - at);
+        store(out + at, act(gate, load(gate_up + at, lanes)) * load(gate_up + n + at, lanes), lanes);
+    }
+}
+
 // bias, added: null, or summands [N] and [M, N] of the result (added may equal out). With a gate, the first N / 2 outputs are the
 // gate, N / 2 is a multiple of 16, out is [M, N / 2], and `added` is null. fixed: each output is summed along K in one order for
 // any M. scales, row_scales: null, or factors float32 [N] and [M] of the sums. from_block: number of the block of 16 outputs at

@@ -44,13 +44,7 @@ template <class T> void embed(const T* table, const std::int32_t* ids, T* out, i
 
 template <class T> void activate(const T* gate_up, T* out, index rows, index n, Gate gate) {
 #pragma omp parallel for num_threads(threads_for(rows * n, ELEMENTS_PER_THREAD))
-    for (index row = 0; row < rows; ++row) {
-        const T* from = gate_up + row * 2 * n;
-        for (index at = 0; at < n; at += LANES) {
-            const Part lanes = first_lanes(n - at);
-            store(out + row * n + at, act(gate, load(from + at, lanes)) * load(from + n + at, lanes), lanes);
-        }
-    }
+    for (index row = 0; row < rows; ++row) activate_row(gate_up + row * 2 * n, out + row * n, n, gate);
 }
 
 template <class T> void qkv_write(const Qkv<T>& s) {

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.core.adapters import RANK_STEP as PADDED_RANK
-from ridgeline.ops.adapters import Bank, Pairs
+from ridgeline.ops.adapters import AdapterOps, Bank, Pairs
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.experts import MMA_ROWS, SORTED_AT_ONCE, _pairs_of, _sort
@@ -255,7 +255,7 @@ def _sums(
     return total
 
 
-class TritonAdapters:
+class TritonAdapters(AdapterOps):
     """AdapterOps of a GPU. The kernel runs for every token of a step, whichever adapter it has: a captured step stays valid."""
 
     def group(self, bank: Bank, step: StepInputs) -> Group | None:
