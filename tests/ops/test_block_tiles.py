@@ -16,12 +16,13 @@ pytest.importorskip("triton")
 from test_blocks import close, in_float64, random_blocks
 
 from ridgeline.core.formats import NUMBER_FORMATS
-from ridgeline.ops.blocks import Blocks
+from ridgeline.ops.blocks import Blocks, chained
 from ridgeline.ops.reference import REFERENCE, clamped_swiglu
 from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton import block_tiles
 from ridgeline.ops.triton.activation import KINDS
 from ridgeline.ops.triton.block_tiles import Form, Tile, _Pairs, arrays_of, pack, pieces_of, units_of, unpack
+from ridgeline.ops.triton.blocks import pieces as pieces_of_all
 
 FORMS = ["q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "mxfp4"]
 BF16, F16 = torch.bfloat16, torch.float16
@@ -65,6 +66,8 @@ def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [unpack(piece).dequantized() for piece in pieces_of(pack(blocks))]
     assert [len(piece) for piece in pieces] == [32, 18]
     assert torch.equal(torch.cat(pieces), blocks.dequantized())
+    in_chain = pieces_of_all(chained([pack(blocks), pack(blocks)]))
+    assert [piece.out for piece in in_chain] == [32, 18] * 2 and all(len(piece.codes) == 2 for piece in in_chain)
 
 
 class Library:

@@ -168,16 +168,18 @@ def test_triton_matrices_of_several_formats() -> None:
 @pytest.mark.parametrize("name", ["q4_k", "int8-g32"])
 def test_large_matrices_are_dequantized_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from ridgeline.ops.triton.blocks import BLOCK_TRITON, MOST_TOKENS
+    from ridgeline.ops.triton import block_tiles
+    from ridgeline.ops.triton.blocks import BLOCK_TRITON, MOST_TOKENS, pieces
     from ridgeline.ops.triton.invariant import INVARIANT
 
-    monkeypatch.setattr(formulas, "MOST_WEIGHTS", 32 * 256)
+    for module in (formulas, block_tiles):
+        monkeypatch.setattr(module, "MOST_WEIGHTS", 32 * 256)
     blocks = on_device(random_blocks(NUMBER_FORMATS[name], 80, 256))
     x = gpu_inputs(MOST_TOKENS + 1, 256)
     bias = torch.randn(80, device=DEVICE, dtype=x.dtype)
     for ops in (BLOCK_TRITON, INVARIANT.matmul.blocks):
         matrix = ops.pack(blocks)
-        assert [piece.out for piece in formulas.pieces_of(matrix)] == [32, 32, 16]
+        assert [piece.out for piece in pieces(matrix)] == [32, 32, 16]
         assert close(ops.linear(x, matrix, bias), in_float64(blocks, x) + bias, TOLERANCE)
 
 

@@ -22,10 +22,10 @@ GPU_BLOCKS: Mapping[str, frozenset[str]] = {
 there than in 16 bits (benchmarks/results/products_int.json)."""
 KERNEL_DTYPES = ("bfloat16", "float16")
 """Dtypes of a model whose products have such kernels."""
-MOST_ROWS: Mapping[str, int] = dict.fromkeys(("q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k"), 32)
-"""Most rows (tokens of a step) of a product that reads blocks of a format, if the linear is there in 16 bits too. The kernels are
-compiled for 8, 16, 32 and 64 rows; with 32 they take 0.89 (Q4_K) to 1.00 of bf16's time, with 64 1.40 to 1.54
-(benchmarks/results/products_int.json)."""
+MOST_ROWS: Mapping[str, int] = dict.fromkeys(("q4_1", "q4_k", "q5_0"), 24) | dict.fromkeys(("q5_1", "q5_k", "q6_k"), 16)
+"""Most rows (tokens of a step) of a product that reads blocks of a format, if the linear is there in 16 bits too: the most for
+which a step of an 8B takes less time (0.96 of bf16's in Q4_K with 24 rows, 1.09 with 32; in Q6_K 0.88 with 16, 1.04 with 24:
+benchmarks/results/shapes.json). The other formats follow the one whose layer takes about as long (products_int.json)."""
 EXPANDED_SHARE = 0.5
 """Largest share of the memory left for the KV cache that expanded linears may take. With half of the cache half as many requests
 run at once, and that costs nothing: 32 requests of an 8B are 7,215 tokens/s in 16 bits, 64 are 6,620 in blocks

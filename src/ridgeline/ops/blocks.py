@@ -159,16 +159,17 @@ def arrays(matrix: IntMatrix) -> list[torch.Tensor]:
 def widened_blocks(
     pack: Callable[[Blocks], IntMatrix],
     dequantize: Callable[[IntMatrix, torch.dtype], torch.Tensor],
+    pieces: Callable[[IntMatrix], list[IntMatrix]],
     ops: FloatOps,
     tokenwise: TokenwiseOps,
 ) -> IntOps:
-    """Linears that dequantize the matrix for every product and multiply with `ops`. They keep the guarantees of `ops`."""
+    """Linears that dequantize the matrix in `pieces` for every product and multiply with `ops`. They keep its guarantees."""
 
     def linear(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         source = apply_norm(x, tokenwise.rms_norm)
         return joined_products(
             lambda piece, part: ops.linear(source, ops.pack(dequantize(piece, source.dtype)), part),
-            pieces_of(matrix),
+            pieces(matrix),
             bias,
         )
 

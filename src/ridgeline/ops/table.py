@@ -486,10 +486,8 @@ FromHost = Callable[[torch.Tensor, torch.device], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Ops:
     """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert. from_host:
-    with it the CPU may multiply few tokens of linears in its memory (quant.hosted), where sums have another order."""
-    """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert.
-    from_host: with it the CPU may multiply few tokens where a linear lies in its memory (quant.hosted), which adds in another
-    order. adapters: (dtype of the model) -> ops.adapters.AdapterOps; None: those of its device."""
+    with it the CPU may multiply few tokens of linears in its memory (quant.hosted), where sums have another order. adapters:
+    (dtype of the model) -> ops.adapters.AdapterOps; None: those of its device."""
 
     name: str
     tokenwise: TokenwiseOps

@@ -222,6 +222,14 @@ def dequantize_kernel(
     tl.store(line + HALF, second, mask=exists & (here + HALF < inputs)[None, :])
 
 
+def pieces(matrix: IntMatrix) -> list[IntMatrix]:
+    """The matrices of a chain, in pieces of at most MOST_WEIGHTS weights."""
+    made = []
+    for part in parts_of(matrix):
+        made += block_tiles.pieces_of(part) if block_tiles.is_tiled(part) else pieces_of(part)
+    return made
+
+
 def dequantize(matrix: IntMatrix, dtype: torch.dtype) -> torch.Tensor:
     """One matrix of a chain [out, d_in] in `dtype`."""
     if block_tiles.is_tiled(matrix):
@@ -252,8 +260,9 @@ def _part(x: torch.Tensor, matrix: IntMatrix, bias: torch.Tensor | None, stream:
     if is_tiled and (tiled := block_tiles.product(x, matrix, bias, stream)) is not None:
         return tiled
     if is_tiled or not 0 < tokens <= MOST_TOKENS:
-        pieces = block_tiles.pieces_of(matrix) if is_tiled else pieces_of(matrix)
-        product = joined_products(lambda piece, part: F.linear(x, dequantize(piece, x.dtype), part), pieces, bias)
+        product = joined_products(
+            lambda piece, part: F.linear(x, dequantize(piece, x.dtype), part), pieces(matrix), bias
+        )
         return product if stream is None else stream.add_(product)
     out = stream if stream is not None else torch.empty((tokens, matrix.out), dtype=x.dtype, device=x.device)
     tile = tile_for(tokens, matrix.out)
@@ -310,11 +319,9 @@ def linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None,
 
 def weights(matrix: IntMatrix) -> Iterator[torch.Tensor]:
     """See IntOps.weights. Products in tiles round scales to x's dtype first; these weights are those of llama.cpp."""
-    for part in parts_of(matrix):
-        if block_tiles.is_tiled(part):
-            yield from (block_tiles.unpack(piece).dequantized() for piece in block_tiles.pieces_of(part))
-        else:
-            yield from (dequantize(piece, torch.float32) for piece in pieces_of(part))
+    for piece in pieces(matrix):
+        tiled = block_tiles.is_tiled(piece)
+        yield block_tiles.unpack(piece).dequantized() if tiled else dequantize(piece, torch.float32)
 
 
 BLOCK_TRITON = IntOps(pack, linear, linear_add, linear_activate, weights)

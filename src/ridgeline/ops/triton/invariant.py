@@ -301,7 +301,7 @@ INVARIANT = replace(
         fp8=FP8_INVARIANT,
         integer=_INTEGER,
         mixed=mixed_inputs(_INTEGER, _UNQUANTIZED, TRITON.tokenwise, round_inliers),
-        blocks=widened_blocks(blocks.pack, blocks.dequantize, _UNQUANTIZED, TRITON.tokenwise),
+        blocks=widened_blocks(blocks.pack, blocks.dequantize, blocks.pieces, _UNQUANTIZED, TRITON.tokenwise),
     ),
     programs=Programs(),
     experts=TritonExperts(fixed=True),
