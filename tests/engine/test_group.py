@@ -108,8 +108,8 @@ CASES = {
 }
 
 
-SHORT = {("drafts", "both")}
-"""The others are long: `drafts` has two stages of two ranks each, with prefix hits and preemption."""
+SHORT = {("drafts", "two stages")}
+"""The others are long: `drafts` has prefix hits and preemption. test_hosts.py asks two ranks that share layers the same."""
 TENSOR, PIPELINE, CONTEXT = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "context"))
 DIVIDED = {"sequence_parallel": True}
 WAYS = {

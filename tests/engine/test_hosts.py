@@ -87,10 +87,8 @@ def started(host: subprocess.Popen[str]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "axis",
-    ["pipeline", pytest.param("tensor", marks=pytest.mark.long), pytest.param("context", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("axis", ["pipeline", "tensor", "context"])
 def test_processes_of_both_hosts_end_without_a_crash(axis: str, tmp_path: Path) -> None:
     """The first host's process ends with status 0. The second host starts its rank again, and does not say that it crashed."""
     save("llama-gqa", tmp_path)
