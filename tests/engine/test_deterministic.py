@@ -146,8 +146,8 @@ def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
     )
 
 
-LONG = ("float32", "int4", "w8a8")
-"""On a CPU the others stand for them, with float products, products of 8 bits and integer products beside outliers."""
+LONG = ("float32", "int4", "w8a8", "fp8")
+"""On a CPU the others stand for them, with float products and with integer products beside outliers."""
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_a_host_with_another_model_is_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.long
 def test_a_host_with_another_version_is_refused(tmp_path: Path) -> None:
     folder, other = tmp_path / "model", tmp_path / "other"
     for made in (folder, other):

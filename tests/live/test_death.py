@@ -117,7 +117,8 @@ def test_an_engine_that_is_killed_with_requests_in_flight_comes_back(tmp_path: P
         assert server.metric("engine_restarts_total") == 2 and server.metric("num_requests_running") == 0
 
 
-@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_an_engine_that_is_killed_too_often_ends_the_server(tmp_path: Path, restarts: int):
     with served(tmp_path, "--max-model-len", "4096", "--engine-restarts", str(restarts)) as server:
         for _ in range(restarts):
