@@ -285,9 +285,10 @@ def _state(pid: int) -> str:
     [
         pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.long),
         pytest.param(CONTEXT | TENSOR, marks=pytest.mark.long),
-        TENSOR | PIPELINE,
+        pytest.param(TENSOR | PIPELINE, marks=pytest.mark.long),
+        {"pipeline_parallel_size": 3},
     ],
-    ids=["ranks", "parts of the keys", "stages"],
+    ids=["ranks", "parts of the keys", "both", "stages"],
 )
 def test_a_lost_rank_ends_the_engine(
     sizes: dict[str, int], blow: signal.Signals, busy: bool, reason: str, tmp_path: Path
