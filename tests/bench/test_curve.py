@@ -69,6 +69,7 @@ def test_a_server_without_counters_is_computed_from_the_folder(spec: ModelSpec) 
     assert "need --model-folder and --on" in point(run, Limits()).note
 
 
+@pytest.mark.long
 def test_a_server_that_quantizes_while_loading(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: ModelSpec
 ) -> None:

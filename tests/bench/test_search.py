@@ -21,7 +21,7 @@ from .virtual import FakeServer, FakeWriter, LoopClock, run
 
 async def measure(rate: float) -> Run:
     """Constant arrivals at a server of ten slots that needs half a second per request: 20 requests/s."""
-    workload = Workload("w", tuple(RequestSpec(at / rate, 5, 5) for at in range(int(rate * 8))), timed=True)
+    workload = Workload("w", tuple(RequestSpec(at / rate, 5, 5) for at in range(int(rate * 5))), timed=True)
     server = FakeServer(ttft=0.1, itl=0.1, slots=10)
     sent = await send_all(Plan(workload), server, cast(Writer, FakeWriter()), LoopClock())
     facts = {"rate": rate, "model": "fake"}

@@ -118,7 +118,7 @@ def test_a_student_of_any_shape_learns_from_the_original(folder: Path, corpus: P
     llm.close()
 
 
-@pytest.mark.parametrize("logprobs", [20, 0])
+@pytest.mark.parametrize("logprobs", [20, pytest.param(0, marks=pytest.mark.long)])
 def test_a_server_teaches_without_its_weights(
     folder: Path, corpus: Path, server: str, tmp_path: Path, logprobs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

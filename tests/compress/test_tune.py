@@ -71,8 +71,9 @@ def test_what_was_pruned_stays_pruned_and_is_packed_as_it_is(model: Path, recipe
 @pytest.mark.parametrize(
     "recipe",
     [
-        *("rtn-int3-g32", "gptq-int3-g32", "gptq-int4-g32-zp", "gptq-int4-g32-actorder", "gptq-int4-g32-ordered"),
-        *("awq-int3-g32", "awq-int4-g32", "rtn-w8a8", "smoothquant-w8a8"),
+        *("gptq-int3-g32", "gptq-int4-g32-zp", "gptq-int4-g32-actorder", "gptq-int4-g32-ordered"),
+        *("awq-int4-g32", "smoothquant-w8a8"),
+        *(pytest.param(recipe, marks=pytest.mark.long) for recipe in ("rtn-int3-g32", "awq-int3-g32", "rtn-w8a8")),
     ],
 )
 def test_training_on_a_grid_starts_and_ends_on_it(model: Path, recipe: str, tmp_path: Path) -> None:

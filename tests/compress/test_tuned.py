@@ -44,13 +44,12 @@ def judge(model: Path) -> Evaluator:
     "recipe",
     [
         "sparsegpt-2:4",
-        "magnitude-50",
-        "rtn-int3-g32",
         "gptq-int3-g32",
-        "awq-int4-g32",
-        "neurons-25",
-        "layers-1",
         "gqa-1",
+        *(
+            pytest.param(recipe, marks=pytest.mark.long)
+            for recipe in ("magnitude-50", "rtn-int3-g32", "awq-int4-g32", "neurons-25", "layers-1")
+        ),
     ],
 )
 def test_training_brings_the_answers_back(model: Path, judge: Evaluator, recipe: str, tmp_path: Path) -> None:
@@ -81,7 +80,14 @@ def test_eight_bit_weights_and_inputs_are_trained_too(model: Path, judge: Evalua
         assert judge.measure(after).figures["kl"].value < 0.95 * judge.measure(plain).figures["kl"].value
 
 
-@pytest.mark.parametrize("recipe", ["wanda-2:4", "gptq-int4-g32", "heads-50"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "gptq-int4-g32",
+        pytest.param("wanda-2:4", marks=pytest.mark.long),
+        pytest.param("heads-50", marks=pytest.mark.long),
+    ],
+)
 def test_an_interrupted_run_goes_on_and_ends_the_same(model: Path, recipe: str, tmp_path: Path) -> None:
     whole = job(model, recipe, tmp_path / "whole", FEWEST)
     whole.build(quiet)
@@ -148,7 +154,14 @@ def with_tokenizer(model: Path, tiny: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("recipe", ["gptq-int4-g32", "awq-int4-g32", "smoothquant-w8a8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "awq-int4-g32",
+        pytest.param("gptq-int4-g32", marks=pytest.mark.long),
+        pytest.param("smoothquant-w8a8", marks=pytest.mark.long),
+    ],
+)
 def test_the_engine_serves_a_model_trained_on_its_grid(model: Path, tiny: Path, recipe: str, tmp_path: Path) -> None:
     tuned = job(with_tokenizer(model, tiny, tmp_path / "source"), recipe, tmp_path / "out", FEWEST, 4e-4)
     tuned.build(quiet)

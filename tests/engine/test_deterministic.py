@@ -131,8 +131,14 @@ def test_in_company(steps_in_flight: int, device: str, dtype: str) -> None:
     )
 
 
-# Steps of 50 tokens: one format with float products and one with integer products stand for all.
-@pytest.mark.parametrize(("step_tokens", "device", "dtype"), kinds_with([16, 50], ["bfloat16", "llm-int8"]))
+@pytest.mark.parametrize("step_tokens", [16, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        *kinds("bfloat16", "float32", "int4", "llm-int8"),
+        *(pytest.param("cpu", name, marks=pytest.mark.long) for name in ("fp8", "w8a8")),
+    ],
+)
 def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
     """How much of a prompt a step takes depends on who else decodes meanwhile."""
     assert Session(device, dtype, replace(ROOM, max_num_batched_tokens=step_tokens)).ask(requests()) == alone(
@@ -140,8 +146,8 @@ def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
     )
 
 
-LONG = ("float32", "int4", "w8a8")
-"""On a CPU the others stand for them, with float products, products of 8 bits and integer products beside outliers."""
+LONG = ("float32", "int4", "w8a8", "fp8")
+"""On a CPU the others stand for them, with float products and with integer products beside outliers."""
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_cancelled_requests_and_a_request_alone(tmp_path: Path) -> None:
     assert said[0] == said[1] and len(said[0][0]) == 30
 
 
+@pytest.mark.long
 def test_a_lost_rank_ends_the_engine(tmp_path: Path) -> None:
     """Within five seconds, with the reason, and no process stays."""
     save("mixtral", tmp_path)

@@ -108,8 +108,8 @@ CASES = {
 }
 
 
-SHORT = {("drafts", "both")}
-"""The others are long: `drafts` has two stages of two ranks each, with prefix hits and preemption."""
+SHORT = {("drafts", "two stages")}
+"""The others are long: `drafts` has prefix hits and preemption. test_hosts.py asks two ranks that share layers the same."""
 TENSOR, PIPELINE, CONTEXT = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "context"))
 DIVIDED = {"sequence_parallel": True}
 WAYS = {
@@ -285,9 +285,10 @@ def _state(pid: int) -> str:
     [
         pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.long),
         pytest.param(CONTEXT | TENSOR, marks=pytest.mark.long),
-        TENSOR | PIPELINE,
+        pytest.param(TENSOR | PIPELINE, marks=pytest.mark.long),
+        {"pipeline_parallel_size": 3},
     ],
-    ids=["ranks", "parts of the keys", "stages"],
+    ids=["ranks", "parts of the keys", "both", "stages"],
 )
 def test_a_lost_rank_ends_the_engine(
     sizes: dict[str, int], blow: signal.Signals, busy: bool, reason: str, tmp_path: Path

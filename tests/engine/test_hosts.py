@@ -87,10 +87,8 @@ def started(host: subprocess.Popen[str]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "axis",
-    ["pipeline", pytest.param("tensor", marks=pytest.mark.long), pytest.param("context", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("axis", ["pipeline", "tensor", "context"])
 def test_processes_of_both_hosts_end_without_a_crash(axis: str, tmp_path: Path) -> None:
     """The first host's process ends with status 0. The second host starts its rank again, and does not say that it crashed."""
     save("llama-gqa", tmp_path)
@@ -122,6 +120,7 @@ def test_a_host_with_another_model_is_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.long
 def test_a_host_with_another_version_is_refused(tmp_path: Path) -> None:
     folder, other = tmp_path / "model", tmp_path / "other"
     for made in (folder, other):

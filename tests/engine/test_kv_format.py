@@ -76,9 +76,8 @@ def test_a_quantized_cache_gives_the_same_tokens_whatever_the_steps_are(tmp_path
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "int8")) for name in QUANTIZED_KV]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", QUANTIZED_KV)
 def test_drafts_and_other_operations_give_the_same_answers(name: str) -> None:
     """The shipped model in float32: without drafts, with drafters that read or write the cache, and batch-invariant."""
     sampling = SamplingParams(max_tokens=40, temperature=0.0)

@@ -400,7 +400,7 @@ def test_sizes_are_whole_blocks() -> None:
 )
 def test_the_shipped_model_answers_with_a_bounded_cache(options: dict[str, str]) -> None:
     """Native operations, captured steps and drafters that read the cache: as if nothing was dropped, up to where it is."""
-    answers, sampling = [], SamplingParams(max_tokens=300, temperature=0.8, seed=3)
+    answers, sampling = [], SamplingParams(max_tokens=160, temperature=0.8, seed=3)
     for retention in ("all", "window:keep=64", "heavy:window=16,keep=64"):
         facts = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory": 1 << 25} | options
         llm = LLM(device="cpu", threads=1, kv_retention=retention, **facts)

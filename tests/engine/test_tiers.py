@@ -74,6 +74,7 @@ def test_what_tiers_hold_and_did_is_reported(tmp_path: Path) -> None:
     assert {name: loaded for name, _, loaded, _ in last} == {"host": host["loaded"], "disk": disk["loaded"]}
 
 
+@pytest.mark.long
 def test_an_engine_that_ends_writes_what_its_cache_holds(tmp_path: Path) -> None:
     """Nothing was evicted. Files of other operations are not served: with --deterministic no token depends on a batch."""
     options: dict[str, Any] = {"kv_offload_gb": 0.05, "kv_disk": str(tmp_path), "kv_cache_memory": 32 << 20}

@@ -17,13 +17,14 @@ from ridgeline.engine.warm_up import chunk_sizes, chunked, length_bounds, mixes,
 @pytest.mark.parametrize(
     "case",
     [
-        "8b-one-kernel",
         "8b-drafts",
-        "8-heads",
         "last-stage",
         *(
             pytest.param(case, marks=pytest.mark.long)
-            for case in ("8b", "window-eager", "8b-eager-drafts", "8-heads-quotes", "8b-select", "8b-select-eager")
+            for case in (
+                *("8b", "8b-one-kernel", "8-heads", "window-eager"),
+                *("8b-eager-drafts", "8-heads-quotes", "8b-select", "8b-select-eager"),
+            )
         ),
     ],
 )

@@ -26,7 +26,8 @@ MEMORY_MB = {"front": 400.0, "engine": 1000.0}
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("live"), *FLAGS) as running:
+    folder = tmp_path_factory.mktemp("live")
+    with served(folder, *FLAGS, "--batch-dir", str(folder / "state")) as running:
         yield running
 
 

@@ -127,8 +127,10 @@ def test_any_value_in_any_field(server: Served, route: str):
     given = {"chat": {"messages": HI}, "completions": {"prompt": "hi"}}[route]
     path = "/v1/chat/completions" if route == "chat" else "/v1/completions"
     connection = server.connect()
-    for field in TABLE:
-        for value in VALUES if route in field.routes else ():
+    for at, field in enumerate(TABLE):
+        # A field that both routes take gets every second value on each of them.
+        first, every = ((at + (route == "chat")) % 2, 2) if {"chat", "completions"} <= set(field.routes) else (0, 1)
+        for value in VALUES[first::every] if route in field.routes else ():
             body = {**given, "max_tokens": 1, field.name: value}
             connection.request("POST", path, json.dumps(body), json_headers("POST", None))
             response = connection.getresponse()

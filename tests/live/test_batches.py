@@ -35,13 +35,6 @@ def jsonl(rows: list[Any]) -> bytes:
     return b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in rows)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("batches")
-    with served(folder, *FLAGS, "--batch-dir", str(folder / "state")) as running:
-        yield running
-
-
 @pytest.fixture
 def client(server: Served) -> Iterator[openai.OpenAI]:
     with client_of(server) as made:

@@ -102,24 +102,24 @@ def check(replies: list[Reply]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(tmp_path_factory.mktemp("hostile"), "--max-num-seqs", "16", "--max-model-len", "512") as running:
         yield running
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [10, 200])
-def test_hostile_grammars_leave_memory_and_blocks_as_they_were(server: Served, count: int) -> None:
-    ask(server, {"guided_regex": "[a-z]{5}"})  # what every grammar needs is loaded
-    pids = (server.process.pid, server.engine_pid)
+def test_hostile_grammars_leave_memory_and_blocks_as_they_were(roomy: Served, count: int) -> None:
+    ask(roomy, {"guided_regex": "[a-z]{5}"})  # what every grammar needs is loaded
+    pids = (roomy.process.pid, roomy.engine_pid)
     before = [resident_bytes(pid) for pid in pids]
-    with beside(server):
-        replies = send_all(server, [hostile(1000 * count + number) for number in range(count)])
+    with beside(roomy):
+        replies = send_all(roomy, [hostile(1000 * count + number) for number in range(count)])
     check(replies)
     assert {400} <= {reply.status for reply in replies} <= {200, 400, 429}
-    stats = server.rest()
-    assert ask(server, {"guided_regex": "[a-z]{4}"}).status == 200, "an honest one is followed as before"
-    assert stats["used"] == 0 and server.send("GET", "/health").status == 200
+    stats = roomy.rest()
+    assert ask(roomy, {"guided_regex": "[a-z]{4}"}).status == 200, "an honest one is followed as before"
+    assert stats["used"] == 0 and roomy.send("GET", "/health").status == 200
     for pid, bytes_before in zip(pids, before, strict=True):
         assert resident_bytes(pid) - bytes_before < MORE_BYTES
 
@@ -137,12 +137,12 @@ def test_a_refusal_is_remembered(server: Served) -> None:
 
 
 @pytest.mark.long
-def test_a_neighbours_stream_goes_on(server: Served) -> None:
+def test_a_neighbours_stream_goes_on(roomy: Served) -> None:
     """Its longest gap beside hostile grammars is at most 100 ms longer than beside as many honest requests."""
 
     def longest_gap(requests: list[dict[str, Any]]) -> float:
-        with beside(server) as neighbour:
-            send_all(server, requests)
+        with beside(roomy) as neighbour:
+            send_all(roomy, requests)
         return max(neighbour.gaps)
 
     more = []

@@ -29,7 +29,7 @@ def repeat(item: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("start", "item", "end", "status", "most"),
     [
-        pytest.param(b"[", b"{}", b"]", 413, 150, id="objects"),
+        pytest.param(b"[", b"{}", b"]", 413, 150, id="objects", marks=pytest.mark.long),
         pytest.param(b'{"prompt":[', b"{}", b"]}", 413, 150, id="field", marks=pytest.mark.long),
         pytest.param(b'{"prompt":[', b'"ab"', b"]}", 413, 150, id="strings", marks=pytest.mark.long),
         pytest.param(b"{", b'"ab":1', b"}", 413, 150, id="members", marks=pytest.mark.long),

@@ -37,7 +37,7 @@ def ids(tokenizer: tokenizers.Tokenizer, document: str) -> list[int]:
     return [*prefix, *middle, *suffix]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_scores_are_those_of_transformers(tied: bool, tmp_path: Path) -> None:
     for file in shipped_model().glob("*token*"):
         shutil.copy(file, tmp_path)

@@ -403,7 +403,12 @@ def test_fit_names_the_types(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kinds"), [(Kind.Q8_0, {}), (Kind.Q4_K, {}), (Kind.Q6_K, {}), (Kind.Q4_K, MIXTURES["as Q4_K_M"])]
+    ("kind", "kinds"),
+    [
+        (Kind.Q8_0, {}),
+        (Kind.Q4_K, MIXTURES["as Q4_K_M"]),
+        *(pytest.param(kind, {}, marks=pytest.mark.long) for kind in (Kind.Q4_K, Kind.Q6_K)),
+    ],
 )
 def test_end_to_end(kind, kinds, tmp_path):
     """An engine serves the file: greedy tokens are those of the dequantized weights with the reference operations."""

@@ -25,6 +25,7 @@ from ridgeline.ops.triton import experts as kernels
 from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
 from ridgeline.quant.blocks import round_to_blocks
+from tests.combinations import crossed
 from tests.models.families import save
 from tests.models.paged import PagedRows
 from tests.ops.test_blocks import on_device
@@ -248,20 +249,27 @@ def check_compiles(name: str, weight: str, constants: dict[str, object], tile: k
     return " ".join(part for part in ("wgmma", "mma.sync", "cp.async") if part in made.asm["ptx"])
 
 
-@pytest.mark.parametrize("weight", ["*bf16", pytest.param("*fp8e4nv", marks=pytest.mark.long), "*u8"])
-@pytest.mark.parametrize("tile", [pytest.param(kernels.FEW, marks=pytest.mark.long), kernels.MANY], ids=["few", "many"])
+KERNELS = (
+    ("_inner", {"KIND": 1, "BIASED": False}),
+    ("_outer", {"BIASED": False}),
+    ("_inner", {"KIND": 3, "BIASED": True}),
+    ("_outer", {"BIASED": True}),
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("_inner", {"KIND": 1, "BIASED": False}),
-        ("_outer", {"BIASED": False}),
-        pytest.param("_inner", {"KIND": 3, "BIASED": True}, marks=pytest.mark.long),
-        pytest.param("_outer", {"BIASED": True}, marks=pytest.mark.long),
-    ],
+    ("kernel", "weight", "tile"),
+    crossed(
+        KERNELS,
+        ("*bf16", "*u8", "*fp8e4nv"),
+        (kernels.MANY, kernels.FEW),
+        quick=lambda kernel, weight, tile: kernel == weight and kernel < 2 and tile == 0,
+    ),
 )
 def test_the_products_compile_for_hopper(
-    name: str, more: dict[str, object], weight: str, tile: kernels.Tile, apart
+    kernel: tuple[str, dict[str, object]], weight: str, tile: kernels.Tile, apart
 ) -> None:
+    name, more = kernel
     shape = {"ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
     stored = {"SCALED": weight == "*fp8e4nv", "FOUR_BITS": weight == "*u8"}
     used = apart(check_compiles, name, weight, {**stored, "SORTED": True, **more, **shape}, tile)

@@ -17,8 +17,14 @@ from ridgeline.ops.triton import qkv as kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("largest", [1, 32 * 6, 1 << 20])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 4), (6, 6), (9, 3), (5, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "largest"),
+    [
+        pytest.param(*heads, largest, marks=[pytest.mark.long] * ((at + which) % 2))
+        for at, heads in enumerate([(12, 4), (6, 6), (9, 3), (5, 1)])
+        for which, largest in enumerate([1, 32 * 6, 1 << 20])
+    ],
+)
 def test_tiles_of_many_tokens(
     heads: int,
     kv_heads: int,

@@ -75,11 +75,18 @@ def check_fp8(k: int, rows: int, warps: int, stages: int) -> None:
     assert before == {"i32", "f32"} and "i64" in after
 
 
-RESIDENT = [(8192, 2, 16, 3, 1, True), (4096, 4, 8, 5, 1, True), (2048, 4, 4, 3, 2, True), (4096, 2, 8, 4, 1, False)]
-FP8 = [(4096, 4, 8, 4), (14336, 2, 8, 3)]
-
-
-CALLS = [(check_resident, *call) for call in RESIDENT] + [(check_fp8, *call) for call in FP8]
+CALLS = [
+    *((check_resident, *sizes) for sizes in ((8192, 2, 16, 3, 1, True), (4096, 2, 8, 4, 1, False))),
+    (check_fp8, 4096, 4, 8, 4),
+    *(
+        pytest.param((check, *sizes), marks=pytest.mark.long)
+        for check, *sizes in (
+            (check_resident, 4096, 4, 8, 5, 1, True),
+            (check_resident, 2048, 4, 4, 3, 2, True),
+            (check_fp8, 14336, 2, 8, 3),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[1:])))

@@ -54,7 +54,7 @@ def test_smaller_weights_speed_up_decoding_and_slow_down_prompts() -> None:
 
 
 def test_the_first_remedy_of_a_planted_bottleneck_is_its_cure() -> None:
-    shared, streams = steady(24, 4096, 8, 8, prefix=4032), steady(64, 128, 128, 20)
+    shared, streams = steady(12, 4096, 8, 8, prefix=4032), steady(32, 128, 64, 30)
     long = Workload(
         "long prompts",
         (*(RequestSpec(0.0, 64, 300) for _ in range(8)), *(RequestSpec(0.2 + 0.4 * at, 16_000, 2) for at in range(4))),

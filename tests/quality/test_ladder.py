@@ -15,6 +15,10 @@ from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.ops import native_cpu
 from ridgeline.quality.ladder import chart, flips, rungs
 
+from ..cli.conftest import tiny
+from .test_scores import model
+
+__all__ = ["model", "tiny"]
 SHORT = ("--prompts", "2", "--prompt-tokens", "32", "--answer-tokens", "24", "--repeats", "1", "--judged-tokens", "300")
 HELD_OUT = Path(__file__).parents[1] / "data" / "heldout.jsonl"
 
@@ -36,20 +40,30 @@ def test_tokens_behind_a_first_difference_do_not_count() -> None:
     assert flips(below, [(1, 9, 9, 9), (5, 6, 7, 8)]) == (1, 6)
 
 
-@pytest.fixture(scope="module")
-def climbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
-    """Rows and plot of the shipped model in float32, where the same numbers give the same tokens."""
-    folder, threads = tmp_path_factory.mktemp("ladder"), torch.get_num_threads()
-    out, plot = folder / "ladder.json", folder / "ladder.svg"
-    words = ["ladder", "--device", "cpu", "--threads", "1", "--dtype", "float32", "--text", str(HELD_OUT), *SHORT]
+def climbed(folder: Path, *model: str) -> tuple[list[dict[str, Any]], str]:
+    """Rows and plot of a model in float32, where the same numbers give the same tokens."""
+    threads, out, plot = torch.get_num_threads(), folder / "ladder.json", folder / "ladder.svg"
+    words = [
+        "ladder",
+        *model,
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--text",
+        str(HELD_OUT),
+        *SHORT,
+    ]
     assert main([*words, "--out", str(out), "--plot", str(plot)]) == 0
     torch.set_num_threads(threads)
     return json.loads(out.read_text()), plot.read_text()
 
 
 @pytest.mark.long
-def test_speed_memory_and_drift_of_every_rung(climbed: tuple[list[dict[str, Any]], str]) -> None:
-    by_rung = {row["rung"]: row for row in climbed[0]}
+def test_speed_memory_and_drift_of_every_rung(tmp_path: Path) -> None:
+    by_rung = {row["rung"]: row for row in climbed(tmp_path)[0]}
     eager, compiled, int8, int4, last = by_rung.values()
     assert eager["ops"] == "cpu" and eager["kl"] == 0.0 and eager["top1"] == 1.0 and eager["speedup"] == 1.0
     assert compiled["ops"] == ("cpu" if native_cpu.load()[0] is None else "native")
@@ -62,8 +76,10 @@ def test_speed_memory_and_drift_of_every_rung(climbed: tuple[list[dict[str, Any]
     assert last["kl"] == pytest.approx(int4["kl"], abs=1e-4)
 
 
-def test_the_plot_names_every_rung(climbed: tuple[list[dict[str, Any]], str]) -> None:
-    rows, plot = climbed
+def test_a_small_model_climbs_and_the_plot_names_every_rung(model: Path, tmp_path: Path) -> None:
+    rows, plot = climbed(tmp_path, str(model))
+    assert [row["rung"] for row in rows] == ["eager", "compiled", "int8", "int4", "speculation"]
+    assert rows[3]["weight_bytes"] < rows[2]["weight_bytes"] < rows[1]["weight_bytes"] == rows[0]["weight_bytes"]
     texts = [element.text or "" for element in ElementTree.fromstring(plot).iter() if element.text]
     for row in rows:
         assert any(text.startswith(f"rungs: {row['rung']}: ") for text in texts)

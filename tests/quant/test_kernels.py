@@ -113,10 +113,17 @@ TOKENS = (
     if DEVICE == "cuda"
     else [(1, torch.float32), (2, torch.float16), (17, torch.float16), (40, torch.float32)]
 )
+SHAPES = [(96, 64), (70, 300), (64, 1040)]
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), TOKENS)
-@pytest.mark.parametrize("shape", [(96, 64), (70, 300), (64, 1040)])
+@pytest.mark.parametrize(
+    ("shape", "tokens", "dtype"),
+    [
+        pytest.param(shape, *case, marks=[pytest.mark.long] * (DEVICE != "cuda" and (at + which) % 2))
+        for at, shape in enumerate(SHAPES)
+        for which, case in enumerate(TOKENS)
+    ],
+)
 def test_products(tokens: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Also shapes that no tile divides, with and without bias, and from a plain x."""
     weights, x = matrix(*shape), noise(tokens, shape[1]).to(dtype)

@@ -25,6 +25,7 @@ from ridgeline.speculation.build import DEVICE_DRAFTERS, HOST_DRAFTERS, memory_o
 from ridgeline.speculation.controller import Controller
 from ridgeline.speculation.options import DRAFTERS, read_wanted
 from ridgeline.wire.messages import Deltas, StepStats
+from tests.combinations import crossed
 from tests.engine.opened import opened_controllers, opened_engines
 
 ASSETS = shipped_model().parent
@@ -86,8 +87,10 @@ def wanted(speculate: str, **options: object) -> object:
     return read_wanted(EngineConfig(speculate=speculate, **options))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", range(len(KINDS)), ids=["greedy", "sampled", "limited", "penalized", "grammar"])
+# Each way draws without and with changes of the logits; test-long tries all kinds with all ways.
+@pytest.mark.parametrize(
+    ("way", "kind"), crossed(WAYS, range(len(KINDS)), quick=lambda way, kind: kind in (way % 3, 3 + way % 2))
+)
 def test_the_text_is_that_of_plain_decoding(way: str, kind: int) -> None:
     """All prompts in one batch, in float32: token for token, and each token's log-probability."""
     for got, want in zip(engine(way).generate(PROMPTS, KINDS[kind]), plain(kind), strict=True):

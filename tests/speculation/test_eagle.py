@@ -31,6 +31,7 @@ from ridgeline.speculation.eagle import Eagle
 from ridgeline.speculation.host import HostDrafter
 from ridgeline.speculation.options import read_wanted
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
+from tests.combinations import crossed
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench, alone, pair
 from tests.models.families import save
 from tests.speculation.published import (
@@ -256,8 +257,9 @@ def test_pairs_are_right_after_accepted_nodes(name: str) -> None:
     check_drafts(made, 4)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("name", "depth"), crossed(("eagle", "eagle3"), (0, 1), quick=lambda name, depth: name == depth)
+)
 def test_preempted_and_cancelled_requests(name: str, depth: int) -> None:
     """With few pages requests are computed again; what is drafted then is drafted from the same pairs."""
     made = case(name)

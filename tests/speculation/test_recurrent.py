@@ -38,6 +38,7 @@ from ridgeline.speculation.device import DraftRows
 from ridgeline.speculation.heads import Candidate, tree
 from ridgeline.speculation.recurrent import UNMEASURED, UNMEASURED_CUT, Recurrent, load_recurrent
 from ridgeline.text.tokenizer import Tokenizer
+from tests.combinations import crossed
 
 LAYER = LayerSpec(4, 2, 16, 64, Rope(dim=16))
 SPEC = ModelSpec("LlamaForCausalLM", 60, 96, (LAYER, LAYER), 512, tied=True)
@@ -278,8 +279,9 @@ def test_a_tree_holds_the_likeliest_draws(folder: Path, temperature: float) -> N
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("nodes", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("nodes", "temperature"), crossed((CHAIN, TREE), (0.0, 0.9), quick=lambda nodes, temperature: nodes == temperature)
+)
 def test_compiled_drafts_are_those_of_plain_operations(
     folder: Path, temperature: float, nodes: tuple[Candidate, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,11 +79,12 @@ BACKENDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 POSITIONAL = ("unigram_single_words", "single_words", "prepended_normalized")
 """Tokenizers that take a control token between certain neighbours only, and its text elsewhere."""
 COMBINATIONS = [
-    (name, kind)
-    for name in NAMES
-    for kind in BACKENDS
+    pytest.param(name, kind, marks=[pytest.mark.long] * ((template + backend) % 2))
+    for template, name in enumerate(NAMES)
+    for backend, kind in enumerate(BACKENDS)
     if (name, kind) != ("DEEPSEEK", "normalizing")  # it reads <｜User｜> as <|user|>
 ]
+"""Templates and tokenizers. In `make test` each template has half of the tokenizers, and neighbours in the list the other half."""
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,10 @@ from convert import convert
 from model import SHAPES
 from safetensors.torch import save_file
 
+from ridgeline.compress import acceptance
 from ridgeline.compress.decoder import TrainableDecoder, load_decoder
+from ridgeline.compress.distill import Distillation
+from ridgeline.compress.drafters import DRAFT_LOSS, Students
 from ridgeline.models.config import read_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,40 +51,25 @@ def test_the_worked_shapes_have_the_sizes_that_the_docs_state() -> None:
     assert sizes["10m"] == 10_095_104
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "training"))
-    environ = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
-
-
-STUDENTS = """
-import sys, torch
-from pathlib import Path
-from ridgeline.compress.decoder import load_decoder
-from ridgeline.compress.distill import Distillation
-from ridgeline.compress.drafters import DRAFT_LOSS, Students
-teacher, small = (load_decoder(Path(folder)) for folder in sys.argv[1:])
-rows = torch.randint(0, 8192, (1, 24), generator=torch.Generator().manual_seed(1))
-students = Students(teacher.requires_grad_(False), ["draft", "medusa", "recurrent"], torch.arange(64), 1, small)
-alone = Students(teacher, ["draft"], torch.arange(64), 1, small)
-expected = Distillation(small, teacher, DRAFT_LOSS)(rows)
-assert torch.allclose(alone.loss(teacher)(rows), expected), "the draft model's loss is its distillation"
-total = students.loss(teacher)(rows)
-total.backward()
-assert total > expected, "the other students' losses are added"
-assert all(p.grad is not None for p in small.parameters()), "the draft model is trained"
-"""
-
-
 def test_a_draft_model_is_distilled_beside_the_other_students(tmp_path: Path) -> None:
-    folders = [str(converted(tmp_path, shape)) for shape in ("tiny", "tiny-draft")]
-    ended = python(STUDENTS.replace("sys.argv[1:]", repr(folders)))
-    assert ended.returncode == 0, ended.stderr
+    teacher, small = (load_decoder(converted(tmp_path, shape)) for shape in ("tiny", "tiny-draft"))
+    rows = torch.randint(0, 8192, (1, 24), generator=torch.Generator().manual_seed(1))
+    students = Students(teacher.requires_grad_(False), ["draft", "medusa", "recurrent"], torch.arange(64), 1, small)
+    alone = Students(teacher, ["draft"], torch.arange(64), 1, small)
+    expected = Distillation(small, teacher, DRAFT_LOSS)(rows)
+    assert torch.allclose(alone.loss(teacher)(rows), expected), "the draft model's loss is its distillation"
+    total = students.loss(teacher)(rows)
+    total.backward()
+    assert total > expected, "the other students' losses are added"
+    assert all(parameter.grad is not None for parameter in small.parameters()), "the draft model is trained"
 
 
 def test_a_draft_model_needs_a_folder() -> None:
-    ended = python(
-        "import sys; sys.argv = 'x --model m --out o --students draft'.split(); import drafters; drafters.options()"
+    """In a process of its own: benchmarks has a module of the same name."""
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "training"))
+    code = "import sys; sys.argv = 'x --model m --out o --students draft'.split(); import drafters; drafters.options()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
     )
     assert ended.returncode == 2
     assert "--students draft needs --draft" in ended.stderr
@@ -135,18 +123,11 @@ def test_converted_weights_are_those_of_the_run(tmp_path: Path) -> None:
     torch.testing.assert_close(decoder(ids), expected(ids))
 
 
-RANKS = """
-import torch
-from ridgeline.compress import acceptance
-acceptance.draw_ranks = lambda *_: torch.tensor([[1, 0, 0, 0], [2, 0, 0, 0]])  # no first draw is right
-rows = torch.zeros(2, 320, dtype=torch.int64)
-text = acceptance.Text("docs", "read", rows, 64, None, torch.zeros(2, 2, dtype=torch.int32))
-figures = acceptance.recurrent_figures(None, None, text)
-assert figures["ranks"][0][:3] == [0.0, 0.5, 0.5], figures
-assert figures["ranks"][1] == [0.0] * acceptance.DRAWS, figures
-"""
-
-
-def test_places_that_no_chain_reaches_have_accuracy_zero() -> None:
-    ended = python(RANKS)
-    assert ended.returncode == 0, ended.stderr
+def test_places_that_no_chain_reaches_have_accuracy_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = torch.tensor([[1, 0, 0, 0], [2, 0, 0, 0]])  # no first draw is right
+    monkeypatch.setattr(acceptance, "draw_ranks", lambda *_: ranks)
+    rows = torch.zeros(2, 320, dtype=torch.int64)
+    text = acceptance.Text("docs", "read", rows, 64, None, torch.zeros(2, 2, dtype=torch.int32))
+    figures = acceptance.recurrent_figures(None, None, text)
+    assert figures["ranks"][0][:3] == [0.0, 0.5, 0.5], figures
+    assert figures["ranks"][1] == [0.0] * acceptance.DRAWS, figures

@@ -486,8 +486,7 @@ FromHost = Callable[[torch.Tensor, torch.device], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Ops:
     """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert. from_host:
-    with it the CPU may multiply few tokens of linears in its memory (quant.hosted), where sums have another order. adapters:
-    (dtype of the model) -> ops.adapters.AdapterOps; None: those of its device."""
+    the CPU may multiply few tokens of linears in its memory (quant.hosted). adapters: of a model's dtype (ops.adapters.AdapterOps)."""
 
     name: str
     tokenwise: TokenwiseOps
