@@ -486,7 +486,7 @@ FromHost = Callable[[torch.Tensor, torch.device], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Ops:
     """The operations of one device. capture: see ops.capture.Capture. experts: None: the host groups tokens by expert. from_host:
-    the CPU may multiply few tokens of linears in its memory (quant.hosted). adapters: of a model's dtype (ops.adapters.AdapterOps)."""
+    the CPU may multiply few tokens of linears in its memory (quant.hosted). adapters: (dtype) -> ops.adapters.AdapterOps."""
 
     name: str
     tokenwise: TokenwiseOps
