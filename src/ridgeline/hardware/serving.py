@@ -37,8 +37,8 @@ PRODUCT_TIMES: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "int3": (0.47, 1.16),
     },
     "cpu": {
-        "int8": (0.63, 2.77), "fp8": (0.95, 1.27), "fp8-weight": (0.95, 1.14), "llm-int8": (0.66, 0.88), "w8a8": (0.61, 0.73),
-        "int4": (0.42, 2.70), "int3": (0.34, 2.89),
+        "int8": (0.63, 1.20), "fp8": (1.09, 1.08), "fp8-weight": (0.99, 1.01), "llm-int8": (0.68, 0.95), "w8a8": (0.66, 0.82),
+        "int4": (0.36, 1.12), "int3": (0.35, 1.18),
     },
 }  # fmt: skip
 """Time of a layer's products by device type and format, relative to unquantized weights: with one token, and with thousands.
