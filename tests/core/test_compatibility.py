@@ -68,6 +68,7 @@ def choice(*names: str) -> Choice:
         drafts_on_device=drafter in ("recycling", "draft", "recurrent", "eagle"),
         drafts_branch=drafter in ("reference", "recycling"),
         hands_over="prefill apart from decode" in names,
+        gated="layers without a gate" not in names,
     )
 
 

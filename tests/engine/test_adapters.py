@@ -164,7 +164,7 @@ class Noted:
 
 
 def test_a_cpu_records_steps_with_and_without_adapters(root: Path) -> None:
-    """Two lists of calls for a shape, each of which serves whatever adapters the rows of later steps have."""
+    """Two lists of calls for a shape, each of which serves whatever adapters the rows of later steps have, and slots later."""
     engine = start(root / "base", lora_modules=modules(root))
     executor = engine.engine.loop.runner.executor
     assert isinstance(executor, CapturedExecutor)
@@ -182,6 +182,15 @@ def test_a_cpu_records_steps_with_and_without_adapters(root: Path) -> None:
         lists.append(loaded.captured)
         assert isinstance(loaded.captured, Uncaptured) or loaded.captured.recorded  # type: ignore[union-attr]
     assert lists[0] is lists[1] is lists[2] is lists[4] is not lists[3]
+    order(engine, "unload_adapter", "some")
+    order(engine, "load_adapter", f"again={root / 'all'}")
+    for number, name in enumerate(("again", "patterns")):
+        engine.submit(Submit(str(number), PROMPTS[0], sampling, 0.0, adapter=name))
+    tokens = [[], []]
+    for delta in engine.deltas():
+        tokens[int(delta.id)] += delta.tokens
+    assert tokens == [expected[name][0] for name in ("all", "patterns")], "the slot has another adapter"
+    assert executor._kept[shape, 0, True, True].captured is lists[0]
     engine.close()
 
 
@@ -404,3 +413,11 @@ def test_options_are_checked_before_weights_load(root: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             start(root / "base", **options)
+
+
+def test_models_without_a_gate_are_refused(tmp_path: Path) -> None:
+    save("opt", tmp_path)
+    with pytest.raises(
+        ConfigError, match="--enable-lora with layers without a gate is not possible: .*merge the adapter"
+    ):
+        start(tmp_path, enable_lora=True)

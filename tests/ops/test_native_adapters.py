@@ -149,8 +149,8 @@ class Adapted:
             scales = torch.rand(len(weight), weight.shape[1] // 32) * weight.shape[1] ** -0.5 / (1 << bits)
             return ops.matmul.integer.pack(codes, scales, None, bits, 32)
 
-        plain = layer_parts(dtype, pack, {"bias": True})
-        sizes = {"qkv": ((192, 64, 64), 96), "out": ((96,), 192), "gate_up": ((128, 128), 96), "down": ((96,), 128)}
+        plain = layer_parts(dtype, pack, {"bias": True, "d_ff": 512})  # large enough for two threads
+        sizes = {"qkv": ((192, 64, 64), 96), "out": ((96,), 192), "gate_up": ((512, 512), 96), "down": ((96,), 512)}
         self.pairs = {}
         for name, (outputs, inputs) in sizes.items():
             self.pairs[name] = pairs_of(self.adapters, outputs, inputs, dtype, 0.5)[0]

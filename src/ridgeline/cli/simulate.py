@@ -116,7 +116,7 @@ def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Ser
     checkpoint, _ = read_model(resolve_model(replace(model, load_format="dummy")))
     kind = "cpu" if row.kind == "cpu" else "cuda"
     spec = served_spec(checkpoint, model, kind_on(row.name, kind))
-    check_together(Choice(model, engine, spec.layers, kind))
+    check_together(Choice(model, engine, spec.layers, kind, gated=spec.gated))
     calibration = engine.calibration
     cost = calibrated_cost(Path(calibration), spec, row) if calibration else cost_model(row, spec)
     plan = size(Deployment(spec, replace(engine, device=kind), Memory(kind, row.memory_bytes), model))

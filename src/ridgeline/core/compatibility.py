@@ -20,7 +20,8 @@ class Choice:
     """What a server is started with.
 
     layers: of the model as served. device: "cpu" or "cuda". drafters: names in `--speculate`. drafts_on_device: one of them runs on
-    the device. drafts_branch: one of them proposes trees. hands_over: it is one of several engines that hand prompts over.
+    the device. drafts_branch: one of them proposes trees. hands_over: it is one of several engines that hand prompts over. gated:
+    see ModelSpec.
     """
 
     model: ModelConfig
@@ -31,6 +32,7 @@ class Choice:
     drafts_on_device: bool = False
     drafts_branch: bool = False
     hands_over: bool = False
+    gated: bool = True
 
 
 class Feature(NamedTuple):
@@ -76,6 +78,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "copies of experts": Feature("redundant_experts", lambda choice: choice.model.redundant_experts > 0),
     "experts": Feature("", lambda choice: any(layer.experts for layer in choice.layers)),
+    "layers without a gate": Feature("", lambda choice: not choice.gated),
     "adapters": Feature("enable_lora", lambda choice: choice.model.enable_lora or bool(choice.model.lora_modules)),
     "sleep": Feature("enable_sleep_mode", lambda choice: choice.engine.enable_sleep_mode),
     "prefill apart from decode": Feature("", lambda choice: choice.hands_over),
@@ -105,6 +108,12 @@ REFUSALS: Sequence[Refusal] = (
     Refusal("sleep", _APART, "several engines do not sleep together so far", "leave it out"),
     Refusal("sleep", "weights in host memory", "these weights have no memory on the GPU to release", "leave it out"),
     Refusal("adapters", "experts", "adapters change no experts so far", "merge the adapter into the model"),
+    Refusal(
+        "adapters",
+        "layers without a gate",
+        "adapters of OPT and GPT-2 name other linears",
+        "merge the adapter into the model",
+    ),
     Refusal(
         "adapters",
         "deterministic",

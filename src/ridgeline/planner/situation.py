@@ -79,7 +79,9 @@ class Situation:
         """Whether its options hold together."""
         drafters = [part.partition(":")[0] for part in self.engine.speculate.split("+") if part not in ("", "off")]
         trees = not {"draft", "recurrent"}.issuperset(drafters)
-        choice = Choice(self.model, self.engine, self.spec.layers, self.kind, drafters, drafts_branch=trees)
+        choice = Choice(
+            self.model, self.engine, self.spec.layers, self.kind, drafters, drafts_branch=trees, gated=self.spec.gated
+        )
         return not any(refusals(choice))
 
     def changes(self, before: Situation) -> dict[str, object]:

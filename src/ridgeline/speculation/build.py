@@ -98,7 +98,9 @@ def memory_of_drafters(config: EngineConfig, spec: ModelSpec, folder: Path, plac
 
 def choice_of(model: ModelConfig, config: EngineConfig, spec: ModelSpec, wanted: Wanted, device: str) -> Choice:
     """What may exclude one another. spec: the model as served. device: "cpu" or "cuda"."""
-    return Choice(model, config, spec.layers, device, wanted.names, bool(wanted.device), wanted.branch)
+    return Choice(
+        model, config, spec.layers, device, wanted.names, bool(wanted.device), wanted.branch, gated=spec.gated
+    )
 
 
 def open_drafters(

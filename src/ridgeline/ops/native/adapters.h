@@ -3,7 +3,7 @@
 // Tokens are grouped by slot once per step, so that the tokens of a slot share the reads of its matrices. A is read row by row and
 // multiplied by up to PASS_TOKENS tokens at a time; 16 sums become one vector. B is read in blocks of 16 outputs, in which two
 // bfloat16 of an output are neighbours. Both are prefetched: a slot's matrices are too small for the CPU to foresee its reads.
-// Tokens without an adapter cost nothing.
+// Tokens without an adapter are not multiplied.
 #pragma once
 
 #include "product_vectors.h"
