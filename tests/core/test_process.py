@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from ridgeline.core import process
-from ridgeline.core.process import keep_many
+from ridgeline.core.process import with_rare_collections
 
 
 class Cycle:
@@ -43,7 +43,7 @@ async def test_requests_start_no_full_collection():
 
     gc.callbacks.append(note)
     try:
-        count, held = await keep_many(serving())
+        count, held = await with_rare_collections(serving())
         assert (count, len(held)) == (0, 400_000)
         assert gc.get_threshold() == before
         full.clear()
@@ -67,7 +67,7 @@ async def test_old_garbage_is_collected_from_time_to_time(monkeypatch):
                 return True
         return False
 
-    assert await keep_many(serving())
+    assert await with_rare_collections(serving())
 
 
 async def test_an_error_is_passed_on_and_files_may_be_many():
@@ -79,5 +79,5 @@ async def test_an_error_is_passed_on_and_files_may_be_many():
         raise OSError("no socket")
 
     with pytest.raises(OSError, match="no socket"):
-        await keep_many(serving())
+        await with_rare_collections(serving())
     assert gc.get_threshold() == before

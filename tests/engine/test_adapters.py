@@ -418,6 +418,6 @@ def test_options_are_checked_before_weights_load(root: Path) -> None:
 def test_models_without_a_gate_are_refused(tmp_path: Path) -> None:
     save("opt", tmp_path)
     with pytest.raises(
-        ConfigError, match="--enable-lora with layers without a gate is not possible: .*merge the adapter"
+        ConfigError, match="--enable-lora with layers without a gate is not possible: .*Merge the adapter"
     ):
         start(tmp_path, enable_lora=True)

@@ -75,7 +75,7 @@ def test_any_pieces_of_a_stream_arrive_once_and_in_order(texts: list[str], place
         aiohttps.set_response_params()
         aiohttps.data_received(HEAD)
         _, content = await aiohttps.read()
-        splice, got = Splice(source, target, lambda: None), b""
+        splice, got = Splice(source, target, content, lambda: None), b""
 
         async def read() -> None:
             nonlocal got
@@ -98,11 +98,28 @@ def test_any_pieces_of_a_stream_arrive_once_and_in_order(texts: list[str], place
                 await asyncio.sleep(0)
         async with asyncio.timeout(1):
             await reading
-        splice.leave()
-        assert source.protocol is aiohttps and content.is_eof()
+        assert source.protocol is aiohttps and content.is_eof(), "the connection is free for another answer"
         return got
 
     assert asyncio.run(run()) == b"".join(events)
+
+
+async def test_an_answer_that_has_ended_passes_nothing_more() -> None:
+    """The connection may have another answer by the time at which a slow client has got this one."""
+    source, target = Connection(), Connection()
+    source.protocol = aiohttps = ResponseHandler(asyncio.get_running_loop())
+    aiohttps.connection_made(source)
+    aiohttps.set_response_params()
+    aiohttps.data_received(HEAD)
+    _, content = await aiohttps.read()
+    splice = Splice(source, target, content, lambda: None)
+    for piece in (chunk(event("a")), b"0\r\n", b"\r\n"):
+        source.protocol.data_received(piece)
+    assert content.is_eof() and source.protocol is aiohttps
+    splice._at_end = True
+    async with asyncio.timeout(1):
+        assert await splice.run() == b""
+    assert target.written == b""
 
 
 def test_chunks_end_where_their_frames_say() -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from ridgeline.bench.clock import Alarm
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.process import keep_many, raise_file_limit
+from ridgeline.core.process import raise_file_limit, with_rare_collections
 
 CHAT_OVERHEAD = 7
 """Tokens that the mock's chat template adds."""
@@ -231,4 +231,4 @@ async def serve_mock(speed: Speed, host: str, port: int, listening: Callable[[st
     """Serve until cancelled."""
     async with MockServer(speed, host, port) as server:
         listening(server.url)
-        await keep_many(asyncio.Event().wait())
+        await with_rare_collections(asyncio.Event().wait())

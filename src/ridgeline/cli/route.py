@@ -17,7 +17,7 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.logs import configure_logging
 from ridgeline.core.plural import counted
-from ridgeline.core.process import keep_many
+from ridgeline.core.process import with_rare_collections
 from ridgeline.core.resolve import resolve
 from ridgeline.service.fleet.options import SHARED, RouterConfig, check_shared, read_router, read_url
 from ridgeline.service.fleet.server import serve_router
@@ -52,5 +52,5 @@ def run(args: Arguments) -> int:
         def announce(url: str) -> None:
             say(f"listening on {url}; routing to {counted(len(replicas), 'server')}")
 
-        uvloop.run(keep_many(serve_router(service, router, replicas, listeners, announce)))
+        uvloop.run(with_rare_collections(serve_router(service, router, replicas, listeners, announce)))
     return 0

@@ -25,7 +25,7 @@ from ridgeline.cli.flags import Arguments, Parser, parser_for
 from ridgeline.cli.show import Stages, announcer, configuration, engine_options, server_console, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.logs import configure_logging
-from ridgeline.core.process import keep_many
+from ridgeline.core.process import with_rare_collections
 from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.engine.hosts import check_hosts, run_host
 from ridgeline.engine.policy import admission
@@ -189,7 +189,7 @@ def run(args: Arguments) -> int:
         if resolved.service.log_format == "text":
             console = server_console()
             announce = Announcer(args, folder, console, cleanup.enter_context(Stages(console)), started)
-        uvloop.run(keep_many(server.serve(resolved, folder, listeners, engines, announce)))
+        uvloop.run(with_rare_collections(server.serve(resolved, folder, listeners, engines, announce)))
     return 0
 
 
@@ -209,7 +209,7 @@ def _serve_models(args: Arguments, resolved: Resolved) -> int:
         listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]
         placed = [(entry, resolve_model(entry.resolved.model)) for entry in entries]
         serve_models = import_module("ridgeline.service.models.serve").serve_models
-        uvloop.run(keep_many(serve_models(resolved.service, placed, listeners, announce)))
+        uvloop.run(with_rare_collections(serve_models(resolved.service, placed, listeners, announce)))
     return 0
 
 

@@ -16,7 +16,7 @@ import uvloop
 from ridgeline.cli.flags import Arguments, Parser, parser_for
 from ridgeline.cli.show import announcer
 from ridgeline.core.logs import configure_logging
-from ridgeline.core.process import keep_many
+from ridgeline.core.process import with_rare_collections
 from ridgeline.service.fleet.file import read_fleet
 from ridgeline.service.fleet.kubernetes import manifest
 from ridgeline.service.fleet.launcher import Launcher, LocalLauncher, known_keys
@@ -56,5 +56,5 @@ def run(args: Arguments) -> int:
             launcher = RayLauncher(file.fleet, file.serve, keys)
         else:
             launcher = LocalLauncher(file.serve, file.gpus, keys, say)
-        uvloop.run(keep_many(run_fleet(file, launcher, listeners, say)))
+        uvloop.run(with_rare_collections(run_fleet(file, launcher, listeners, say)))
     return 0

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import resource
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import TypeVar
 
 FULL_COLLECTION_S = 600.0
@@ -16,12 +17,13 @@ _T = TypeVar("_T")
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to its hard limit. A connection is an open file."""
+    """Raise the limit of open files to its hard limit, if the system allows it. A connection is an open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def keep_many(serving: Awaitable[_T]) -> _T:
+async def with_rare_collections(serving: Awaitable[_T]) -> _T:
     """The result of `serving`, a server that may have thousands of requests at once.
 
     Python collects all garbage whenever a quarter of its objects are new, and a full collection stops every request: among 1,500

@@ -154,11 +154,11 @@ class MemorySleeper(Sleeper):
             )
         for tensor, value in zip(self._weights.stored, read, strict=True):
             tensor.copy_(value)
-        self._weights.expand()
         del fresh, read, tensor, value
         gc.collect()  # a decoder has cycles
         if rank.device.type == "cuda":
             torch.cuda.empty_cache()
+        self._weights.expand()  # needs less than what has just been freed
         trim()
 
     # --- other weights ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, TypeAlias
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from ridgeline.core.errors import EngineFailed, Unavailable
 from ridgeline.service.answer import write
@@ -183,9 +183,6 @@ class Passing:
             await response.prepare(request)
         except OSError as error:
             raise ClientLost(type(error).__name__) from error
-        if splice is not None and not _in_chunks(response.headers):
-            splice.leave()
-            splice = None
         while chunk:
             passed()
             self._last = chunk
@@ -209,9 +206,10 @@ class Passing:
         """For a stream of events that nobody watches."""
         source = None if reply.connection is None else reply.connection.transport
         target = self._request.transport
-        if source is None or target is None or not _in_chunks(reply.headers) or self.watch is not None:
+        chunks = "chunked" in reply.headers.get("transfer-encoding", "") and self._request.version >= HttpVersion11
+        if source is None or target is None or not chunks or self.watch is not None:
             return None
-        return Splice(source, target, passed) if reply.content_type == "text/event-stream" else None
+        return Splice(source, target, reply.content, passed) if reply.content_type == "text/event-stream" else None
 
     async def _broken(self, response: web.StreamResponse, name: str, error: ReplicaLost) -> web.StreamResponse:
         """An answer that has begun cannot go on: a stream ends with an error event, any other answer with its connection."""
@@ -242,10 +240,6 @@ class Passing:
             if (lower := name.lower()) not in _NOT_SENT and lower not in trace and not lower.startswith("sec-fetch-")
         ]
         return [*headers, *trace.items(), ("x-request-id", self._request[REQUEST_ID]), ("accept-encoding", "identity")]
-
-
-def _in_chunks(headers: Mapping[str, str]) -> bool:
-    return "chunked" in headers.get("transfer-encoding", "")
 
 
 def _returned(headers: Mapping[str, str], name: str) -> list[tuple[str, str]]:

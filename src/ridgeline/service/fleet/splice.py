@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
+from aiohttp import StreamReader
+
 _END_OF_CHUNK = b"\n\n\r\n"
 """Of a chunk that ends with an event. In frames, "\\n\\n" does not occur."""
 _LINE = b"\r\n"
-_LAST_CHUNK = b"0\r\n\r\n"
 _UNREAD_BYTES = 1 << 16
 """Bytes that the client has not taken, from which on it reads slowly."""
 
@@ -22,11 +23,14 @@ _UNREAD_BYTES = 1 << 16
 class Splice(asyncio.Protocol):
     """Stands between a replica's connection and aiohttp's protocol of it.
 
-    source: the connection to the replica. target: that to the client, of an answer in chunks. passed: called for each read of
-    events that go to the client directly.
+    source: the connection to the replica. target: that to the client, of an answer in chunks. body: the answer as aiohttp reads it;
+    with its end the connection is free for another answer, which this client must not get. passed: called for each read of events
+    that go to the client directly.
     """
 
-    def __init__(self, source: asyncio.Transport, target: asyncio.Transport, passed: Callable[[], None]) -> None:
+    def __init__(
+        self, source: asyncio.Transport, target: asyncio.Transport, body: StreamReader, passed: Callable[[], None]
+    ) -> None:
         self._last = b""
         """Chunks that went directly, of the last read."""
         self._source, self._target, self._passed = source, target, passed
@@ -38,13 +42,14 @@ class Splice(asyncio.Protocol):
         self._left: asyncio.Future[None] | None = None
         """Set when chunks no longer go directly. None: they do not yet."""
         source.set_protocol(self)
+        body.on_eof(self.leave)
 
     async def run(self) -> bytes:
         """Let chunks go directly if what came so far ends a chunk. All of it must have been read from aiohttp and written.
 
         Returns the last of these chunks, when aiohttp reads again.
         """
-        if not self._at_end or self._left is not None:
+        if not self._at_end or self._left is not None or self._source.get_protocol() is not self:
             return b""
         self._left = asyncio.get_running_loop().create_future()
         try:
@@ -66,8 +71,6 @@ class Splice(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._left is None:
             self._at_end = data.endswith(_END_OF_CHUNK)
-            if data.endswith(_LAST_CHUNK):
-                self.leave()
             self._reader.data_received(data)
             return
         data = self._rest + data if self._rest else data
