@@ -85,7 +85,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def load(url: str, streams: int, seconds: float) -> Run:
+def send(url: str, streams: int, seconds: float) -> Run:
     """So many streams at once after `seconds`, and for as long, with ten events per second each. They begin one after the other."""
     config = BenchConfig(
         TargetConfig(endpoint="completions", prompts="text"),
@@ -107,9 +107,9 @@ class Clients:
         self._processes, self._count = processes, count
 
     def measure(self, urls: Sequence[str], streams: int, seconds: float) -> tuple[list[Row], str]:
-        """The requests of `load` by all of them, which take the addresses in turn, and why the result is invalid or ""."""
+        """The requests of `send` by all of them, which take the addresses in turn, and why the result is invalid or ""."""
         chosen = islice(cycle(urls), self._count)
-        futures = [self._processes.submit(load, url, streams // self._count, seconds) for url in chosen]
+        futures = [self._processes.submit(send, url, streams // self._count, seconds) for url in chosen]
         runs = [future.result() for future in futures]
         return [row for run in runs for row in run.rows], next(
             (why for run in runs if (why := invalid_reason(run))), ""
@@ -168,23 +168,23 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=3, help="load generators, likewise")
     parser.add_argument("--turns", type=int, default=2, help="0: no time to first token")
     arguments = parser.parse_args()
-    core = core_of_router()
+    machine, core = cpu_name(), core_of_router()
     with ExitStack() as stack:
         mocks = [stack.enter_context(mock(Speed(TTFT_S, 1 / CHUNKS_PER_S))) for _ in range(arguments.replicas)]
         url, process = stack.enter_context(router(mocks, core))
         count = arguments.clients
         clients = Clients(stack.enter_context(ProcessPoolExecutor(count, get_context("spawn"))), count)
         clients.measure(mocks, count, 1.0)  # starts the processes
-        keep(arguments, streams_row(clients, url, process, arguments.streams, arguments.seconds))
+        keep(arguments, machine, streams_row(clients, url, process, arguments.streams, arguments.seconds))
         if arguments.turns:
             seconds, turns = arguments.ttft_seconds, arguments.turns
-            keep(arguments, ttft_row(clients, url, mocks, arguments.streams // 2, seconds, turns))
+            keep(arguments, machine, ttft_row(clients, url, mocks, arguments.streams // 2, seconds, turns))
 
 
-def keep(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
+def keep(arguments: argparse.Namespace, machine: str, row: dict[str, Any]) -> None:
     print(row, flush=True)
     if arguments.out and not row["invalid"]:
-        write_rows(arguments.out, [{**row, **provenance(cpu_name(), arguments.commit)}])
+        write_rows(arguments.out, [{**row, **provenance(machine, arguments.commit)}])
 
 
 if __name__ == "__main__":

@@ -331,7 +331,7 @@ BLOCKS = {"quant_method": "gguf", "format": "q4_k", "layers": [], "head": "q6_k"
 
 
 def test_linears_in_both_forms_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By `fit` and `plan`, for a Hopper GPU, whose cache keeps half of the memory that is left."""
+    """By `fit` and `plan`, for a Hopper GPU, whose cache keeps three quarters of the memory that is left."""
     config = json.loads((Path(LLAMA) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": BLOCKS}))
 
@@ -343,6 +343,8 @@ def test_linears_in_both_forms_are_counted(tmp_path: Path, capsys: pytest.Captur
     both, short = rows("--on", "h200"), rows("--on", "h200", "--memory", "30G")
     assert both["expanded weights"].startswith("13.98 GiB: linears in bfloat16 beside their blocks")
     assert short["expanded weights"].startswith("none: in bfloat16 linears take 13.98 GiB, more than may be taken")
+    stage = rows("--on", "h200", "--memory", "20G", "--pipeline-parallel-size", "2")
+    assert stage["expanded weights"].startswith("none: in bfloat16 linears take 8.29 GiB"), "the larger of two stages"
     caches = [float(rows("--on", "h200", *words)["KV cache"].split()[0]) for words in ((), ("--deterministic",))]
     assert caches[1] - caches[0] == pytest.approx(13.98, abs=0.02)
     for words in (("--on", "h200", "--deterministic"), ("--on", "l40s"), ("--on", "cpu")):

@@ -33,17 +33,19 @@ def plan(spec: ModelSpec, memory: int, kind: str = "cuda", **options: object) ->
 @pytest.mark.parametrize(
     ("size", "sequence", "requested", "kept"),
     [
-        (50, 10, None, 50),  # half of 100
-        (51, 10, None, 0),
-        (50, 50, None, 50),
-        (50, 51, None, 0),  # no room for the longest sequence beside it
+        (25, 10, None, 25),  # a quarter of 100
+        (26, 10, None, 0),
+        (25, 75, None, 25),
+        (25, 76, None, 0),  # no room for the longest sequence beside it
         (50, 10, 50, 50),  # what the user asks for comes first
         (50, 10, 51, 0),
         (80, 10, 20, 80),  # and a smaller cache leaves more
         (0, 10, None, 0),
     ],
 )
-def test_both_forms_are_kept_where_the_cache_keeps_half(size: int, sequence: int, requested: int | None, kept: int):
+def test_both_forms_are_kept_where_the_cache_keeps_three_quarters(
+    size: int, sequence: int, requested: int | None, kept: int
+):
     assert kept_bytes(size, 100, sequence, requested) == kept
 
 
@@ -105,7 +107,7 @@ def test_one_form_where_memory_is_short_or_another_device_computes():
 
 
 def test_both_forms_never_make_a_model_too_large():
-    """Over all sizes of memory: it fits exactly where it fits without a second form, and then half of the cache stays."""
+    """Over all sizes of memory: it fits exactly where it fits without a second form, and then three quarters of the cache stay."""
     spec, counts = llama_8b(), set[int]()
     for gib in range(4, 100, 2):
         planners = [
@@ -114,7 +116,7 @@ def test_both_forms_never_make_a_model_too_large():
         blocks, both = (planner.plan() for planner in planners)
         assert (blocks[1] <= 0) == (both[1] <= 0)
         if blocks[1] <= 0:
-            assert 2 * (both[0].kv_bytes + both[0].layout.page_bytes) >= blocks[0].kv_bytes
+            assert (both[0].kv_bytes + both[0].layout.page_bytes) / 0.75 >= blocks[0].kv_bytes
             assert both[0].sequences >= 1
         counts.add(both[0].expanded_bytes)
     assert counts == {0, expanded_bytes(spec)}

@@ -25,7 +25,6 @@ from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError, DoesNotFit
 from ridgeline.core.fit import REQUEST_TOKENS, Deployment, Risk, alternatives, command, flags, size
 from ridgeline.core.formats import NUMBER_FORMATS
-from ridgeline.core.gpu_blocks import expanded_bytes
 from ridgeline.core.host_weights import LINK_SHARE, HostTimes, streamed_s
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import parse
@@ -201,13 +200,12 @@ def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:
 
 def _expanded(plan: MemoryPlan, deployment: Deployment) -> str:
     """What linears in blocks take that a GPU has in 16 bits too; "" if it has none of them."""
-    spec, engine = deployment.spec, deployment.engine
-    size = expanded_bytes(spec.on_rank(engine.layer_ranks, engine.tensor_parallel_size))
+    spec = deployment.spec
     if plan.expanded_bytes:
         return (
             f"{bytes_text(plan.expanded_bytes)}: linears in {spec.dtype} beside their blocks, for steps of many tokens"
         )
-    if not size or engine.deterministic or spec.host_bytes:
+    if not (size := deployment.planner(spec, {}).expandable_bytes):
         return ""
     return (
         f"none: in {spec.dtype} linears take {bytes_text(size)}, more than may be taken from the KV cache, so steps of many "

@@ -26,10 +26,10 @@ MOST_ROWS: Mapping[str, int] = dict.fromkeys(("q4_1", "q4_k", "q5_0"), 24) | dic
 """Most rows (tokens of a step) of a product that reads blocks of a format, if the linear is there in 16 bits too: the most for
 which a step of an 8B takes less time (0.96 of bf16's in Q4_K with 24 rows, 1.09 with 32; in Q6_K 0.88 with 16, 1.04 with 24:
 benchmarks/results/shapes.json). The other formats follow the one whose layer takes about as long (products_int.json)."""
-EXPANDED_SHARE = 0.5
-"""Largest share of the memory left for the KV cache that expanded linears may take. With half of the cache half as many requests
-run at once, and that costs nothing: 32 requests of an 8B are 7,215 tokens/s in 16 bits, 64 are 6,620 in blocks
-(benchmarks/results/shapes.json)."""
+EXPANDED_SHARE = 0.25
+"""Largest share of the memory left for the KV cache that expanded linears may take. Where the cache limits the requests that run at
+once, three of four in both forms make more tokens than all in blocks from about 40 requests on: 48 make 10,250 tokens/s, 64 in blocks
+9,030; but 24 make 5,690, 32 in blocks 6,650 (8B in Q4_K, benchmarks/results/shapes.json). Prompts gain either way."""
 
 
 def expanded(spec: ModelSpec, kind: str) -> ModelSpec:

@@ -136,7 +136,10 @@ def hardware_defaults(device_kind: str, memory_bytes: int) -> dict[str, int]:
 
 
 class Planner:
-    """Plans the memory of a model with given options on a device, for any context length."""
+    """Plans the memory of a model with given options on a device, for any context length.
+
+    expandable_bytes: what its linears in blocks take in the model's dtype, if the options allow both forms (core.gpu_blocks).
+    """
 
     def __init__(
         self, spec: ModelSpec, engine: EngineConfig, memory: Memory, drafters: DrafterMemory = DrafterMemory()
@@ -158,7 +161,7 @@ class Planner:
         self._weight_bytes -= moved.saved_bytes
         # Deterministic products dequantize each time. Where weights lie in host memory, there is no room for a second form.
         both = memory.kind == "cuda" and not engine.deterministic and not spec.host_bytes
-        self._expanded_bytes = max(expanded_bytes(stage_spec(spec, part)) for part in parts) if both else 0
+        self.expandable_bytes = max(expanded_bytes(stage_spec(spec, part)) for part in parts) if both else 0
 
     def plan(self, max_len: int | None = None) -> tuple[MemoryPlan, int]:
         """The plan, and the bytes that are missing for one sequence of max_len tokens (0 or less: it fits).
@@ -174,7 +177,7 @@ class Planner:
         graphs = GRAPHS if memory.kind == "cuda" and not engine.enforce_eager else 0
         available = usable - self._weight_bytes - workspace - graphs
         sequence_bytes = (layout.pages_for(spec.max_len, step_tokens) + 1) * layout.page_bytes
-        expanded = kept_bytes(self._expanded_bytes, available, sequence_bytes, engine.kv_cache_memory)
+        expanded = kept_bytes(self.expandable_bytes, available, sequence_bytes, engine.kv_cache_memory)
         available -= expanded
         kv = _kv_bytes(layout, sequence_bytes, rows, engine.kv_cache_memory, available, memory)
         plan = MemoryPlan(
