@@ -28,8 +28,8 @@ which a step of an 8B takes less time (0.96 of bf16's in Q4_K with 24 rows, 1.09
 benchmarks/results/shapes.json). The other formats follow the one whose layer takes about as long (products_int.json)."""
 EXPANDED_SHARE = 0.25
 """Largest share of the memory left for the KV cache that expanded linears may take. Where the cache limits the requests that run at
-once, three of four in both forms make more tokens than all in blocks from about 40 requests on: 48 make 10,250 tokens/s, 64 in blocks
-9,030; but 24 make 5,690, 32 in blocks 6,650 (8B in Q4_K, benchmarks/results/shapes.json). Prompts gain either way."""
+once, three of four in both forms make more tokens than all in blocks from about 40 requests on: 48 make 10,250 tokens/s, 64 in
+blocks 9,030; but 24 make 5,690, 32 in blocks 6,650 (8B in Q4_K, benchmarks/results/shapes.json). Prompts gain either way."""
 
 
 def expanded(spec: ModelSpec, kind: str) -> ModelSpec:
