@@ -196,6 +196,30 @@ def test_a_head_in_blocks_beside_layers_in_floats(tmp_path):
     assert (spec.quantization, spec.head_format, set(spec.layers[0].formats)) == ("q6_k", "q6_k", {""})
 
 
+def test_a_tied_head_stays_in_blocks(tmp_path, monkeypatch):
+    """It takes the bytes of the file's embedding. A GPU that does not keep these blocks uses the embedding's memory."""
+    written = write(tmp_path, Options(kind=Kind.Q8_0, head=None, kinds={"embed_tokens": Kind.Q6_K}))
+    folder = folder_of(written)
+    theirs = logits(written.folder)
+    assert torch.allclose(logits(folder), theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    options = {"model": ModelConfig(dtype="float32"), "ops": native_cpu.load()[0] or REFERENCE, "device": CPU}
+    model = build(folder, **options)
+    head = model.decoder.head.tensors()
+    assert model.spec.tied and model.spec.head_format == "q6_k"
+    assert (
+        sum(tensor.nbytes for tensor in head)
+        == model.spec.head_bytes
+        == read_file(written.path).tensors["token_embd.weight"].size
+    )
+    assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
+    monkeypatch.setattr(builder, "served_spec", lambda spec, model, kind: served_spec(spec, model, "cuda"))
+    expanded = build(folder, **options | {"ops": REFERENCE})
+    assert expanded.spec.shares_embedding and not expanded.spec.head_format
+    assert expanded.spec.weight_bytes == sum(tensor.nbytes for tensor in expanded.decoder.tensors())
+    ours = PagedRows(expanded).step([(1, list(range(3, 25)))])
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
 def test_ranks_share_a_head_in_blocks(tmp_path):
     """270 tokens over four ranks: the last one has two rows of zeros."""
     folder = folder_of(write(tmp_path, Options(kind=Kind.Q8_0, head=Kind.Q6_K)))

@@ -66,7 +66,7 @@ def expanded_bytes(spec: ModelSpec) -> int:
     if not spec.quantization or any(layer.experts for layer in spec.layers):
         return 0
     counted = [(matrix, count) for layer, count in Counter(spec.layers).items() for matrix in spec.matrices(layer)]
-    if not spec.tied:
+    if not spec.shares_embedding:
         rows = spec.vocabulary_rows
         counted.append((Matrix("head", rows, spec.d_model, parts=((rows, spec.head_format),)), 1))
     both = ((matrix, count) for matrix, count in counted if most_rows(_formats(matrix, spec)))

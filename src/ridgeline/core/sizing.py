@@ -277,7 +277,7 @@ def workspace_bytes(spec: ModelSpec, rows: int, step_tokens: int, device_kind: s
     if device_kind == "cuda":
         fixed = CUDA_CONTEXT
     else:  # a tied head has a packed copy for its products; the embedding's rows stay too
-        fixed = spec.embedding_params * width if spec.tied else 0
+        fixed = spec.embedding_params * width if spec.shares_embedding else 0
         if spec.quantization:  # the reference converts each linear to float32 while it runs
             fixed += 4 * max(_widest_linear(spec, layer) for layer in spec.layers)
     return activations + logits + tokens + ropes + fixed

@@ -156,7 +156,7 @@ class ModelSpec:
     """One decoder-only model. `dtype` is that of the checkpoint's weights.
 
     `quantization`: the number format of the layers' matrices, a name of NUMBER_FORMATS; "" means `dtype`.
-    `head_format`: likewise of a head that is not tied.
+    `head_format`: likewise of the head. A tied head that has one is kept beside the embedding, which is in `dtype`.
     `kv_format`: the format of the cache, a name of KV_FORMATS; "" means `dtype`.
     `vocabulary_ranks`: ranks that share the rows of embedding and head. `host_bytes`: of weights that stay in host memory.
 
@@ -327,7 +327,7 @@ class ModelSpec:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the head, those of the embedding if it is tied."""
+        """Bytes of the head, those of the embedding if it shares them."""
         return self.matrix_bytes(
             Matrix("head", self.vocabulary_rows, self.d_model, parts=((self.vocabulary_rows, self.head_format),))
         )
@@ -335,7 +335,12 @@ class ModelSpec:
     @property
     def weight_bytes(self) -> int:
         outer = (self.outer_params + self.embedding_params) * DTYPE_BYTES[self.dtype]
-        return self.layer_bytes + outer + (0 if self.tied else self.head_bytes)
+        return self.layer_bytes + outer + (0 if self.shares_embedding else self.head_bytes)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the head is the embedding's memory."""
+        return self.tied and not self.head_format
 
     @property
     def step_weight_bytes(self) -> int:

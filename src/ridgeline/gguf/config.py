@@ -61,8 +61,7 @@ def _stored(file: GgufFile, layers: int) -> dict[str, Any] | None:
             for form, tensor in zip(forms, stored, strict=True):
                 sizes[form] += tensor.size if tensor else 0
         formats.append(names)
-    output = file.tensors.get("output.weight")
-    head = "" if output is None else _format(output.kind.name)
+    head = _format((file.tensors.get("output.weight") or file.tensors["token_embd.weight"]).kind.name)
     kinds = {name for names in formats for name in names}
     quantized = {*kinds, head} - {""}
     if not quantized:

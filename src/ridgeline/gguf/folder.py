@@ -21,7 +21,7 @@ from ridgeline.gguf.tokenizer import make_tokenizer
 SUFFIX = ".gguf"
 LINK = "weights.gguf"
 """Name of the link to the file."""
-_FORM = 2
+_FORM = 3
 """Number of this form of folders. It increases when other contents are written."""
 
 

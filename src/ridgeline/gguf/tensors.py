@@ -48,7 +48,7 @@ class GgufTensors:
     """Reads tensors by memory map, with the methods of safetensors' `safe_open`.
 
     The matrices of layers and head are given in their blocks, uint8 [outputs, blocks, bytes of a block], as quant.blocks reads
-    them. An embedding in blocks becomes float32.
+    them. An embedding in blocks becomes float32; a head that is tied to it is given in its blocks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,6 +62,9 @@ class GgufTensors:
                 continue
             given = _hugging_face(name, _INSIDE | (_GEMMA if kind == "gemma3" else {}))
             self._sources[given] = name
+        embedding = self._file.tensors["token_embd.weight"]
+        if embedding.kind.name not in _DTYPES:  # a tied head stays in the blocks
+            self._sources.setdefault(HEAD, "token_embd.weight")
 
     def offset_keys(self) -> list[str]:
         """Names in the order of the file."""

@@ -28,7 +28,7 @@ from ridgeline.quant.unquantized import UnquantizedFormat
 class Decoder:
     """Embedding, layers, final norm, head. For inference; it never synchronizes with the host, so CUDA graphs can capture it.
 
-    The embedding is not quantized. A head that is not tied stays in the blocks of its checkpoint (quant.blocks). Ranks divide the
+    The embedding is not quantized. A head in blocks of its checkpoint stays in them (quant.blocks). Ranks divide the
     rows of both (Shoeybi et al. 2019, section 3). A tied head uses the embedding matrix. A stage of a pipeline has its layers only:
     the first stage embeds, the last one has norm and head.
     """
@@ -65,13 +65,13 @@ class Decoder:
         for rope in {layer.rope for layer in layers}:
             tables[rope] = rope_table(rope, max_len + SPARE_POSITIONS, build.device)
         self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in layers)
-        embeds = self.stage.first or (self.stage.last and spec.tied)
+        embeds = self.stage.first or (self.stage.last and spec.shares_embedding)
         rows = spec.on_rank(build.mesh.size, build.mesh.attention.size).vocabulary_rows
         self.embedding = torch.empty(rows * embeds, spec.d_model, dtype=build.dtype, device=build.device)
         self.positions = build.vector(spec.positions * self.stage.first * spec.d_model).view(-1, spec.d_model)
         self.final_norm = build.norm()
         self._unquantized = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
-        headless = spec.tied or not self.stage.last
+        headless = spec.shares_embedding or not self.stage.last
         stored = BlockFormat(build.ops.matmul, build.dtype, build.device, NUMBER_FORMATS.get(spec.head_format))
         form = stored if spec.head_format else self._unquantized
         self.head = None if headless else form.create(LinearShape(spec.d_model, (Part(rows, rows),)), Share())
@@ -84,7 +84,7 @@ class Decoder:
     def load_embedding(self, tensor: torch.Tensor) -> None:
         """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
         self.embedding.copy_(self._held(tensor))
-        if self.spec.tied and self.stage.last:
+        if self.spec.shares_embedding and self.stage.last:
             self.head = self._unquantized.adopt(self.embedding)
 
     def load_head(self, tensor: torch.Tensor) -> None:
@@ -237,10 +237,8 @@ class Decoder:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All weights; a tied head is included once, rotary tables are not included."""
-        yield self.embedding
-        yield self.positions
-        yield self.final_norm
-        if self.head is not None and not self.spec.tied:
+        yield from (self.embedding, self.positions, self.final_norm)
+        if self.head is not None and not self.spec.shares_embedding:
             yield from self.head.tensors()
         for layer in self.layers:
             yield from _tensors_of(layer)
@@ -248,7 +246,7 @@ class Decoder:
     def all_tensors(self) -> list[torch.Tensor]:
         """`tensors`, and those of a tied head, which operations may have packed."""
         head = () if self.head is None else self.head.tensors()
-        return [*self.tensors(), *(tensor for tensor in head if self.spec.tied)]
+        return [*self.tensors(), *(tensor for tensor in head if self.spec.shares_embedding)]
 
     def expert_loads(self) -> list[torch.Tensor]:
         """Experts.load of each layer that has experts."""

@@ -93,7 +93,7 @@ def targets(decoder: Decoder) -> dict[str, Target]:
         tensor_targets[POSITIONS] = Target(Expected(tuple(decoder.positions.shape)), "weight", decoder.positions.copy_)
     if stage.last:
         tensor_targets.update(_norms("norm", decoder.final_norm))
-    if decoder.head is not None and not spec.tied:
+    if decoder.head is not None and not spec.shares_embedding:
         dtypes = decoder.head.expects[0, "weight"].dtypes
         tensor_targets[HEAD] = Target(Expected((spec.vocab_size, spec.d_model), dtypes), "weight", decoder.load_head)
     for index, layer in enumerate(decoder.layers, stage.layers.start or 0):
@@ -239,7 +239,7 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                 target = wanted.pop(key, None)
                 if target is None:
                     elsewhere = (
-                        (key == HEAD and decoder.spec.tied)
+                        (key == HEAD and decoder.spec.shares_embedding)
                         or _of_another_rank(key, decoder)
                         or predicts(key, decoder.spec)
                     )

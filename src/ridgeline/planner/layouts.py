@@ -152,7 +152,7 @@ def _stage(part: ModelSpec, layers: tuple[LayerSpec, ...], first: bool, last: bo
     if first and last:
         return Stage(part, 0, True, True, WorkMeter(part))
     # tied: of embedding and head, a stage has at most one.
-    spec = replace(part, layers=layers, vocab_size=part.vocab_size if last else 0, tied=True)
+    spec = replace(part, layers=layers, vocab_size=part.vocab_size if last else 0, tied=True, head_format="")
     embedding = part.embedding_params * DTYPE_BYTES[part.dtype] if first else 0
     return Stage(spec, embedding, first, last, WorkMeter(spec))
 
