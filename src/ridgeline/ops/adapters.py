@@ -67,7 +67,7 @@ class AdaptedMatrix(Matrix):
 
 
 class AdapterOps(Protocol):
-    """How a device adds what adapters add. in_programs: programs that run whole layers do it, too."""
+    """Operations that add the products of adapters to a linear. in_programs: programs that run whole layers add them as well."""
 
     in_programs: ClassVar[bool] = False
 
