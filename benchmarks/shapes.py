@@ -58,7 +58,7 @@ def model_config(family: str, sizes: tuple[int, ...], **more: object) -> dict[st
         "model_type": family,
         "architectures": [f"{architecture[family]}ForCausalLM"],
         **dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True)),
-        "max_position_embeddings": 16_384,
+        "max_position_embeddings": 32_768,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
@@ -104,6 +104,7 @@ for _kind in ("q4_k", "q6_k"):
 STEPS = (
     *(f"decode:{rows}x256" for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 448)),
     *(f"decode:{rows}x4096" for rows in (1, 8, 64)),
+    *(f"decode:{rows}x32000" for rows in (1, 8)),
     *(f"prefill:{tokens}" for tokens in (128, 256, 512, 640, 1024, 1400, 2048, 2700, 8192)),
     "chunks:4x2048",
 )
