@@ -41,11 +41,9 @@ gc.disable()  # until all tests are collected: nothing of them is garbage, and l
 
 def pytest_collection_finish() -> None:
     """Leave what collection made out of later searches for garbage, and search once in 10,000 new objects instead of 700: the
-    trees of large modules grow by a million. It stays out: a local engine that ends would let all that is frozen be searched
-    again, there and at the start and the end of each engine that follows."""
+    trees of large modules grow by a million."""
     gc.collect()
     gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
 

@@ -133,7 +133,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/dry.py": "parameters of requests with DRY",
     "core/drafting.py": "measures: FLOPs and bytes of drafters",
     "core/fit.py": "start-up: options with which a model fits",
-    "core/gpu_blocks.py": "start-up: which weights a GPU expands",
+    "core/gpu_blocks.py": "start-up: which weights a GPU converts or expands",
     "core/host_weights.py": "start-up: weights that stay in host memory",
     "core/logs.py": "log lines",
     "core/memory.py": "memory of the grammar processes",

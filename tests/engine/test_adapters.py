@@ -25,9 +25,9 @@ from ridgeline.engine.runner import Runner
 from ridgeline.engine.shape import StepShape
 from ridgeline.llm import LLM, LoRARequest
 from ridgeline.models.hub import resolve_model
+from ridgeline.ops import native_adapters
 from ridgeline.ops.adapters import HostGroups
 from ridgeline.ops.capture import Uncaptured
-from ridgeline.quant import adapted as quant
 from ridgeline.wire.messages import Control, Reply, Submit
 from tests.models.adapter_files import merge, write_adapter
 from tests.models.families import save
@@ -286,7 +286,7 @@ def test_compiled_operations_add_to_every_format_what_the_definition_adds(
     answers = []
     for path in ("definition", "compiled"):
         if path == "definition":
-            monkeypatch.setattr(quant, "adapter_ops", lambda device, ops, dtype: HostGroups(ops.tokenwise.activate))
+            monkeypatch.setattr(native_adapters, "NativeAdapters", lambda library, arena, gated: HostGroups(gated))
         engine = start(root / "base", quantization=form, lora_modules=modules(root), max_num_batched_tokens=48)
         answers.append(run(engine, ["", *ADAPTERS]))
         engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import weakref
@@ -325,13 +326,17 @@ def test_a_closed_engine_has_given_all_back(monkeypatch: pytest.MonkeyPatch) -> 
         return made
 
     monkeypatch.setattr(rank, "build_runner", build_runner)
+    frozen, garbage = gc.get_freeze_count(), (gc.isenabled(), gc.get_threshold())
     model = LLM(shipped_model(), max_model_len=64, max_num_seqs=2, kv_cache_memory=1_000_000, threads=1)
+    assert gc.get_freeze_count() <= frozen, "the caller freezes, or nobody"
     assert model.generate(PROMPT, SamplingParams(max_tokens=2))[0].text
     stream = model.stream(PROMPT)
     assert next(stream)
     model.close()
     assert list(stream) == []
     assert [item() for item in held] == [None] * 3, "runner, weights, rows"
+    assert gc.get_freeze_count() > 0, "what the caller has frozen stays so"
+    assert (gc.isenabled(), gc.get_threshold()) == garbage
     model.close()
     with pytest.raises(EngineFailed, match="closed: start a new one"):
         model.generate(PROMPT)

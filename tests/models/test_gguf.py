@@ -160,7 +160,7 @@ def test_files_with_several_types(kinds, tmp_path):
 
 
 @pytest.mark.parametrize("kinds", [{}, *MIXTURES.values()], ids=["Q4_K", *MIXTURES])
-def test_a_gpu_expands_what_it_multiplies_slowly(kinds, tmp_path, monkeypatch):
+def test_a_gpu_converts_what_it_multiplies_slowly(kinds, tmp_path, monkeypatch):
     """The reference computes as a GPU's operations would: no linear is in blocks but those that are integers with scales."""
     written = write(tmp_path, Options(kind=Kind.Q4_K, head=Kind.Q6_K, kinds=kinds, config={"num_hidden_layers": 2}))
     folder = folder_of(written)
@@ -213,10 +213,10 @@ def test_a_tied_head_stays_in_blocks(tmp_path, monkeypatch):
     )
     assert model.spec.weight_bytes == sum(tensor.nbytes for tensor in model.decoder.tensors())
     monkeypatch.setattr(builder, "served_spec", lambda spec, model, kind: served_spec(spec, model, "cuda"))
-    expanded = build(folder, **options | {"ops": REFERENCE})
-    assert expanded.spec.shares_embedding and not expanded.spec.head_format
-    assert expanded.spec.weight_bytes == sum(tensor.nbytes for tensor in expanded.decoder.tensors())
-    ours = PagedRows(expanded).step([(1, list(range(3, 25)))])
+    converted = build(folder, **options | {"ops": REFERENCE})
+    assert converted.spec.shares_embedding and not converted.spec.head_format
+    assert converted.spec.weight_bytes == sum(tensor.nbytes for tensor in converted.decoder.tensors())
+    ours = PagedRows(converted).step([(1, list(range(3, 25)))])
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 

@@ -1,4 +1,4 @@
-"""Linears in blocks that are there in 16 bits too: equal to weights that were expanded when they were read, and chosen by rows."""
+"""Linears in blocks that are there in 16 bits too: equal to weights that were converted when they were read, and chosen by rows."""
 
 from __future__ import annotations
 

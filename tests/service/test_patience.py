@@ -71,3 +71,27 @@ async def test_a_replica_whose_answers_go_on_is_not_lost() -> None:
         replica.gate.set()
         assert (await long).status == 200
         await fleet.until(lambda: fleet.state(0) == "down")
+
+
+async def test_a_stalled_replica_whose_answers_go_on_is_up_again() -> None:
+    """Bytes are progress, also where health checks are answered late: neither its state nor its trouble may say otherwise."""
+
+    async def stands_then_streams(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        response = await begin(request)
+        await replica.gate.wait()
+        while replica.deaf:
+            await response.write(EVENTS[0])
+            await asyncio.sleep(0.01)
+        return response
+
+    async with routed(stands_then_streams, stall_s=0.2) as fleet:
+        upstream, replica = fleet.balancer.upstreams["replica-0"], fleet.replicas[0]
+        long = asyncio.create_task(fleet.chat())
+        await fleet.until(lambda: fleet.state(0) == "stalled")
+        assert upstream.trouble == "no step and no byte for 0.2 s"
+        replica.deaf = True
+        replica.gate.set()
+        await fleet.until(lambda: fleet.state(0) == "up")
+        assert replica.deaf and upstream.trouble == ""
+        replica.deaf = False
+        assert (await long).status == 200

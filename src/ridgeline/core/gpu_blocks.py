@@ -1,4 +1,4 @@
-"""Which number formats of blocks a GPU keeps, a model in which it has expanded the others, and linears that it has in both forms.
+"""Which number formats of blocks a GPU keeps, which linears it has instead in the dtype (converted) or beside it too (expanded).
 
 Products of few rows are bound by bytes and read the blocks. Products of many rows are bound by arithmetic and faster in 16 bits.
 Where memory allows it, a GPU that keeps a format therefore also has these linears in the model's dtype, expanded once.
@@ -32,7 +32,7 @@ once, three of four in both forms make more tokens than all in blocks from about
 blocks 9,030; but 24 make 5,690, 32 in blocks 6,650 (8B in Q4_K, benchmarks/results/shapes.json). Prompts gain either way."""
 
 
-def expanded(spec: ModelSpec, kind: str) -> ModelSpec:
+def converted(spec: ModelSpec, kind: str) -> ModelSpec:
     """The model with linears in blocks in the dtype instead, but for the formats that this kind of GPU keeps. A CPU keeps all.
     Experts stay in theirs."""
     if kind not in GPU_BLOCKS or any(layer.experts for layer in spec.layers):
@@ -61,7 +61,7 @@ def most_rows(formats: Iterable[str]) -> int:
 
 
 def expanded_bytes(spec: ModelSpec) -> int:
-    """Bytes that the linears in blocks take in the model's dtype, of the part of a model that a rank of a GPU holds (`expanded`).
+    """Bytes that the linears in blocks take in the model's dtype, of the part of a model that a rank of a GPU holds (`converted`).
     Models with experts have one form: most of their weights are experts."""
     if not spec.quantization or any(layer.experts for layer in spec.layers):
         return 0

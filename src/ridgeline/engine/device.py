@@ -255,9 +255,7 @@ class DeviceStep:
         if not draws:
             return Outcome(None, None, scores, pooled=pooled), states
         drawn, logprobs = self._drawn(batch, hidden, bound, learn)
-        if self.drafter.follows:
-            gathered, step = self._drawn_after(batch)
-            self.drafter.follow(DrawnTokens(drawn, states, gathered.slots, step), self._drafter_views)
+        self.drafter.follow(DrawnTokens(drawn, states, partial(self._drawn_after, batch)), self._drafter_views)
         packed, path = self._advance(batch, drawn)
         if nodes is not None and batch.ahead:
             states = self.ops.sampler.last(packed, path, states, nodes.drafted.first)

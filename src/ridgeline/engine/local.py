@@ -35,10 +35,7 @@ class LocalEngine:
         progress: Callable[[str, int, int], None] | None = None,
         on_step: Callable[[StepStats], None] | None = None,
     ) -> LocalEngine:
-        engine = assemble(model, config, progress or (lambda stage, done, total: None))
-        gc.collect()
-        gc.freeze()  # collections during a step skip the objects of torch and the engine
-        return cls(engine, on_step)
+        return cls(assemble(model, config, progress or (lambda stage, done, total: None)), on_step)
 
     @property
     def engine(self) -> Engine:
@@ -93,7 +90,6 @@ class LocalEngine:
             engine.close()
         finally:
             del engine
-            gc.unfreeze()
             gc.collect()  # graphs and their step are a reference cycle
             torch.cuda.empty_cache()
 

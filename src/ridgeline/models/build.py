@@ -11,7 +11,7 @@ from ridgeline.core.adapters import plan_adapters
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.expert_parallel import whole_experts
-from ridgeline.core.gpu_blocks import expanded
+from ridgeline.core.gpu_blocks import converted
 from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
 from ridgeline.core.quantization import resolve_format
 from ridgeline.core.selection import select_pages
@@ -65,7 +65,7 @@ class LoadedModel:
 def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> ModelSpec:
     """The spec with the dtype, context length and quantization of `model`. kind: see ops.blocks.kind_of.
 
-    A GPU expands linears in blocks to the dtype where that is faster (core.gpu_blocks). Raises ConfigError that names the option.
+    A GPU converts linears in blocks to the dtype where that is faster (core.gpu_blocks). Raises ConfigError that names the option.
     """
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
@@ -89,7 +89,7 @@ def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> Model
         host_bytes=int(model.cpu_offload_gb * (1 << 30)),
     )
     served = replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
-    served = expanded(served, kind)
+    served = converted(served, kind)
     return select_pages(served, model.kv_selection) if model.kv_selection else served
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from ridgeline.core.adapters import padded_rank
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import LayerParts, Matrix, Ops, RunLayers
 
@@ -55,8 +56,8 @@ class Pairs:
         """The largest rank of a slot."""
         return self.a.shape[1] // (len(self.ends) * self.inputs)
 
-    def seal(self, slot: int) -> None:
-        """Both matrices of a slot are written: bring them to the layout that the operations read."""
+    def pack(self, slot: int) -> None:
+        """Bring both matrices of a slot, just written as `of` has them, to the layout that the operations read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,12 @@ class AdapterOps(Protocol):
 
     in_programs: ClassVar[bool] = False
 
-    def held(self, pairs: Pairs) -> Pairs:
+    def create(self, bank: Bank, inputs: int, ends: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pairs:
         """Pairs without any adapter, in the form that the operations take."""
-        return pairs
+        slots, rank = bank.slots + 1, padded_rank(bank.rank)
+        a = torch.zeros(slots, len(ends) * rank * inputs, dtype=dtype, device=device)
+        b = torch.zeros(slots, ends[-1] * rank, dtype=dtype, device=device)
+        return Pairs(a, b, inputs, ends, [0] * slots, torch.zeros(slots, dtype=torch.int32, device=device))
 
     def group(self, bank: Bank, step: StepInputs) -> Any:
         """The tokens of a step that run through a linear, by slot; None: no adapter changes any of them."""
@@ -124,6 +128,11 @@ class HostGroups(AdapterOps):
 
     def activate(self, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, group: Groups, kind: str) -> torch.Tensor:
         return self.gated(self.add(y, x, pairs, group), kind)
+
+
+def host_adapters(gated: Callable[[torch.Tensor, str], torch.Tensor]) -> Callable[[torch.dtype], AdapterOps]:
+    """Ops.adapters in PyTorch, for every dtype. gated: TokenwiseOps.activate."""
+    return lambda dtype: HostGroups(gated)
 
 
 def _groups(step: StepInputs, adapters: torch.Tensor) -> Groups | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from ridgeline.ops.adapters import host_adapters
 from ridgeline.ops.columns import norm_then_place
 from ridgeline.ops.reference import INT_REFERENCE, REFERENCE, TREE_BITS, mixed_inputs, round_inliers
 from ridgeline.ops.step import KvView, StepInputs
@@ -340,4 +341,5 @@ CPU = Ops(
         mixed=mixed_inputs(INT_REFERENCE, _UNQUANTIZED, _TOKENWISE, round_inliers),
         without_kernel=frozenset({"fp8", "fp8_weight", "integer"}),
     ),
+    adapters=host_adapters(activate),
 )

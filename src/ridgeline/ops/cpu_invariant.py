@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from ridgeline.ops import cpu
+from ridgeline.ops.adapters import host_adapters
 from ridgeline.ops.columns import norm_then_place
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.reference import INT_REFERENCE, mixed_inputs, round_inliers
@@ -156,5 +157,6 @@ CPU_INVARIANT = Ops(
         unquantized=_UNQUANTIZED,
         mixed=mixed_inputs(INT_REFERENCE, _UNQUANTIZED, _TOKENWISE, round_inliers),
     ),
+    adapters=host_adapters(activate),
     sampler=SamplerOps(sample=sample, draw=draw_with(sample)),
 )

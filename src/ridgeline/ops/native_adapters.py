@@ -6,11 +6,13 @@ import ctypes
 from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 
-from ridgeline.ops.adapters import AdapterOps, Bank, Pairs
+from ridgeline.core.adapters import padded_rank
+from ridgeline.ops.adapters import AdapterOps, Bank, HostGroups, Pairs
 from ridgeline.ops.native.arena import LANES, Arena
 from ridgeline.ops.native.binding import AdaptersOf, Library
 from ridgeline.ops.step import StepInputs
@@ -22,7 +24,7 @@ class NativePairs(Pairs):
 
     pointer: c_void_p
 
-    def seal(self, slot: int) -> None:
+    def pack(self, slot: int) -> None:
         """See Pairs. B [outputs, r] -> [outputs / 16, r / 2, 16, 2], in float32 [outputs / 16, r, 16]."""
         rank, outputs, near = self.ranks[slot], self.ends[-1], 4 // self.b.itemsize
         blocks = -(-outputs // LANES)
@@ -38,30 +40,30 @@ class NativeAdapters(AdapterOps):
 
     library: Library
     arena: Arena
-    dtype: torch.dtype
     gated: Callable[[torch.Tensor, str], torch.Tensor]
     in_programs: ClassVar[bool] = True
 
-    def held(self, pairs: Pairs) -> NativePairs:
-        a, b, ends = pairs.a, pairs.b, (c_int64 * len(pairs.ends))(*pairs.ends)
-        if a.device.type == "cpu":
-            a = self.arena.take(len(a), a.shape[1], self.dtype)
-            b = self.arena.take(len(b), b.shape[1] + -pairs.ends[-1] % LANES * pairs.most_rank, self.dtype)
-        sizes = a.stride(0), b.stride(0), pairs.inputs, len(ends), pairs.most_rank
-        struct = AdaptersOf(a.data_ptr(), b.data_ptr(), pairs.device_ranks.data_ptr(), ctypes.addressof(ends), *sizes)
+    def create(
+        self, bank: Bank, inputs: int, ends: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> NativePairs:
+        slots, rank = bank.slots + 1, padded_rank(bank.rank)
+        take = self.arena.take if device.type == "cpu" else partial(torch.empty, device=device)
+        a = take(slots, len(ends) * rank * inputs, dtype=dtype)
+        b = take(slots, -(-ends[-1] // LANES) * LANES * rank, dtype=dtype)
+        ranks, numbers = torch.zeros(slots, dtype=torch.int32, device=device), (c_int64 * len(ends))(*ends)
+        sizes = a.stride(0), b.stride(0), inputs, len(ends), rank
+        struct = AdaptersOf(a.data_ptr(), b.data_ptr(), ranks.data_ptr(), ctypes.addressof(numbers), *sizes)
         pointer = c_void_p(ctypes.addressof(struct))
-        pointer.kept = struct, ends  # type: ignore[attr-defined]
-        return NativePairs(a, b, pairs.inputs, pairs.ends, pairs.ranks, pairs.device_ranks, pointer)
+        pointer.kept = struct, numbers  # type: ignore[attr-defined]
+        return NativePairs(a, b, inputs, ends, [0] * slots, ranks, pointer)
 
     def group(self, bank: Bank, step: StepInputs) -> c_void_p | None:
         return grouped(self.library, bank.slots, step)
 
     def add(self, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, group: c_void_p) -> torch.Tensor:
-        assert isinstance(pairs, NativePairs)
-        if y.dtype is not self.dtype or not y.is_contiguous():
-            return y + self.add(torch.zeros(y.shape, dtype=self.dtype), x, pairs, group)
+        assert isinstance(pairs, NativePairs) and x.dtype is y.dtype is pairs.a.dtype and y.is_contiguous()
         x = x if x.is_contiguous() else x.contiguous()
-        self.library.kernels[self.dtype].adapt(group, pairs.pointer, x.data_ptr(), y.data_ptr())
+        self.library.kernels[y.dtype].adapt(group, pairs.pointer, x.data_ptr(), y.data_ptr())
         return y
 
     def activate(self, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, group: c_void_p, kind: str) -> torch.Tensor:
@@ -70,9 +72,9 @@ class NativeAdapters(AdapterOps):
 
 def adapters_of(
     library: Library, arena: Arena, gated: Callable[[torch.Tensor, str], torch.Tensor], dtype: torch.dtype
-) -> AdapterOps | None:
-    """See Ops.adapters. None: a number format without kernels."""
-    return NativeAdapters(library, arena, dtype, gated) if dtype in library.kernels else None
+) -> AdapterOps:
+    """See Ops.adapters."""
+    return NativeAdapters(library, arena, gated) if dtype in library.kernels else HostGroups(gated)
 
 
 def grouped(library: Library, slots: int, step: StepInputs) -> c_void_p | None:

@@ -460,6 +460,7 @@ def _table(library: Library, fixed: bool) -> Ops:
             mixed=integers("token-outliers" if fixed else "batch-outliers"),
             blocks=block_ops(library, arena, tokenwise, unquantized),
         ),
+        adapters=partial(adapters_of, library, Arena(library), ops.activate),
         sampler=SamplerOps(
             sample=ops.sample,
             sample_among=ops.sample_among,
@@ -477,5 +478,4 @@ def _table(library: Library, fixed: bool) -> Ops:
             prunes_drafts=True,
         ),
         capture=CallListCapture(library),
-        adapters=partial(adapters_of, library, Arena(library), ops.activate),
     )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ridgeline.core.spec import QUANTIZED_KV
 from ridgeline.ops import stored
+from ridgeline.ops.adapters import host_adapters
 from ridgeline.ops.blocks import Blocks, parts_of
 from ridgeline.ops.columns import norm_then_place
 from ridgeline.ops.step import KvView, StepInputs
@@ -447,4 +448,5 @@ REFERENCE = Ops(
         mixed=mixed_inputs(INT_REFERENCE, FLOAT_REFERENCE, TOKENWISE_REFERENCE, round_inliers),
         blocks=BLOCK_REFERENCE,
     ),
+    adapters=host_adapters(activate),
 )

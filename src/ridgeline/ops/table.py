@@ -492,9 +492,9 @@ class Ops:
     tokenwise: TokenwiseOps
     attention: AttentionOps
     matmul: MatmulOps
+    adapters: Callable[[torch.dtype], Any]
     sampler: SamplerOps = SamplerOps()
     programs: Programs = Programs()
     capture: Capture = Uncaptured
     experts: ExpertOps | None = None
     from_host: FromHost | None = None
-    adapters: Callable[[torch.dtype], Any] | None = None

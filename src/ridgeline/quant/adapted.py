@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.core.adapters import AdapterPlan, padded_rank
-from ridgeline.ops.adapters import AdaptedMatrix, AdapterOps, Bank, HostGroups, Pairs, adapting
+from ridgeline.ops.adapters import AdaptedMatrix, AdapterOps, Bank, adapting
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix, Normed, Ops, Scaled, TokenwiseOps, apply_norm
 from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, WeightFormat
@@ -30,12 +30,8 @@ class AdaptedWeight(Weight):
         self._cut = cut = Cut.of(shape, share)
         self.part_shapes = [(part.rows, shape.d_in) for part in shape.parts]
         """Outputs and inputs of each part, unsharded."""
-        slots, rank, (outputs, inputs) = form.bank.slots + 1, padded_rank(form.bank.rank), cut.size
-        a = torch.zeros(slots, len(cut.rows) * rank * inputs, dtype=form.dtype, device=form.device)
-        b = torch.zeros(slots, outputs * rank, dtype=form.dtype, device=form.device)
         ends = tuple(rows.stop for rows in cut.stacked_rows)
-        device_ranks = torch.zeros(slots, dtype=torch.int32, device=form.device)
-        self.pairs = form.ops.held(Pairs(a, b, inputs, ends, [0] * slots, device_ranks))
+        self.pairs = form.ops.create(form.bank, cut.size[1], ends, form.dtype, form.device)
 
     def store(self, slot: int, parts: Sequence[Factors | None]) -> None:
         """Give a slot the factors of each part of this linear; None: the adapter does not change the part."""
@@ -50,7 +46,7 @@ class AdaptedWeight(Weight):
                 size = len(factors[0])
                 a[place * rank : place * rank + size].copy_(factors[0][:, cut.columns])
                 b[cut.stacked_rows[place], :size].copy_(factors[1][cut.rows[place]])
-        pairs.seal(slot)
+        pairs.pack(slot)
         pairs.device_ranks[slot].fill_(rank)
 
     # --- Weight -------------------------------------------------------------------------------------------------------
@@ -118,22 +114,12 @@ class AdaptedFormat:
         return AdaptedWeight(self, shape, share)
 
 
-def adapter_ops(device: torch.device, ops: Ops, dtype: torch.dtype) -> AdapterOps:
-    """The operations of a device."""
-    if device.type != "cuda":
-        native: AdapterOps | None = ops.adapters and ops.adapters(dtype)
-        return native or HostGroups(ops.tokenwise.activate)
-    from ridgeline.ops.triton.adapters import TritonAdapters
-
-    return TritonAdapters()
-
-
 def adapted(
     base: WeightFormat, ops: Ops, plan: AdapterPlan, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightFormat, Ops]:
     """Format and operations of a model with slots for adapters; those given if it has none."""
     if not plan.slots:
         return base, ops
-    bank, groups = Bank(plan.slots, plan.rank), adapter_ops(device, ops, dtype)
+    bank, groups = Bank(plan.slots, plan.rank), ops.adapters(dtype)
     form = AdaptedFormat(base, bank, groups, ops.tokenwise, dtype, device)
     return form, ops if groups.in_programs else adapting(ops, bank, groups)

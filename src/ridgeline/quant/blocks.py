@@ -207,13 +207,13 @@ def _to_e2m1(groups: torch.Tensor) -> Blocks:
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
     """Linears that stay as a checkpoint has them. numbers: of random weights; None: what is loaded in floating point stays so.
-    expands: forms, as (bits, scaling), that become floating point."""
+    converts: forms, as (bits, scaling), that become floating point."""
 
     ops: MatmulOps
     dtype: torch.dtype
     device: torch.device
     numbers: NumberFormat | None = None
-    expands: frozenset[tuple[int, str]] = frozenset()
+    converts: frozenset[tuple[int, str]] = frozenset()
     name: str = "blocks"
 
     def create(self, shape: LinearShape, share: Share) -> BlockWeight:
@@ -282,7 +282,7 @@ class BlockWeight(Weight):
                 f"{self._cut.size[1]} of {inputs} inputs each: use fewer devices."
             )
         blocks = blocks.columns(columns)
-        return blocks.dequantized() if (blocks.bits, blocks.scaling) in self._form.expands else blocks
+        return blocks.dequantized() if (blocks.bits, blocks.scaling) in self._form.converts else blocks
 
     def _pack(self) -> None:
         """Hand the parts to the device's operations."""

@@ -1,4 +1,4 @@
-"""Unquantized weights in the model's floating-point type, packed by the operations of the device. Blocks of GGUF are expanded."""
+"""Unquantized weights in the model's floating-point type, packed by the operations of the device. Blocks of GGUF are converted."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ridgeline.core.drafting import NO_DRAFT_WORK, DraftWork
 from ridgeline.core.spec import LayerSpec
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.rows import Int, RowState
+from ridgeline.ops.rows import Gathered, Int, RowState
 from ridgeline.ops.sample import greedy
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import ChainStart, Ops
@@ -68,12 +68,11 @@ class QueryTokens:
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
     """Tokens int32 [N] that a step drew, one after the last known token of each row that draws and after each node of its draft.
-    states: [N, W], as in DraftRows.hidden. slots: int64 [groups, N] of the tokens with these states. step: of these tokens."""
+    states: [N, W], as in DraftRows.hidden. query: gathers the tokens with these states; only within DeviceDrafter.follow."""
 
     tokens: torch.Tensor
     states: torch.Tensor
-    slots: torch.Tensor
-    step: StepInputs
+    query: Callable[[], tuple[Gathered, StepInputs]]
 
 
 class DraftDraws:
@@ -111,8 +110,6 @@ class DeviceDrafter:
     """Parents of the largest draft's nodes; a smaller draft is a prefix. Empty: chains."""
     catches_up = False
     """It reads tokens that rows gained while drafting was off, from their ids alone."""
-    follows = False
-    """`follow` is called in every step."""
     extra = 0
     """Elements that `states` appends to the hidden state of each token."""
 
@@ -139,7 +136,7 @@ class DeviceDrafter:
         """Read query tokens of a step with a prompt chunk, or tokens gained while drafting was off."""
 
     def follow(self, drawn: DrawnTokens, views: Views) -> None:
-        """Observe the tokens that a step drew and the states from which it drew them."""
+        """Observe the tokens that a step drew and the states from which it drew them. Called in every step that draws."""
 
     def see(self, state: RowState, rows: torch.Tensor, place: torch.Tensor, logits: torch.Tensor) -> None:
         """Observe the target's logits [N, V], which predict the tokens at places int32 [N] of device rows int32 [N]."""

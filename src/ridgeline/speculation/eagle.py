@@ -31,8 +31,6 @@ _NEVER = 1 << 29
 class Eagle(DeviceDrafter):
     """Drafts chains with a loaded head."""
 
-    follows = True
-
     def __init__(self, head: EagleHead, target: LoadedModel) -> None:
         self.head, self._ops = head, target.ops
         self._taps, self._d_model = head.taps, target.spec.d_model
@@ -65,8 +63,9 @@ class Eagle(DeviceDrafter):
         )
 
     def follow(self, drawn: DrawnTokens, views: Views) -> None:
-        [view] = views(drawn.slots)
-        self.head.write(drawn.tokens, self._features(drawn.states), view, drawn.step)
+        gathered, step = drawn.query()
+        [view] = views(gathered.slots)
+        self.head.write(drawn.tokens, self._features(drawn.states), view, step)
 
     def draft(self, draft_rows: DraftRows, count: int, views: Views) -> None:
         """Draft node by node: each pass writes one pair and draws the token after it."""

@@ -17,6 +17,7 @@ from ridgeline.ops.table import (
     TokenwiseOps,
 )
 from ridgeline.ops.triton.activation import activate, capped
+from ridgeline.ops.triton.adapters import TritonAdapters
 from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import TritonExperts
@@ -52,6 +53,7 @@ TRITON = Ops(
         blocks=BLOCK_TRITON,
         without_kernel=frozenset({"fp8_weight"}),
     ),
+    adapters=lambda dtype: TritonAdapters(),
     sampler=SamplerOps(
         sample=sample,
         sample_among=sample_among,

@@ -172,9 +172,11 @@ class Upstream:
                 body = await reply.read()
             refused = self.state not in _SERVING and reply.status in _ALIVE and await self.refuses_router()
         except (aiohttp.ClientError, OSError) as error:
-            if isinstance(error, TimeoutError) and self.received != received:
+            if isinstance(error, TimeoutError) and self.received != received:  # its answers go on: it has much to do
                 self._silent_since = None
-                return self.state  # its answers go on: it has much to do
+                if self.state is State.STALLED:
+                    self.state, self.trouble = State.UP, ""
+                return self.state
             self.row_limit = 0
             if self._silent_since is None:
                 self._silent_since = clock()
