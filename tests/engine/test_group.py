@@ -130,6 +130,7 @@ TRIED = [
     if (case != "compressed prompts" or way == "two ranks")
     and (case != "bounded cache" or way != "three contexts")
     and (case != "whole experts" or "tensor_parallel_size" in WAYS[way])
+    and (case != "deterministic" or "sequence_parallel" not in WAYS[way])
 ]
 
 
