@@ -150,6 +150,7 @@ def ttft_row(
         "row": "router-ttft-ms",
         "value": round(float(statistics.median(added[99])), 3),
         "p50": round(float(statistics.median(added[50])), 3),
+        "p99_of_turns": [round(value, 3) for value in added[99]],
         "streams": streams,
         "invalid": invalid,
     }
@@ -160,13 +161,11 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to merge valid rows into")
     parser.add_argument("--commit", default="")
     parser.add_argument("--streams", type=int, default=5000)
+    parser.add_argument("--rows", default="streams,ttft", help="which of the two, comma-separated")
     parser.add_argument("--seconds", type=float, default=30.0, help="length of a stream")
-    parser.add_argument(
-        "--ttft-seconds", type=float, default=20.0, help="length of one of those whose first token is timed"
-    )
     parser.add_argument("--replicas", type=int, default=6, help="each on a core of its own")
     parser.add_argument("--clients", type=int, default=3, help="load generators, likewise")
-    parser.add_argument("--turns", type=int, default=2, help="0: no time to first token")
+    parser.add_argument("--turns", type=int, default=2, help="of the time to first token; each takes six lengths")
     arguments = parser.parse_args()
     machine, core = cpu_name(), core_of_router()
     with ExitStack() as stack:
@@ -175,10 +174,11 @@ def main() -> None:
         count = arguments.clients
         clients = Clients(stack.enter_context(ProcessPoolExecutor(count, get_context("spawn"))), count)
         clients.measure(mocks, count, 1.0)  # starts the processes
-        keep(arguments, machine, streams_row(clients, url, process, arguments.streams, arguments.seconds))
-        if arguments.turns:
-            seconds, turns = arguments.ttft_seconds, arguments.turns
-            keep(arguments, machine, ttft_row(clients, url, mocks, arguments.streams // 2, seconds, turns))
+        streams, seconds, rows = arguments.streams, arguments.seconds, arguments.rows.split(",")
+        if "streams" in rows:
+            keep(arguments, machine, streams_row(clients, url, process, streams, seconds))
+        if "ttft" in rows:
+            keep(arguments, machine, ttft_row(clients, url, mocks, streams // 2, seconds, arguments.turns))
 
 
 def keep(arguments: argparse.Namespace, machine: str, row: dict[str, Any]) -> None:
