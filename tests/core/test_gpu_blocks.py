@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ridgeline.core.config import EngineConfig
+from ridgeline.core.cost import WorkMeter, step_work
 from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.experts import ExpertSpec
 from ridgeline.core.fit import Deployment
@@ -72,6 +73,32 @@ def test_bytes_are_those_of_the_linears_in_blocks():
         assert expanded_bytes(replace(spec, layers=layers)) == expanded_bytes(spec) - 2 * 4096 * lost
     layer = replace(spec.layers[0], experts=ExpertSpec(8, 2, 14_336))
     assert expanded_bytes(replace(spec, layers=(layer,) * 32)) == 0
+
+
+def test_steps_of_many_rows_read_the_dtype():
+    """Each linear above the limit of its format: the head from 17 rows on, the layers from 25 on. In a prompt the head and most of
+    the last layer run for one token."""
+    spec, wide = llama_8b(both_forms=True), llama_8b(quantization="", head_format="")
+    blocks = llama_8b()
+    assert spec.weight_bytes == blocks.weight_bytes, "the plan counts what lies beside"
+    head, layers = wide.head_bytes - blocks.head_bytes, wide.layer_bytes - blocks.layer_bytes
+    last = sum(wide.matrix_bytes(matrix) for matrix in wide.matrices(wide.layers[-1])[1:])
+    last -= sum(blocks.matrix_bytes(matrix) for matrix in blocks.matrices(blocks.layers[-1])[1:])
+
+    def more(shares: list[tuple[int, int]], logits: int | None = None) -> int:
+        work = step_work(spec, shares, logits)
+        ends, counts = [start + count for start, count in shares], [count for _, count in shares]
+        assert WorkMeter(spec).work(ends, counts, work.logits) == work
+        return work.bytes - step_work(blocks, shares, logits).bytes
+
+    decode = [more([(100, 1)] * rows) for rows in (1, 16, 17, 24, 25, 64)]
+    assert decode == [0, 0, head, head, head + layers, head + layers]
+    assert more([(0, 512)]) == more([(0, 512)], 0) == layers - last
+    assert more([(0, 24)]) == 0 and more([(0, 25)], 25) == head + layers
+    assert more([(0, 512), *[(100, 1)] * 24]) == layers + head, "25 tokens with logits"
+    many = [(100, 1)] * 32
+    assert step_work(spec, many).bytes == step_work(wide, many).bytes > 2.6 * step_work(blocks, many).bytes
+    assert more([]) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

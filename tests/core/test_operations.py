@@ -21,6 +21,7 @@ SPECS = {
     "fp8 with biases": replace(LLAMA, quantization="fp8", qkv_bias=True, out_bias=True, mlp_bias=True),
     "windows, norms": replace(LLAMA, layers=(LOCAL, LOCAL, LLAMA.layers[0]), post_norms=True, qk_norm="head"),
     "shared keys": replace(LLAMA, layers=(LLAMA.layers[0], SHARING)),
+    "both forms": replace(LLAMA, d_model=256, quantization="q4_k", head_format="q6_k", both_forms=True),
     "experts": replace(LLAMA, layers=(EXPERTS, LLAMA.layers[0], EXPERTS), quantization="int8"),
 }
 STEPS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ import torch
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import step_work
 from ridgeline.core.sampling import SamplingParams
+from ridgeline.engine import assemble
 from ridgeline.engine.local import LocalEngine
+from ridgeline.engine.rank import RankPlan
 from ridgeline.hardware.ceilings import read_ceilings
 from ridgeline.hardware.probe import Device, Machine
 from ridgeline.hardware.table import lookup
+from ridgeline.metrics.account import DeviceAccount
 from ridgeline.models.config import read_model
 from ridgeline.models.hub import resolve_model
 from ridgeline.wire.messages import StepStats, Submit
@@ -42,6 +46,22 @@ def test_steps_and_requests_are_accounted() -> None:
     ceilings = local.engine.setup.facts["ceilings"]
     local.close()
     assert ceilings["measured_bytes"] > 1e9 and ceilings["measured_flops"] > 1e9
+
+
+@pytest.mark.parametrize("expanded_bytes", [0, 1])
+def test_work_and_predictions_know_linears_in_both_forms(expanded_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the plan of memory, which decides that a GPU has them."""
+    plan_rank = assemble.plan_rank
+
+    def planned(*given: Any) -> RankPlan:
+        rank = plan_rank(*given)
+        return replace(rank, plan=replace(rank.plan, expanded_bytes=expanded_bytes))
+
+    monkeypatch.setattr(assemble, "plan_rank", planned)
+    local = LocalEngine.start(ModelConfig(), EngineConfig(device="cpu", kv_cache_memory=1 << 24, threads=1))
+    account = local.engine.setup.account
+    local.close()
+    assert isinstance(account, DeviceAccount) and account.cost.spec.both_forms == bool(expanded_bytes)
 
 
 def test_an_unknown_specification_gives_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:

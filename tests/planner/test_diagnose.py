@@ -53,6 +53,14 @@ def test_a_snapshot_with_unknown_figures_is_read() -> None:
     assert diagnose(observe(snapshot, [failed])).bottleneck == "none", "no request got a token"
 
 
+@pytest.mark.parametrize(("running", "weights"), [(24.0, 5e9), (25.0, 15e9)])
+def test_many_requests_share_the_bytes_of_the_dtype(running: float, weights: float) -> None:
+    """Where linears are in both forms, steps of many rows read more than what is stored."""
+    facts = {"weight_bytes": 5e9, "expanded_bytes": 15e9}
+    snapshot = {"now": {"running": running}, "figures": {}, "facts": facts, "ceilings": {}, "latencies": {}}
+    assert observe(snapshot).weight_bytes == weights
+
+
 def test_the_distance_of_the_system_stands_before_that_of_busy_time() -> None:
     distance = diagnose(replace(DECODING, busy=0.5, mfu=0.2, mbu=0.8)).distance
     assert any("Over all time, the device reaches 10% of its peak FLOP/s (MFU) and 40%" in line for line in distance)

@@ -22,6 +22,7 @@ from ridgeline.planner.cluster import read_cluster
 from ridgeline.planner.layout_times import Parts, Times, stage_parts
 from ridgeline.planner.layouts import Layout, layouts, rank_spec, replica, stage_sizes, stages, with_context
 from ridgeline.planner.ranking import Demand, Ranked, Variant, evaluate, rank, why
+from ridgeline.planner.servers import replica_server
 
 LAYER = LayerSpec(32, 8, 128, 14336, Rope(dim=128))
 MODEL = ModelSpec("Llama", 128256, 4096, (LAYER,) * 32, 131072)
@@ -51,6 +52,22 @@ def test_one_device_is_the_identity(spec: ModelSpec) -> None:
     assert single.prefill(2048)[1].total == pytest.approx(single.prefill(2048)[0])
     assert single.decode(16, 1024).total == pytest.approx(cost.decode_s([1024] * 16), rel=1e-9)
     assert single.decode(16, 1024).links == single.decode(16, 1024).bubbles == 0
+
+
+def test_steps_of_linears_in_both_forms_take_the_time_of_what_they_read() -> None:
+    """Where a device has the memory: then 64 requests read as much as without blocks, and 8 read blocks."""
+    blocks, cluster = replace(MODEL, quantization="q4_k", head_format="q6_k", max_len=8192), read_cluster("2xh200")
+    cost = cost_model(cluster.device, blocks)
+    both = replica(blocks, Layout(), cluster, 2048, ENGINE)
+    blocks_only = replica(blocks, Layout(), cluster, 2048, replace(ENGINE, deterministic=True))
+    assert both.memory.expanded_bytes and both.spec.both_forms and not blocks_only.spec.both_forms
+    server = replica_server(both, cost, ENGINE, 512)
+    few, many = ([1024] * rows for rows in (8, 64))
+    for made in (Times(both, cost), Times(replica(blocks, Layout(pipeline=2), cluster, 2048, ENGINE), cost)):
+        assert all(stage.spec.both_forms for stage in made.replica.stages)
+    assert server.cost.decode_s(few) == cost.decode_s(few)
+    assert server.cost.decode_s(many) == replace(cost, spec=replace(MODEL, max_len=8192)).decode_s(many)
+    assert Times(both, cost).decode(64, 1024).total == pytest.approx(server.cost.decode_s(many), rel=1e-9)
 
 
 def test_the_ranks_of_a_layout_hold_the_model_together() -> None:

@@ -235,13 +235,18 @@ def test_what_cannot_be_predicted_says_why() -> None:
         read_situation({"facts": facts, "figures": {}}, [failed], SPEC)
 
 
-def test_the_pace_of_readers_is_read_from_the_options_of_the_server() -> None:
+def test_pace_and_forms_of_weights_are_those_of_the_server() -> None:
     facts = {
         "model_options": {}, "options": {"reader_pace": "90ms"}, "device": "cpu", "page_tokens": 16, "max_num_seqs": 4, "blocks": 9,
         "max_len": 512, "cost": cost_values(SERVER.cost), "max_num_batched_tokens": 64, "steps_in_flight": 0,
     }  # fmt: skip
     read = read_situation({"facts": facts, "figures": {}, "latencies": {}}, [row(0.0, [1, 2], 4)], SPEC)
     assert read.server.limits == Limits(4, 64, 512, pytest.approx(0.09))
+    assert not read.server.cost.spec.both_forms
+    read = read_situation(
+        {"facts": facts | {"expanded_bytes": 9}, "figures": {}, "latencies": {}}, [row(0.0, [1, 2], 4)], SPEC
+    )
+    assert read.server.cost.spec.both_forms and read.spec.both_forms, "steps of many rows read the dtype"
 
 
 def test_a_cost_model_is_read_as_it_was_written() -> None:

@@ -84,6 +84,7 @@ def run(args: Arguments) -> int:
         local = LocalEngine.start(resolved.model, replace(resolved.engine, calibration=""), stages)
         try:
             step_shapes = shapes(FIT_SHAPES, bounds(local, options.get("most_tokens")))
+            spec = replace(spec, both_forms=local.engine.setup.facts["expanded_bytes"] > 0)
             steps = measure(local, step_shapes, repeats, lambda done, total: stages("steps", done, total))
         finally:
             local.close()

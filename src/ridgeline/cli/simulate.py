@@ -120,7 +120,7 @@ def server_of(model: ModelConfig, engine: EngineConfig, row: Accelerator) -> Ser
     calibration = engine.calibration
     cost = calibrated_cost(Path(calibration), spec, row) if calibration else cost_model(row, spec)
     plan = size(Deployment(spec, replace(engine, device=kind), Memory(kind, row.memory_bytes), model))
-    return planned_server(cost, plan, engine)
+    return planned_server(replace(cost, spec=replace(spec, both_forms=plan.expanded_bytes > 0)), plan, engine)
 
 
 def _workload(options: Mapping[str, Any]) -> Workload:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ridgeline.core.experts import idle_bytes
+from ridgeline.core.gpu_blocks import Reads, wide_reads
 from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
 from ridgeline.core.spec import ModelSpec, causal_pairs, restricts_last_layer
 
@@ -46,7 +47,15 @@ def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | 
     kv += tokens * spec.kv_bytes_per_token()
     linear = spec.linear_flops(tokens, needed)
     weights = spec.step_weight_bytes - spec.idle_bytes(tokens, needed) if tokens else 0
-    return StepWork(tokens, linear + attention, weights + kv, attention, kv, needed, longest > 1)
+    read = weights + more_bytes(wide_reads(spec), tokens, needed) + kv
+    return StepWork(tokens, linear + attention, read, attention, kv, needed, longest > 1)
+
+
+def more_bytes(reads: tuple[Reads, Reads], tokens: int, logits: int) -> int:
+    """Bytes of weights that a step of so many tokens reads in addition; see gpu_blocks.wide_reads."""
+    return sum(
+        size for extra, rows in zip(reads, (tokens, logits), strict=True) for most, size in extra.items() if rows > most
+    )
 
 
 class WorkMeter:
@@ -62,11 +71,13 @@ class WorkMeter:
         "_logit_flops",
         "_token_flops",
         "_weights",
+        "_wide",
     )
 
     def __init__(self, spec: ModelSpec) -> None:
         self._token_flops, self._logit_flops = spec.linear_flops(1, 0), spec.linear_flops(0, 1)
         self._weights, self._kv_written = spec.step_weight_bytes, spec.kv_bytes_per_token()
+        self._wide = wide_reads(spec)
         self._experts, self._last_experts = spec.experts(spec.layers[:-1]), spec.experts(spec.layers[-1:])
         by_window: dict[int | None, tuple[int, int]] = {}
         for layer in spec.layers:
@@ -110,9 +121,8 @@ class WorkMeter:
             attention, kv = attention + flops * seen, kv + read * seen
         kv += tokens * self._kv_written
         linear = tokens * self._token_flops + logits * self._logit_flops
-        weights = self._weights
-        if self._last_experts or self._experts:
-            weights -= idle_bytes(self._experts, tokens) + idle_bytes(self._last_experts, logits)
+        weights = self._weights + more_bytes(self._wide, tokens, logits)
+        weights -= idle_bytes(self._experts, tokens) + idle_bytes(self._last_experts, logits)
         return StepWork(tokens, linear + attention, weights + kv, attention, kv, logits, tokens != rows)
 
 

@@ -268,7 +268,7 @@ def _memory_changes(engine: EngineConfig, memory: Memory) -> Iterable[dict[str, 
 def _candidate(
     deployment: Deployment, spec: ModelSpec, plan: MemoryPlan, change: Mapping[str, object], risk: Risk
 ) -> Candidate:
-    spec = replace(spec, max_len=plan.max_len)
+    spec = replace(spec, max_len=plan.max_len, both_forms=plan.expanded_bytes > 0)
     # For an unknown device, a step takes as long as the bytes that it reads.
     make = deployment.space.cost or (lambda served: CostModel(served, math.inf, 1.0, overhead_s=0.0))
     cost, meter, tokens = make(spec), WorkMeter(spec), min(REQUEST_TOKENS, plan.max_len)

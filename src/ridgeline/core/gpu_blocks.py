@@ -66,15 +66,40 @@ def expanded_bytes(spec: ModelSpec) -> int:
     if not spec.quantization or any(layer.experts for layer in spec.layers):
         return 0
     counted = [(matrix, count) for layer, count in Counter(spec.layers).items() for matrix in spec.matrices(layer)]
-    if not spec.shares_embedding:
-        rows = spec.vocabulary_rows
-        counted.append((Matrix("head", rows, spec.d_model, parts=((rows, spec.head_format),)), 1))
-    both = ((matrix, count) for matrix, count in counted if most_rows(_formats(matrix, spec)))
+    both = ((matrix, count) for matrix, count in [*counted, (spec.head, 1)] if most_rows(_formats(matrix, spec)))
     return DTYPE_BYTES[spec.dtype] * sum(count * matrix.elements for matrix, count in both)
 
 
 def _formats(matrix: Matrix, spec: ModelSpec) -> list[str]:
     return [name for _, name in matrix.parts] or [spec.quantization]
+
+
+def wide_read(spec: ModelSpec, matrix: Matrix) -> tuple[int, int]:
+    """(most rows of a product that reads the blocks of a linear in both forms, bytes that one of more rows reads in addition,
+    because it reads the model's dtype); (0, 0) for a linear in one form."""
+    most = most_rows(_formats(matrix, spec)) if spec.both_forms else 0
+    return (
+        (most, spec.matrix_bytes(replace(matrix, parts=(), plain=True)) - spec.matrix_bytes(matrix)) if most else (0, 0)
+    )
+
+
+Reads = Mapping[int, int]
+"""Bytes by the number of rows above which products read them in addition."""
+
+
+def wide_reads(spec: ModelSpec) -> tuple[Reads, Reads]:
+    """What steps of many rows read in addition to ModelSpec.step_weight_bytes (`wide_read`): linears that run for all tokens, and
+    those that run for tokens whose logits are needed (ModelSpec.linear_flops)."""
+    of_tokens, of_logits = Counter[int](), Counter[int]()
+    if spec.both_forms:
+        qkv, *others = spec.matrices(spec.layers[-1])
+        for layer, count in Counter(spec.layers[:-1]).items():
+            for most, more in (wide_read(spec, matrix) for matrix in spec.matrices(layer)):
+                of_tokens[most] += count * more
+        for reads, matrices in ((of_tokens, [qkv]), (of_logits, [*others, spec.head])):
+            for most, more in (wide_read(spec, matrix) for matrix in matrices):
+                reads[most] += more
+    return of_tokens, of_logits
 
 
 def kept_bytes(size: int, available: int, sequence_bytes: int, requested: int | None) -> int:

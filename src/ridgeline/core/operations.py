@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ridgeline.core.experts import Matrix, idle_bytes
+from ridgeline.core.gpu_blocks import wide_read
 from ridgeline.core.spec import DTYPE_BYTES, NUMBER_FORMATS, LayerSpec, ModelSpec, restricts_last_layer
 
 ID_BYTES = 4
@@ -69,6 +70,11 @@ class _Step:
         """Bytes of an activation element in the model's dtype."""
         return DTYPE_BYTES[self.spec.dtype]
 
+    def weight_bytes(self, matrix: Matrix, rows: int) -> int:
+        """Bytes of a matrix that a product of so many rows reads."""
+        most, more = wide_read(self.spec, matrix)
+        return self.spec.matrix_bytes(matrix) + (more if rows > most else 0)
+
     def input_bytes(self, size: int) -> int:
         """Bytes of the [tokens, size] input of a matrix product: 8 bits an element and a scale per token if the format says so."""
         number_format = NUMBER_FORMATS.get(self.spec.quantization)
@@ -119,7 +125,7 @@ def _once_per_step(step: _Step) -> Iterator[Operation]:
     yield Operation("norm", 1, 0, d_model * width, 2 * step.logits * d_model * width)
     flops = 2 * step.logits * spec.embedding_params
     scores = step.logits * spec.vocab_size * width
-    yield Operation("head", 1, flops, spec.head_bytes, step.logits * d_model * width + scores)
+    yield Operation("head", 1, flops, step.weight_bytes(spec.head, step.logits), step.logits * d_model * width + scores)
     yield Operation("sampling", 1, 0, 0, scores + step.logits * ID_BYTES)
 
 
@@ -169,6 +175,6 @@ PRODUCTS = {"gate_up": "gate+up", "shared_gate_up": "gate+up", "shared_down": "d
 
 def _product(step: _Step, matrix: Matrix, extra_bytes: int) -> Operation:
     """extra_bytes: bytes of activations in addition to the output."""
-    flops, weight_bytes = round(2 * step.tokens * matrix.used * matrix.elements), step.spec.matrix_bytes(matrix)
+    flops, read = round(2 * step.tokens * matrix.used * matrix.elements), step.weight_bytes(matrix, step.tokens)
     outputs = round(matrix.used * step.model_dtype_bytes(matrix.outputs))
-    return Operation(PRODUCTS.get(matrix.name, matrix.name), 1, flops, weight_bytes, extra_bytes + outputs)
+    return Operation(PRODUCTS.get(matrix.name, matrix.name), 1, flops, read, extra_bytes + outputs)

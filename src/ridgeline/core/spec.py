@@ -159,6 +159,7 @@ class ModelSpec:
     `head_format`: likewise of the head. A tied head that has one is kept beside the embedding, which is in `dtype`.
     `kv_format`: the format of the cache, a name of KV_FORMATS; "" means `dtype`.
     `vocabulary_ranks`: ranks that share the rows of embedding and head. `host_bytes`: of weights that stay in host memory.
+    `both_forms`: linears in blocks are in `dtype` too, which steps of many rows read (core.gpu_blocks); memory is not counted here.
 
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 also norm the output of attention and
     feed-forward, before the residual addition. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the
@@ -206,6 +207,7 @@ class ModelSpec:
     kv_format: str = ""
     vocabulary_ranks: int = 1
     host_bytes: int = 0
+    both_forms: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     mtp_layers: int = 0
@@ -326,11 +328,14 @@ class ModelSpec:
         return total
 
     @property
+    def head(self) -> Matrix:
+        """The output layer."""
+        return Matrix("head", self.vocabulary_rows, self.d_model, parts=((self.vocabulary_rows, self.head_format),))
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of the head, those of the embedding if it shares them."""
-        return self.matrix_bytes(
-            Matrix("head", self.vocabulary_rows, self.d_model, parts=((self.vocabulary_rows, self.head_format),))
-        )
+        return self.matrix_bytes(self.head)
 
     @property
     def weight_bytes(self) -> int:
@@ -344,7 +349,8 @@ class ModelSpec:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: layers with all their experts, final norm, head. Embedding rows are not counted."""
+        """Bytes of weights that a step reads: layers with all their experts, final norm, head. Embedding rows are not counted.
+        Linears in both forms count as blocks, which steps of few rows read; see gpu_blocks.wide_reads."""
         return self.layer_bytes + self.norm_vectors * self.d_model * DTYPE_BYTES[self.dtype] + self.head_bytes
 
     def idle_bytes(self, tokens: int, logits: int) -> int:

@@ -65,7 +65,9 @@ def assemble(
     check_tiers(config, plan.layout, plan.host_bytes)
     prints = partial(_fingerprint, model=model, spec=spec, layout=plan.layout, wanted=wanted)
     fingerprint = prints(folder)
-    cost, power, ceilings = read_ceilings(spec, rank.device, config.calibration)
+    cost, power, ceilings = read_ceilings(
+        replace(spec, both_forms=plan.expanded_bytes > 0), rank.device, config.calibration
+    )
     times.ends("ceilings")
     with start_group(rank, times) as group:
         loaded = load_rank(rank, group.mesh, times)

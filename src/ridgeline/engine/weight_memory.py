@@ -14,7 +14,8 @@ from ridgeline.quant.format import Weight
 class WeightMemory:
     """The tensors of a decoder whose weights are all loaded, and linears that are expanded beside them.
 
-    expanded: made from the stored ones on the device. range: memory of the stored ones that a GPU can give back.
+    expanded: made from the stored ones on the device. range: memory of the stored ones that a GPU can give back. On a CPU there is
+    neither: then this only lists the tensors whose pages a sleep gives back.
     """
 
     def __init__(self, decoder: Decoder, expands: bool = False, releasable: bool = False) -> None:

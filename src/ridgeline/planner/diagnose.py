@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ridgeline.core.gpu_blocks import MOST_ROWS
 from ridgeline.core.workload import endless_cache
 from ridgeline.planner.situation import blocked_share, cached_share, newest, workload_of
 
@@ -116,12 +117,15 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
     now, figures, facts = snapshot["now"], snapshot["figures"], snapshot["facts"]
     ceilings, latencies = snapshot["ceilings"], snapshot["latencies"]
     blocks = facts.get("blocks", 0) * facts.get("page_tokens", 0)
+    running, weights = max(figures.get("mean_running", 0.0), now.get("running", 0.0)), facts.get("weight_bytes", 0.0)
+    if running > max(MOST_ROWS.values()):
+        weights = max(weights, facts.get("expanded_bytes", 0.0))  # linears in both forms
 
     def median(name: str) -> float:
         return float(latencies.get(name, {}).get("p50", UNKNOWN))
 
     return Observation(
-        running=max(figures.get("mean_running", 0.0), now.get("running", 0.0)),
+        running=running,
         waiting=now.get("waiting", 0.0),
         max_running=facts.get("max_num_seqs", UNKNOWN),
         # Requests that were admitted together end together, so a single step may show an empty cache.
@@ -134,7 +138,7 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
         mbu=figures.get("mbu_measured", figures.get("mbu", UNKNOWN)),
         step_s=figures.get("decode_step_seconds", UNKNOWN),
         step_bytes=figures.get("decode_step_bytes", UNKNOWN),
-        weight_bytes=facts.get("weight_bytes", 0.0),
+        weight_bytes=weights,
         kv_bytes_per_token=facts.get("kv_bytes_per_token", 0.0),
         bandwidth=ceilings.get("measured_bytes") or ceilings.get("bytes") or UNKNOWN,
         e2e_s=median("e2e"),

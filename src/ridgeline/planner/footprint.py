@@ -19,7 +19,7 @@ from ridgeline.hardware.serving import cost_model
 from ridgeline.hardware.table import Accelerator
 from ridgeline.planner.cluster import read_cluster
 from ridgeline.planner.layout_times import Times
-from ridgeline.planner.layouts import Layout, rank_spec, replica
+from ridgeline.planner.layouts import Layout, rank_spec, replica, stages
 from ridgeline.planner.placement import Footprint, Gpu
 from ridgeline.planner.ranking import Demand, ReplicaLoad
 
@@ -126,7 +126,9 @@ class _Ways:
         made = replica(
             self._spec, Layout(self._tensor), cluster, need.demand.length, self._engine
         )  # memory is checked here
-        times = Times(made, cost_model(row, self._spec))
+        # As in _bytes, linears in blocks are in that form only: no memory is left for another one.
+        blocks = replace(made, spec=self._spec, stages=stages(self._spec, made.layout))
+        times = Times(blocks, cost_model(row, self._spec))
         return ReplicaLoad(times, times.prefill(need.demand.input)[1], need.demand), times
 
     def _at_rate(self, parts: tuple[ReplicaLoad, Times], most: int, rate: float) -> list[Footprint]:

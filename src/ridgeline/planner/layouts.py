@@ -241,6 +241,9 @@ def replica(spec: ModelSpec, layout: Layout, cluster: Cluster, length: int, engi
             f"memory: weights and workspace take {fixed / GIB:.1f} of {plan.usable_bytes / GIB:.1f} GiB of a device, which leaves "
             f"{left / GIB:.1f} GiB for the cache, too little for a request of {length:,} tokens."
         )
+    if plan.expanded_bytes:
+        spec = replace(spec, both_forms=True)
+        parts = stages(spec, layout)
     return Replica(spec, layout, cluster, parts, plan.max_rows * layout.groups, plan.max_step_tokens, memory, plan)
 
 

@@ -269,7 +269,7 @@ class Proposal:
 
 def use_of(unit: Unit, demand: Demand, rate: float, batch: float) -> Use:
     """Shares of the peaks that a device uses. rate: requests per second of a copy. batch: requests that decode in it on average."""
-    spec, row = unit.coarse.variant.spec, unit.offer.cluster.device
+    spec, row = unit.server.cost.spec, unit.offer.cluster.device
     meter, devices = WorkMeter(spec), unit.devices
     rows, context = max(1, round(batch)), demand.input + demand.output // 2
     step = meter.work([context] * rows, [1] * rows, rows)

@@ -40,7 +40,7 @@ def replica_server(replica: Replica, cost: CostModel, engine: EngineConfig, prom
     Chunks of prompts follow each other through the stages of a pipeline, so a step of prompts takes as long as the slowest stage.
     The time in which the last chunk passes the other stages is added to each request.
     """
-    server = planned_server(cost, replica.plan, engine)
+    server = planned_server(replace(cost, spec=replica.spec), replica.plan, engine)
     if replica.layout.replica == 1:
         return server
     divided = divided_cost(replica, cost)

@@ -119,8 +119,8 @@ def read_situation(
 ) -> Situation:
     """A situation from a server's figures (GET /dashboard/data) and ended requests (GET /requests).
 
-    spec: the model as served. most: requests, the newest ones. Raises ConfigError if no request is recorded, or the server is too
-    old to state its options.
+    spec: the model as served, but for both_forms. most: requests, the newest ones. Raises ConfigError if no request is recorded, or
+    the server is too old to state its options.
     """
     facts, figures = snapshot["facts"], snapshot["figures"]
     missing = {"model_options", "options", "cost", "max_num_batched_tokens"} - facts.keys()
@@ -131,7 +131,7 @@ def read_situation(
         )
     model, engine = ModelConfig(**facts["model_options"]), EngineConfig(**facts["options"])
     kind = "cpu" if facts["device"] == "cpu" else "cuda"
-    layout = kv_layout(spec, facts["page_tokens"])
+    layout, spec = kv_layout(spec, facts["page_tokens"]), replace(spec, both_forms=facts.get("expanded_bytes", 0) > 0)
     limits = Limits(
         facts["max_num_seqs"], facts["max_num_batched_tokens"], facts["max_len"], reader_pace(engine.reader_pace)
     )
