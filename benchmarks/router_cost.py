@@ -145,11 +145,11 @@ def ttft_row(
         full = [[row for row in rows if seconds < row.scheduled_s < 2 * seconds] for rows, _ in runs]
         times = [statistics.quantiles(latency(rows, "ttft"), n=100) for rows in full]
         for percentile, values in added.items():
-            values.append(1e3 * (times[1][percentile - 1] - times[0][percentile - 1]))
+            values.append(float(1e3 * (times[1][percentile - 1] - times[0][percentile - 1])))
     return {
         "row": "router-ttft-ms",
-        "value": round(float(statistics.median(added[99])), 3),
-        "p50": round(float(statistics.median(added[50])), 3),
+        "value": round(statistics.median(added[99]), 3),
+        "p50": round(statistics.median(added[50]), 3),
         "p99_of_turns": [round(value, 3) for value in added[99]],
         "streams": streams,
         "invalid": invalid,

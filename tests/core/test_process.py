@@ -57,6 +57,7 @@ async def test_requests_start_no_full_collection():
 
 async def test_old_garbage_is_collected_from_time_to_time(monkeypatch):
     monkeypatch.setattr(process, "FULL_COLLECTION_S", 0.01)
+    monkeypatch.setattr(process, "YOUNG_COLLECTION_S", 0.01)
 
     async def serving() -> bool:
         cycle = Cycle()
@@ -66,6 +67,21 @@ async def test_old_garbage_is_collected_from_time_to_time(monkeypatch):
         for _ in range(500):
             await asyncio.sleep(0.01)
             if old() is None:
+                return True
+        return False
+
+    assert await with_rare_collections(serving())
+
+
+async def test_young_garbage_is_collected_though_nothing_counts_it():
+    """As in a server in which as many requests end as begin: Python's count stays below its threshold."""
+
+    async def serving() -> bool:
+        gc.set_threshold(1 << 20, 10, 1 << 30)
+        young = weakref.ref(Cycle())
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if young() is None:
                 return True
         return False
 

@@ -11,9 +11,11 @@ from typing import TypeVar
 
 FULL_COLLECTION_S = 600.0
 """Seconds between two full garbage collections."""
+YOUNG_COLLECTION_S = 0.05
+"""Seconds between two collections of the objects that came meanwhile."""
+_YOUNGER = 1
+"""The generation up to which these go: their survivors are old."""
 _NEVER = 1 << 30
-_YOUNG = 2
-"""Collections of the first generation before one of the second; Python's own number is 10."""
 
 _T = TypeVar("_T")
 
@@ -30,8 +32,10 @@ async def with_rare_collections(serving: Awaitable[_T]) -> _T:
 
     Python collects all garbage whenever a quarter of its objects are new, and a full collection stops every request: among 1,500
     streams it took half a second and found a dozen objects, because requests leave next to no cycles. It now runs every
-    FULL_COLLECTION_S seconds, without the objects of imports. Young garbage is collected in smaller parts than Python's,
-    whose second generation of 7,000 objects takes 3 ms.
+    FULL_COLLECTION_S seconds, without the objects of imports.
+
+    Young garbage is collected every YOUNG_COLLECTION_S seconds. Python's own count does not do: objects of ended requests are
+    subtracted from it, so that among 2,500 streams, as many of which ended as began, 700 counted were 20,000 to search, 8 to 17 ms.
 
     Python 3.14.0 to 3.14.4 ignore the third threshold and need none: they search old objects in increments. 3.14.5 went back to
     the generations of 3.13 (What's New in Python 3.15, gc).
@@ -40,7 +44,7 @@ async def with_rare_collections(serving: Awaitable[_T]) -> _T:
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(thresholds[0], _YOUNG, _NEVER)
+    gc.set_threshold(*thresholds[:2], _NEVER)
     collecting = asyncio.create_task(_collect())
     try:
         return await serving
@@ -50,6 +54,12 @@ async def with_rare_collections(serving: Awaitable[_T]) -> _T:
 
 
 async def _collect() -> None:
+    clock = asyncio.get_running_loop().time
+    full = clock() + FULL_COLLECTION_S
     while True:
-        await asyncio.sleep(FULL_COLLECTION_S)
-        gc.collect()
+        await asyncio.sleep(YOUNG_COLLECTION_S)
+        if clock() < full:
+            gc.collect(_YOUNGER)
+        else:
+            gc.collect()
+            full = clock() + FULL_COLLECTION_S
