@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ridgeline.cli.flags import (
 )
 from ridgeline.cli.foreign import FOREIGN
 from ridgeline.cli.main import COMMANDS, main
+from ridgeline.cli.option_groups import GROUPS
 from ridgeline.cli.serve import SHIPPED_NAME, resolve_arguments
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import CONFIGS, option_fields, option_types, resolve
@@ -34,6 +36,19 @@ def test_every_option_has_its_flag() -> None:
     for name, field in option_fields().items():
         assert f"--{name.replace('_', '-')}" in text
         assert all(flag in text for flag in field.metadata["flags"])
+
+
+def test_every_option_of_a_server_is_in_one_group_of_the_help() -> None:
+    grouped = [name for names in GROUPS.values() for name in names.split()]
+    assert sorted(grouped) == sorted(option_fields())
+
+
+def test_help_is_short_where_it_can_be() -> None:
+    """One line of usage; a default is said once, and not that a switch is off."""
+    text = parser_for("serve", "", CONFIGS).format_help()
+    assert text.startswith("usage: ridgeline serve [MODEL] [options]\n\n")
+    assert not re.search(r"\(default:[^()]*\)\s+\(default:", text) and "(default: False)" not in text
+    assert re.search(r"--seed N .*?\(default:\s+0\)", text, re.DOTALL)
 
 
 def test_only_what_was_typed_is_given() -> None:
@@ -90,9 +105,8 @@ OWN = {
 def test_no_command_has_an_option_that_is_taken_for_a_configuration(name: str) -> None:
     """As `compress --calibration TEXTS` once was, which then nobody read."""
     parser = import_module(f"ridgeline.cli.{name.replace('-', '_')}").parser()
-    titles = {f"{config.__name__.removesuffix('Config').lower()} options" for config in CONFIGS}
     derived = {
-        action.dest for group in parser._action_groups if group.title in titles for action in group._group_actions
+        action.dest for group in parser._action_groups if group.title in GROUPS for action in group._group_actions
     }
     assert {action.dest for action in _actions(parser)} & set(option_types()) - derived <= set(OWN.get(name, ()))
 

@@ -13,8 +13,8 @@ from typing import TextIO, cast
 from rich.console import Console
 
 from ridgeline.cli.flags import read_flags
-from ridgeline.cli.serve import Announcer, parser
-from ridgeline.cli.show import LossyStream, Stages, stages_text
+from ridgeline.cli.serve import Announcer, parser, resolve_arguments
+from ridgeline.cli.show import LossyStream, Stages, configuration, stages_text
 
 
 def test_only_stages_that_can_be_seen_are_named() -> None:
@@ -32,6 +32,30 @@ def test_the_time_until_ready_is_what_the_user_waited(tiny: Path) -> None:
         announcer.ready("http://x:1", {"startup_s": {"imports": 7.4}})
     ready = re.search(r"ready in (\S+) s", said.getvalue())
     assert ready is not None and 7.5 <= float(ready.group(1)) < 20 and "imports 7.4 s" in said.getvalue()
+
+
+FACTS = {
+    "root": "/models/tiny", "architecture": "LlamaForCausalLM", "params": 14_160_000, "dtype": "bfloat16",
+    "quantization": "int8", "device": "cpu", "weight_bytes": 3 << 20, "blocks": 1000, "page_bytes": 1 << 10,
+    "page_tokens": 16, "max_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 512,
+}  # fmt: skip
+
+
+def test_the_start_tells_what_matters_and_what_was_set() -> None:
+    """No defaults; secrets are masked."""
+    given = ["--port", "81", "--api-key", "secret", "--tensor-parallel-size", "2", "--threads", "1"]
+    resolved = resolve_arguments(read_flags(parser(), given), {"max_num_seqs": 64})
+    assert configuration(resolved, FACTS).splitlines() == [
+        "model                 LlamaForCausalLM, 14.16 M parameters in int8 and bfloat16: /models/tiny",
+        "device                cpu, 2 processes on 1 host, 1 thread each",
+        "memory                weights 3.00 MiB, KV cache 1,000.00 KiB (1,000 blocks of 16 tokens)",
+        "limits                4,096 tokens of prompt plus answer, 64 requests at once, 512 query tokens in a step",
+        "threads               1 (flag)",
+        "tensor_parallel_size  2 (flag)",
+        "port                  81 (flag)",
+        "api_key               *** (flag)",
+    ]
+    assert "1 process, 1 thread each" in configuration(resolve_arguments(read_flags(parser(), given[-2:])), FACTS)
 
 
 def test_a_log_that_cannot_be_written_ends_nothing() -> None:

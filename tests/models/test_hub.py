@@ -39,6 +39,13 @@ def test_bad_paths(name, said, tmp_path):
         hub.resolve_model(ModelConfig(model=f"{tmp_path}/{name}"))
 
 
+@pytest.mark.parametrize("name", ["missing.gguf", "models/missing.GGUF", "./missing", "../missing/model"])
+def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/.* does not exist: check the path"):
+        hub.resolve_model(ModelConfig(model=name), snapshot=lambda *_, **__: pytest.fail("asked"))
+
+
 def test_only_what_is_needed_is_downloaded():
     asked = {}
 

@@ -295,6 +295,14 @@ def parser() -> Parser:
             name,
             help=text,
             description=f"{text[0].upper()}{text[1:]}.",
+            usage=" ".join(
+                [
+                    "ridgeline bench",
+                    name,
+                    *(f"[{it[1]}]" if it in _OPTIONAL_ARGUMENTS else it[1] for it in arguments),
+                    "[options]",
+                ]
+            ),
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )

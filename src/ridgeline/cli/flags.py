@@ -8,14 +8,23 @@ import math
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from ridgeline.cli.foreign import without_foreign
+from ridgeline.cli.option_groups import GROUPS
 from ridgeline.core.config import ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.resolve import CHOICES, ENVIRONMENT, INTEGER_TEXT, option_types, read_integer
+from ridgeline.core.resolve import (
+    CHOICES,
+    CONFIGS,
+    ENVIRONMENT,
+    INTEGER_TEXT,
+    option_fields,
+    option_types,
+    read_integer,
+)
 from ridgeline.core.sampling import SamplingParams
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "n", "stop")
@@ -82,6 +91,7 @@ def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool 
     """Create a parser with one flag per field of `configs`. model: the first positional argument is MODEL."""
     parser = Parser(
         prog=f"ridgeline {command}",
+        usage=f"ridgeline {command}{' [MODEL]' if model else ''} [options]" if configs else None,
         description=text,
         epilog=_EPILOG if configs else None,
         allow_abbrev=False,
@@ -96,24 +106,41 @@ def parser_for(command: str, text: str, configs: Sequence[type], *, model: bool 
 
 
 def add_options(parser: argparse.ArgumentParser, configs: Sequence[type], names: Collection[str] | None = None) -> None:
-    """Add one flag per field of `configs`, in one group per configuration. names: of these fields only."""
+    """Add one flag per field of `configs`: those of a server in groups by purpose (GROUPS), others in a group per configuration.
+
+    names: of these fields only.
+    """
     types = option_types(configs)
+    members = {
+        field.name: field for config in configs for field in fields(config) if names is None or field.name in names
+    }
+    of_server = option_fields(config for config in configs if config in CONFIGS)
+    for title, grouped in GROUPS.items():
+        if present := [name for name in grouped.split() if name in of_server and name in members]:
+            group = parser.add_argument_group(title)
+            for name in present:
+                _add_option(group, members[name], types[name][0])
     for config in configs:
-        group = parser.add_argument_group(f"{config.__name__.removesuffix('Config').lower()} options", config.__doc__)
-        for field in fields(config):
-            if names is not None and field.name not in names:
-                continue
-            value_type, _ = types[field.name]
-            flags = [f"--{field.name.replace('_', '-')}", *field.metadata["flags"]]
-            help_text = field.metadata["help"].replace("%", "%%") + _default_text(field.default)
-            if value_type is bool:
-                group.add_argument(*flags, dest=field.name, action=argparse.BooleanOptionalAction, help=help_text)
-            elif field.name in JOINED:
-                group.add_argument(*flags, dest=field.name, action=_Join, metavar="NAME=FOLDER", help=help_text)
-            else:
-                choices = [word for word in CHOICES.get(field.name, ()) if word]
-                metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[value_type]
-                group.add_argument(*flags, dest=field.name, metavar=metavar, help=help_text)
+        if config not in CONFIGS:
+            group = parser.add_argument_group(
+                f"{config.__name__.removesuffix('Config').lower()} options", config.__doc__
+            )
+            for field in fields(config):
+                if field.name in members:
+                    _add_option(group, field, types[field.name][0])
+
+
+def _add_option(group: argparse._ArgumentGroup, field: Field[Any], value_type: type) -> None:
+    flags = [f"--{field.name.replace('_', '-')}", *field.metadata["flags"]]
+    help_text = (field.metadata["help"] + _default_text(field)).replace("%", "%%")
+    if value_type is bool:
+        group.add_argument(*flags, dest=field.name, action=argparse.BooleanOptionalAction, help=help_text)
+    elif field.name in JOINED:
+        group.add_argument(*flags, dest=field.name, action=_Join, metavar="NAME=FOLDER", help=help_text)
+    else:
+        choices = [word for word in CHOICES.get(field.name, ()) if word]
+        metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS[value_type]
+        group.add_argument(*flags, dest=field.name, metavar=metavar, help=help_text)
 
 
 def read_flags(parser: Parser, argv: Sequence[str]) -> Arguments:
@@ -204,10 +231,10 @@ def _unknown(parser: Parser, word: str) -> ConfigError:
     return ConfigError(f"Unknown {kind} {name!r}: {hint}")
 
 
-def _default_text(default: Any) -> str:
-    if default is None or default == "":
+def _default_text(field: Field[Any]) -> str:
+    if field.default is None or field.default is False or field.default == "" or "(default: " in field.metadata["help"]:
         return ""
-    return f" (default: {default})"
+    return f" (default: {field.default})"
 
 
 def _model_help() -> str:

@@ -1,8 +1,9 @@
 """Start the server: the OpenAI API for one model. Without MODEL, it serves the model shipped with Ridgeline.
 
-This process is the service. It starts the engine process, and does not import torch itself. With --node-rank above 0 it is
-instead one of several hosts of a model: it runs no service, and its processes follow those of host 0.
+With --node-rank above 0 this host runs no service: its processes follow those of host 0 (several hosts share a model).
 """
+
+# This process is the service. It starts the engine process, and does not import torch itself.
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class Announcer:
         self._started = started
 
     def listening(self, url: str) -> None:
-        self._console.print(f"[dim]listening on {url}; /health answers 503 until the model is loaded[/dim]")
+        self._console.print(
+            f"[dim]listening on {url}; /health answers 503 until the model is loaded[/dim]", soft_wrap=True
+        )
 
     def loading(self, stage: str, done: int, total: int) -> None:
         self._stages(stage, done, total)
@@ -77,7 +80,7 @@ class Announcer:
     def ready(self, url: str, facts: Mapping[str, Any]) -> None:
         self._stages.__exit__(None, None, None)
         resolved = resolve_arguments(self._args, engine_options(facts))
-        self._console.print(configuration(resolved))
+        self._console.print(configuration(resolved, facts), highlight=False, soft_wrap=True, markup=False)
         seconds = time.perf_counter() - self._started
         self._console.print(f"\n[bold]ready[/bold] in {seconds:.1f} s: {url}/v1", highlight=False)
         if stages := stages_text(facts.get("startup_s") or {}):

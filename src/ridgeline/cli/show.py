@@ -9,11 +9,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TextIO, cast
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
+from ridgeline.core.plural import counted
 from ridgeline.core.resolve import Resolved
 
 _FACTS = {
@@ -96,16 +95,51 @@ class Stages:
         self._progress.update(self._tasks[stage], completed=done, total=total)
 
 
-def configuration(resolved: Resolved) -> Group:
-    """Table of options with value and origin, then one paragraph with all defaults."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    defaults = []
+def configuration(resolved: Resolved, facts: Mapping[str, Any]) -> str:
+    """Model, device, memory and limits of the engine (facts: what it reports), then the options that were set."""
+    rows = [("model", _model(facts)), ("device", _device(resolved, facts)), ("memory", _memory(facts))]
+    rows.append(("limits", _limits(facts)))
     for name, value, origin in resolved.rows():
-        if origin == "default":
-            defaults.append(f"{name} {value}")
-        else:
-            table.add_row(name, Text(value), Text(origin, style="dim"))
-    return Group(table, Text(f"defaults: {', '.join(defaults)}", style="dim"))
+        if origin not in ("default", "model and hardware"):
+            rows.append((name, f"{value} ({origin})"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in rows if text)
+
+
+def _model(facts: Mapping[str, Any]) -> str:
+    if "params" not in facts:
+        return ""
+    formats = " and ".join(dict.fromkeys(filter(None, (facts.get("quantization"), facts["dtype"]))))
+    return f"{facts['architecture']}, {count_text(facts['params'])} parameters in {formats}: {facts['root']}"
+
+
+def _device(resolved: Resolved, facts: Mapping[str, Any]) -> str:
+    """What runs the model, and how many processes share it. Engines of prefill and decode are counted by their options alone."""
+    if "device" not in facts:
+        return ""
+    ranks, threads = resolved.engine.ranks, resolved.engine.threads
+    shared = "1 process" if ranks == 1 else f"{ranks} processes on {counted(resolved.engine.nnodes, 'host')}"
+    text = f"{facts['device']}, {shared}"
+    return text + (f", {counted(threads, 'thread')} each" if threads and facts["device"] == "cpu" else "")
+
+
+def _memory(facts: Mapping[str, Any]) -> str:
+    if "weight_bytes" not in facts:
+        return ""
+    blocks, page = facts["blocks"], facts["page_tokens"]
+    return (
+        f"weights {bytes_text(facts['weight_bytes'])}, KV cache {bytes_text(blocks * facts['page_bytes'])} "
+        f"({blocks:,} blocks of {page} tokens)"
+    )
+
+
+def _limits(facts: Mapping[str, Any]) -> str:
+    if "max_len" not in facts:
+        return ""
+    return (
+        f"{facts['max_len']:,} tokens of prompt plus answer, {facts['max_num_seqs']:,} requests at once, "
+        f"{facts['max_num_batched_tokens']:,} query tokens in a step"
+    )
 
 
 def stages_text(seconds: Mapping[str, float]) -> str:

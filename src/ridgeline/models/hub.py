@@ -15,7 +15,8 @@ NEEDED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 WEIGHTS = ("*.safetensors",)
 # Subfolders contain other exports of the same weights; "consolidated" is a second copy in Mistral's repositories.
 UNNEEDED = ("*/*", "consolidated*")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Not a path (./model, model.gguf): what does not exist there is not asked of the hub.
+_HUB_NAME = re.compile(r"(?!\.)(?!.*\.(?i:gguf|safetensors|json)$)[\w.-]+(/[\w.-]+)?")
 
 
 def shipped_model() -> Path:
@@ -60,7 +61,9 @@ def resolve_model(
             f"{folder} is a file: give a *.gguf, or the folder that contains config.json and *.safetensors."
         )
     if not _HUB_NAME.fullmatch(name):
-        raise ConfigError(f"The model folder {name} does not exist: check the path.")
+        raise ConfigError(
+            f"{folder.absolute()} does not exist: check the path, or give a name on the hub, as in Qwen/Qwen3-0.6B."
+        )
     return _download(model, snapshot)
 
 
@@ -91,6 +94,8 @@ def _download(model: ModelConfig, snapshot: Callable[..., str] | None) -> Path:
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, OSError) as error:
         raise ConfigError(
-            f"{name} is not on this machine, and the hub cannot be reached ({type(error).__name__}). Run `hf download {name} "
-            "--local-dir DIR` on a machine with network access, then serve DIR."
+            f"{name} is not a folder or file here, and not in the cache of the hub, which cannot be reached "
+            f"({type(error).__name__}). Check the path. For a model of the hub, run `hf download {name} --local-dir DIR` on a "
+            "machine with network access, copy DIR here, and give DIR as the model. fit, plan and roofline need only its "
+            "config.json."
         ) from None
