@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_nothing_is_stored_of_a_request_that_failed_or_was_left() -> None:
         connection.close()
         server.until(lambda: server.engine.cancels)
         assert server.server.front.service().answers.bytes == 0
+
+
+@pytest.mark.parametrize("change", ["unload_lora_adapter", "update_weights_from_disk"])
+def test_an_answer_that_ends_after_a_change_of_the_weights_is_not_repeated(change: str) -> None:
+    """Requests of an adapter go on when it is unloaded, and store what it has said when another one may have its name."""
+    with live(behaviour(counts, delay=0.05), answer_cache_mb=1.0) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.chat, temperature=0, max_tokens=6)
+        server.until(lambda: server.engine.submits)
+        if change == "unload_lora_adapter":
+            assert server.send("POST", "/v1/unload_lora_adapter", {"lora_name": "x"}).status == 200
+        else:
+            body = {"model_path": "x", "abort_all_requests": True}
+            assert server.send("POST", "/update_weights_from_disk", body).status == 200
+        running.result()
+        server.chat(temperature=0, max_tokens=6)
+        assert submits(server) == 2
+        server.chat(temperature=0, max_tokens=6)
+        assert submits(server) == 2
 
 
 def test_without_the_option_nothing_is_stored() -> None:

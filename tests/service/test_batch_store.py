@@ -230,9 +230,10 @@ def add_file(store: Store, name: str = "rows.jsonl", **changes: Any) -> StoredFi
     file = StoredFile(
         **{"id": new_id("file-"), "bytes": 3, "created_at": 1, "filename": name, "purpose": "batch", **changes}
     )
-    store.check_space()
+    store.reserve(file.id, 3)
     store.path(file.id).write_bytes(b"abc")
     store.add_file(file)
+    store.release(file.id)
     return file
 
 
@@ -312,7 +313,7 @@ def test_a_file_that_goes_meanwhile_takes_no_space(tmp_path: Path):
     store = Store(tmp_path, LIMIT)
     add_file(store)
     store.path("file-gone").symlink_to(tmp_path / "nowhere")
-    assert store.check_space() == LIMIT - 3
+    assert store.reserve("file-new", LIMIT) == LIMIT - 3
     store.close()
 
 
@@ -321,5 +322,19 @@ def test_space_is_bounded(tmp_path: Path):
     add_file(store)
     add_file(store)
     with pytest.raises(StorageFull):
-        store.check_space()
+        store.reserve("file-new", 1)
+    store.close()
+
+
+def test_uploads_at_the_same_time_share_the_space(tmp_path: Path):
+    store = Store(tmp_path, 10)
+    assert store.reserve("file-a", 6) == 6
+    store.path("file-a").write_bytes(b"abcd")  # these are bytes of its reservation
+    assert store.reserve("file-b", 6) == 4
+    with pytest.raises(StorageFull):
+        store.reserve("file-a", 1)
+    store.release("file-b")
+    assert store.reserve("file-a", 1) == 7
+    store.release("file-a")
+    assert store.reserve("file-c", 10) == 6
     store.close()

@@ -26,7 +26,6 @@ async def load(request: web.Request) -> web.Response:
     if name in (front.service().card.name, front.service().card.root):
         raise RequestError(f"lora_name is {name!r}, the name of the model: give another one.", param="lora_name")
     await front.adapters.load(name, folder)
-    front.service().answers.clear()
     return json_response({"success": True, "message": f"The adapter {name!r} is loaded."})
 
 
@@ -36,7 +35,6 @@ async def unload(request: web.Request) -> web.Response:
     values = await _body(request, UNLOAD)
     front = request.app[FRONT].of(None)
     await front.adapters.unload(values["lora_name"])
-    front.service().answers.clear()
     return json_response({"success": True, "message": f"The adapter {values['lora_name']!r} is unloaded."})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ridgeline.core.errors import RequestError, Unavailable
 from ridgeline.metrics.exposition import gauge, head, labelled, sample
 from ridgeline.metrics.metrics import PREFIX
+from ridgeline.service.operations import Operations
 from ridgeline.wire.client import Client
 
 _LOOK_S = 0.01
@@ -30,10 +31,11 @@ class AdapterCard:
 
 
 class AdapterBook:
-    """The adapters that are loaded, by name. client: of the current engine."""
+    """The adapters that are loaded, by name. client: of the current engine. changed: called when one was loaded or unloaded."""
 
-    def __init__(self, client: Callable[[], Client] | None = None) -> None:
-        self._client = client
+    def __init__(self, client: Callable[[], Client] | None = None, changed: Callable[[], None] = lambda: None) -> None:
+        self._client, self._changed = client, changed
+        self._operations = Operations()
         self._cards: dict[str, AdapterCard] = {}
         self._begun = False
         self.requests: Counter[str] = Counter()
@@ -68,17 +70,18 @@ class AdapterBook:
         """Raises RequestError that says what is wrong with the adapter, Unavailable if the engine cannot load it."""
         if "=" in name:
             raise RequestError(f"lora_name is {name[:80]!r}: give a name without =.", param="lora_name")
-        await self._change("load_adapter", f"{name}={folder}")
+        await self._operations.run(self._change("load_adapter", f"{name}={folder}"))
 
     async def unload(self, name: str) -> None:
         """Requests that run go on. Raises RequestError for an unknown name."""
-        await self._change("unload_adapter", name)
+        await self._operations.run(self._change("unload_adapter", name))
 
     async def _change(self, order: str, argument: str) -> None:
         async with self._changing:
             assert self._client is not None
             reply = await _order(self._client(), order, argument)
             self._take({entry["name"]: entry["root"] for entry in reply["adapters"]})
+            self._changed()
 
     def _take(self, roots: Mapping[str, str]) -> None:
         now = int(time.time())

@@ -1,8 +1,9 @@
 """Whole answers of deterministic requests, kept in memory and given again to identical ones (--answer-cache-mb).
 
 A request is deterministic if its temperature is 0 or it has a seed. The key covers the prompts, all sampling parameters and the
-salt, so tenants with different salts share no answers. Only answers that ended normally are stored. The least recently used ones
-are dropped first.
+salt, so tenants with different salts share no answers. It also covers the generation of the weights, because a request that runs
+while an adapter is unloaded stores its answer afterwards. Only answers that ended normally are stored. The least recently used
+ones are dropped first.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ridgeline.service.piece import Piece
 _decoder = msgspec.msgpack.Decoder(list[Piece])
 
 
-def answer_key(call: Call) -> bytes | None:
-    """Identifies the answer of a call; None if another call may get another answer.
+def answer_key(call: Call, generation: int = 0) -> bytes | None:
+    """Identifies the answer of a call; None if another call may get another answer. generation: AnswerCache.generation.
 
     A call with breakpoints has none: it goes to the engine, so that its prefixes stay. Nor has one with beams.
     """
@@ -28,7 +29,7 @@ def answer_key(call: Call) -> bytes | None:
     if (sampling.temperature > 0 and sampling.seed is None) or call.breakpoints or call.beams:
         return None
     digest = hashlib.sha256(
-        msgspec.msgpack.encode((call.adapter, call.salt, call.continues, call.max_tokens == 0, sampling))
+        msgspec.msgpack.encode((generation, call.adapter, call.salt, call.continues, call.max_tokens == 0, sampling))
     )
     for prompt in call.prompts:
         digest.update(len(prompt).to_bytes(8) + array("i", prompt).tobytes())
@@ -36,14 +37,15 @@ def answer_key(call: Call) -> bytes | None:
 
 
 class AnswerCache:
-    """At most `max_bytes` of encoded answers. 0: it keeps nothing."""
+    """At most `max_bytes` of encoded answers. 0: it keeps nothing. generation: counts changes of weights and adapters."""
 
     def __init__(self, max_bytes: int = 0) -> None:
-        self.max_bytes, self.bytes = max_bytes, 0
+        self.max_bytes, self.bytes, self.generation = max_bytes, 0, 0
         self._answers: OrderedDict[bytes, bytes] = OrderedDict()
 
     def clear(self) -> None:
-        """Drop all answers: the model has other weights."""
+        """Drop all answers, also those that are still being computed: the model has other weights or adapters."""
+        self.generation += 1
         self._answers.clear()
         self.bytes = 0
 

@@ -63,7 +63,13 @@ async def profile(request: web.Request) -> web.Response:
 
 async def record(client: Client, values: dict[str, Any]) -> bytes:
     """The trace of an engine. values: as the body has them. Raises Conflict, if another one is being recorded, and Unavailable."""
-    await _order(client, "profile_start", "stacks" if values.get("with_stack") else "")
+    starting = asyncio.ensure_future(_order(client, "profile_start", "stacks" if values.get("with_stack") else ""))
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await starting  # the engine begins all the same, unless it records another profile
+        await asyncio.shield(_order(client, "profile_stop"))
+        raise
     with tempfile.TemporaryDirectory(prefix="ridgeline-profile-") as folder:
         path = Path(folder) / "trace.json"
         try:

@@ -16,6 +16,7 @@ from ridgeline.service.access import Access
 from ridgeline.service.adapters import AdapterBook
 from ridgeline.service.batches.rows import LaneMetrics
 from ridgeline.service.errors import Starting
+from ridgeline.service.operations import Operations
 from ridgeline.service.prompt_log import PromptLog
 from ridgeline.service.sleep import Sleep
 from ridgeline.service.state import Service
@@ -37,8 +38,9 @@ class Front(Access):
         self.metrics = metrics
         self.lane: LaneMetrics = metrics
         self.prompts = PromptLog()
-        self.sleep = Sleep(config, lambda: self.client, forget=self.prompts.clear)
-        self.adapters = AdapterBook(lambda: self.client)
+        self.sleep = Sleep(config, lambda: self.client, forget=self._forget_prefixes)
+        self.adapters = AdapterBook(lambda: self.client, changed=self._forget_answers)
+        self._operations = Operations()
         self._lost = ""
         """Why the last engine was lost, while it is being replaced."""
         self._service: Service | None = None
@@ -50,7 +52,8 @@ class Front(Access):
         self._lost = ""
 
     def close(self, lost: str) -> None:
-        """Answer with 503 until the next `open`. lost: why the engine is being restarted."""
+        """Answer with 503 until the next `open`. lost: why the engine is being restarted. The next one reads its files again."""
+        self._forget_answers()
         self._service = None
         self._lost = lost
         self.prompts.clear()
@@ -88,13 +91,26 @@ class Front(Access):
         return await self.of(model).sleep.wake()
 
     async def update(self, model: str | None, folder: str, *, abort: bool, wait_s: float) -> dict[str, Any]:
-        """Replace the weights of a model (Sleep.update), and drop what the service has kept of old ones."""
+        """Replace the weights of a model (Sleep.update), also if the caller leaves meanwhile."""
+        return await self._operations.run(self._update(model, folder, abort=abort, wait_s=wait_s))
+
+    async def _update(self, model: str | None, folder: str, *, abort: bool, wait_s: float) -> dict[str, Any]:
         front = self.of(model)
-        reply = await front.sleep.update(folder, abort=abort, wait_s=wait_s)
-        service = front.service()
-        service.pin_book.reset()
-        service.answers.clear()
-        return reply
+        try:
+            return await front.sleep.update(folder, abort=abort, wait_s=wait_s)
+        finally:
+            front._forget_answers()
+
+    def _forget_prefixes(self) -> None:
+        """The engine drops its cached prefixes."""
+        self.prompts.clear()
+        if self._service is not None:
+            self._service.pin_book.reset()
+
+    def _forget_answers(self) -> None:
+        """The engine has other weights, or another adapter under a name."""
+        if self._service is not None:
+            self._service.answers.clear()
 
     def cards(self) -> list[dict[str, Any]]:
         """The models as /v1/models lists them. Raises Unavailable."""
@@ -150,7 +166,6 @@ class Front(Access):
             return
         try:
             await self.sleep.sleep(wait_s=0.0)
-            self.service().pin_book.reset()
         except RidgelineError as error:
             log.warning("The model does not go to sleep: %s", error.message)
             self.sleep.used += 60 * self.config.idle_sleep_minutes  # not again at once

@@ -10,6 +10,7 @@ from typing import Any
 
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import RequestError, Unavailable
+from ridgeline.service.operations import Operations
 from ridgeline.wire.client import Client
 
 _LOOK_S = 0.01
@@ -21,7 +22,7 @@ WAIT_S = 60.0
 
 
 class Sleep:
-    """Of one engine. Changes run one at a time; requests that arrive meanwhile wait for their end.
+    """Of one engine. Changes run one at a time, and to their end when their caller leaves; requests that arrive meanwhile wait.
 
     level: 0 while the engine is awake. users: requests that need it. used: when the last one ended, on `clock`. folder: of the
     weights that `update` has read, "" for those of the start.
@@ -40,6 +41,7 @@ class Sleep:
         self.folder = ""
         self.config, self._client, self._clock, self._forget = config, client, clock, forget
         self._changing = asyncio.Lock()
+        self._operations = Operations()
 
     @property
     def away(self) -> bool:
@@ -62,7 +64,7 @@ class Sleep:
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
         """Wake the engine, and keep it awake. Raises Unavailable if it cannot wake, or if requests may not wake it."""
-        if self.away:
+        while self.away:
             if self.level and self.config.asleep_requests == "refuse":
                 raise Unavailable("The model sleeps: wake it up with POST /wake_up, then send the request again.")
             await self.wake()
@@ -75,6 +77,9 @@ class Sleep:
 
     async def wake(self) -> dict[str, Any]:
         """Wake the engine if it sleeps. Raises Unavailable with the reason if it cannot wake."""
+        return await self._operations.run(self._wake())
+
+    async def _wake(self) -> dict[str, Any]:
         async with self._changing:
             if not self.level:
                 return {"level": 0}
@@ -89,6 +94,9 @@ class Sleep:
             Unavailable: requests still run after wait_s seconds, or the engine refuses.
             RequestError: the server has no --enable-sleep-mode.
         """
+        return await self._operations.run(self._sleep(level, abort, wait_s))
+
+    async def _sleep(self, level: int, abort: bool, wait_s: float) -> dict[str, Any]:
         async with self._changing:
             if self.level >= level:
                 return {"level": self.level}
@@ -97,7 +105,7 @@ class Sleep:
             return await self._order("sleep", str(level))
 
     async def update(self, folder: str, *, abort: bool = False, wait_s: float = WAIT_S) -> dict[str, Any]:
-        """Replace the weights by those of a folder. A sleeping engine wakes up.
+        """Replace the weights by those of a folder. A sleeping engine wakes up. The caller lets it run to its end (Front.update).
 
         Raises as `sleep`, and RequestError for a folder with another architecture.
         """

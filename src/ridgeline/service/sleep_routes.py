@@ -35,7 +35,6 @@ async def sleep(request: web.Request) -> web.Response:
     level, mode = _choice(query, "level", LEVELS), _choice(query, "mode", MODES)
     front = request.app[FRONT].of(query.get("model"))
     reply = await front.sleep.sleep(int(level), abort=mode == "abort", wait_s=_seconds(query))
-    front.service().pin_book.reset()
     return json_response({"is_sleeping": True, **reply})
 
 

@@ -121,7 +121,7 @@ def pieces(service: Service, call: Call, usage: Usage) -> AsyncGenerator[list[Pi
         usage.prices = service.metrics.live.token_prices
         usage.price_factor = PRICE_FACTOR if call.batch else 1.0
     answers = service.answers
-    key = answer_key(call) if answers.max_bytes else None
+    key = answer_key(call, answers.generation) if answers.max_bytes else None
     if key is None:
         return _computed(service, call, usage)
     stored = answers.get(key)

@@ -138,7 +138,7 @@ class EngineRows:
         row.holder.check_model(*service.card.names(fields.get("model")))
         row.holder.check_budget()
         try:
-            async with asyncio.timeout(None) as scope:
+            async with front.sleep.awake(), asyncio.timeout(None) as scope:
                 self._scopes[scope] = row.choices
                 try:
                     return await self._answer(service, row, fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -42,6 +43,11 @@ BATCH_PAGE, MAX_BATCH_PAGE = 20, 100
 _STALL_S = 60.0
 """Seconds in which the next part of an upload must arrive."""
 _PART = 1 << 18
+_STEP = 1 << 22
+"""Bytes that an upload reserves at a time. A client that only announces a large file takes no space from others."""
+_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+_MAX_FIELD = 4096
+"""Bytes of one of these fields."""
 _WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])")
 _WINDOW_S = {"m": 60, "h": 3600, "d": 86_400}
 _ANCHOR = "created_at"
@@ -85,11 +91,19 @@ async def upload(request: web.Request) -> web.Response:
     store = _lane(request).store
     if not request.content_type.startswith("multipart/form-data") or "boundary" not in request.headers["content-type"]:
         raise RequestError("The body is not multipart/form-data: send the fields purpose and file.", param="file")
-    space = await asyncio.to_thread(store.check_space)
     file_id = new_id("file-")
+    try:
+        file = await _stored(request, store, file_id)
+    finally:
+        await asyncio.shield(asyncio.to_thread(store.release, file_id))
+    return json_response(file.body())
+
+
+async def _stored(request: web.Request, store: Store, file_id: str) -> StoredFile:
+    """Store the file of a form. Its bytes are deleted if that fails."""
     path = store.path(file_id)
     try:
-        fields, filename, size = await _receive(request, path, min(MAX_FILE_BYTES, space))
+        fields, filename, size = await _receive(request, store, file_id)
         file = structs.replace(_checked_file(file_id, fields, filename, size), owner=request[HOLDER].name)
     except OSError as error:
         path.unlink(missing_ok=True)
@@ -98,11 +112,11 @@ async def upload(request: web.Request) -> web.Response:
         path.unlink(missing_ok=True)
         raise
     await asyncio.shield(asyncio.to_thread(store.add_file, file))  # also for a client that leaves now
-    return json_response(file.body())
+    return file
 
 
-async def _receive(request: web.Request, path: Path, limit: int) -> tuple[dict[str, str], str | None, int]:
-    """The form's text fields, and the name and size of its file, whose bytes go to `path` as they arrive."""
+async def _receive(request: web.Request, store: Store, file_id: str) -> tuple[dict[str, str], str | None, int]:
+    """The form's text fields, and the name and size of its file, whose bytes are stored as they arrive."""
     fields: dict[str, str] = {}
     filename, size = None, 0
     try:
@@ -115,12 +129,10 @@ async def _receive(request: web.Request, path: Path, limit: int) -> tuple[dict[s
             if part.name == "file":
                 if filename is not None:
                     raise RequestError("file is given twice: send one file.", param="file")
-                filename, size = part.filename or "upload.jsonl", await _save(part, path, limit)
-            elif part.name is not None and len(fields) < 16:
-                data = await _in_time(part.read_chunk(1 << 12))
-                fields[part.name] = data.decode("utf-8", "replace")
-                await _in_time(part.release())
-    except (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError) as error:
+                filename, size = _checked_name(part.filename), await _save(part, store, file_id, request.content_length)
+            else:
+                await _read_field(part, fields)
+    except (ValueError, AssertionError, RuntimeError, HttpProcessingError, web.RequestPayloadError) as error:
         raise RequestError(
             f"The form cannot be read ({str(error)[:100]}): send multipart/form-data.", param="file"
         ) from error
@@ -135,15 +147,42 @@ async def _in_time(work: Any) -> Any:
         raise BodyTooSlow(f"No data arrived for {_STALL_S:g} seconds: send the file faster.") from error
 
 
-async def _save(part: BodyPartReader, path: Path, limit: int) -> int:
-    """Write a part's bytes and wait for the disk; returns their number."""
-    size = 0
-    with path.open("xb") as file:
+async def _read_field(part: BodyPartReader, fields: dict[str, str]) -> None:
+    """Add a text of the form to the fields. It may arrive in pieces of a few bytes."""
+    name, data = part.name or "", bytearray()
+    while chunk := await _in_time(part.read_chunk(_MAX_FIELD)):
+        if name in _FIELDS:
+            data += chunk
+        if len(data) > _MAX_FIELD:
+            raise RequestError(f"{name} has more than {_MAX_FIELD} bytes: shorten it.", param=name)
+    if name in _FIELDS:
+        fields[name] = data.decode("utf-8", "replace")
+
+
+def _checked_name(filename: str | None) -> str:
+    """The last part of a file's name. Raises RequestError for one that is not UTF-8, which no answer could show."""
+    name = Path(filename or "").name[:255] or "upload.jsonl"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise RequestError("The name of the file is not UTF-8: send another filename.", param="file") from None
+    return name
+
+
+async def _save(part: BodyPartReader, store: Store, file_id: str, length: int | None) -> int:
+    """Write a part's bytes in space that is reserved step by step, and wait for the disk; returns their number."""
+    size, reserved = 0, await asyncio.to_thread(store.reserve, file_id, min(_STEP, length or _STEP))
+    with store.path(file_id).open("xb") as file:
         while chunk := await _in_time(part.read_chunk(_PART)):
             size += len(chunk)
-            if size > limit:
+            if size > MAX_FILE_BYTES:
+                raise BodyTooLarge(f"The file has more than {MAX_FILE_BYTES >> 20} MiB: split it.", param="file")
+            if size > reserved:
+                with contextlib.suppress(StorageFull):
+                    reserved = await asyncio.to_thread(store.reserve, file_id, _STEP)
+            if size > reserved:
                 raise BodyTooLarge(
-                    f"The file has more than {limit} bytes, the space that is left for files.", param="file"
+                    f"The file has more than {reserved} bytes, the space that is left for files.", param="file"
                 )
             await asyncio.to_thread(file.write, chunk)
         await asyncio.to_thread(_sync, file)
@@ -171,7 +210,7 @@ def _checked_file(file_id: str, fields: Mapping[str, str], filename: str | None,
         number = int(seconds) if seconds is not None and seconds.isdecimal() and len(seconds) < 12 else seconds
         lifetime = _lifetime("expires_after", {"anchor": anchor, "seconds": number})
     now = int(time.time())
-    return StoredFile(file_id, size, now, Path(filename).name[:255] or "upload.jsonl", purpose, now + lifetime)
+    return StoredFile(file_id, size, now, filename, purpose, now + lifetime)
 
 
 def _lifetime(name: str, value: Mapping[str, Any]) -> int:

@@ -56,6 +56,8 @@ class Store:
         self._lock = threading.RLock()
         self._lock_file: IO[bytes] | None = None
         self._database: sqlite3.Connection | None = None
+        self._reserved: dict[str, int] = {}
+        """Bytes reserved for files that are being uploaded, by their ids."""
         if (folder / "state.sqlite").exists():
             self._open()
 
@@ -117,16 +119,26 @@ class Store:
         """Where the bytes of a file are. The id is one that the store has returned."""
         return self._folder / "files" / file_id
 
-    def check_space(self) -> int:
-        """Bytes that may still be stored. Opens the folder. Raises StorageFull if there are none."""
+    def reserve(self, file_id: str, more: int) -> int:
+        """Reserve up to `more` further bytes for a file that is being uploaded, until `release`. Returns its reserved bytes.
+
+        Opens the folder. Raises StorageFull if no space is left.
+        """
         with self._lock:
             self._open()
-            used = sum(map(_size, os.scandir(self._folder / "files")))
-        if used >= self._max_bytes:
-            raise StorageFull(
-                f"The stored files have {used >> 20} MiB, all that --batch-max-gb allows: delete files, or raise it."
-            )
-        return self._max_bytes - used
+            stored = (entry for entry in os.scandir(self._folder / "files") if entry.name not in self._reserved)
+            used = sum(self._reserved.values()) + sum(map(_size, stored))
+            if used >= self._max_bytes:
+                raise StorageFull(
+                    f"The files have {used >> 20} MiB, all that --batch-max-gb allows: delete files, or raise it."
+                )
+            self._reserved[file_id] = self._reserved.get(file_id, 0) + min(more, self._max_bytes - used)
+            return self._reserved[file_id]
+
+    def release(self, file_id: str) -> None:
+        """The upload has ended: from now on the file has the space that its bytes take, none if they were deleted."""
+        with self._lock:
+            self._reserved.pop(file_id, None)
 
     def add_file(self, file: StoredFile) -> None:
         """Add a file whose bytes are at its path. If that fails, they are deleted."""

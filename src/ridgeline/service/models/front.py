@@ -95,9 +95,9 @@ class ModelsFront(Front):
         await self._up(chosen)
         return {"level": 0, "model": chosen.name}
 
-    async def update(self, model: str | None, folder: str, *, abort: bool, wait_s: float) -> dict[str, Any]:
+    async def _update(self, model: str | None, folder: str, *, abort: bool, wait_s: float) -> dict[str, Any]:
         await self.wake(model)
-        return await self.of(model).update(None, folder, abort=abort, wait_s=wait_s)
+        return await super()._update(model, folder, abort=abort, wait_s=wait_s)
 
     def cards(self) -> list[dict[str, Any]]:
         return [model.card() for model in self.models.values()]

@@ -129,7 +129,6 @@ class Model:
         front = self.front
         if front is not None and self.entry.evict == "sleep" and front.trouble is None:
             await front.sleep.sleep(wait_s=0.0)
-            front.service().pin_book.reset()
         else:
             await self.unload()
 

@@ -76,8 +76,7 @@ class ModelRows:
             return RowAnswer(error.status, error_body(error), None)
         if not chosen.awake or chosen.front is None:
             raise Unavailable("The model is not awake: rows of batches wait.")
-        async with chosen.front.sleep.awake():
-            return await self._engines[chosen.name].run(replace(row, body={**row.body, "model": chosen.name}))
+        return await self._engines[chosen.name].run(replace(row, body={**row.body, "model": chosen.name}))
 
     def _find(self, name: str | None) -> Model | None:
         try:
