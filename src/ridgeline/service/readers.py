@@ -247,6 +247,10 @@ class Refused:
             raise UnsupportedField(f"`{name}` is not supported{reason}; {remedy}.", param=name)
 
 
+_FORMAT = Record({"name": Text(256), "description": Text(UNBOUNDED), "strict": Boolean()}, open=True)
+"""Members of a JSON schema beside the schema."""
+
+
 def read_response_format(name: str, value: Any) -> Grammar | None:
     """OpenAI's `response_format`; None for text."""
     if not isinstance(value, dict):
@@ -261,6 +265,7 @@ def read_response_format(name: str, value: Any) -> Grammar | None:
     json_schema = value.get("json_schema")
     if not isinstance(json_schema, dict):
         raise wrong(f"{name}.json_schema", json_schema, "an object with name and schema")
+    _FORMAT.read(f"{name}.json_schema", json_schema)
     return read_schema(f"{name}.json_schema.schema", json_schema.get("schema"))
 
 

@@ -16,6 +16,8 @@ _ALWAYS_READ = frozenset({"role", "content", "tool_call_id", "cache_control"})
 """Members that every template uses, labels, and the ends of cached prefixes, which no template reads."""
 MAX_ARGUMENTS = 1 << 20
 """Maximum characters of the arguments of all tool calls of a conversation."""
+_TEXTS = ("name", "refusal", "tool_call_id", *_REASONING_FIELDS)
+"""Members of a message that are strings."""
 _REFUSED = {"function_call": "send tool_calls instead", "audio": "this model reads text only, so leave it out"}
 """Members of OpenAI's messages that are refused, and the reason."""
 _BREAKPOINT = "prompt_cache_breakpoint"
@@ -69,6 +71,9 @@ def _message(message: Mapping[str, Any], where: str, parts: bool, text: bool, de
     role = members.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role is {shown(role)}: use one of {', '.join(ROLES)}.", param=f"{where}.role")
+    for name in _TEXTS:
+        if not isinstance(members.get(name, ""), str):
+            raise RequestError(f"{where}.{name} must be a string.", param=f"{where}.{name}")
     if role == "developer" and not developer:
         members["role"] = "system"
     if members.get("refusal") and not members.get("content"):
@@ -140,10 +145,13 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where}.function must be an object with a name.", param=f"{where}.function")
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
+    for name in ("id", "type"):
+        if not isinstance(call.get(name), str | None):
+            raise RequestError(f"{where}.{name} must be a string.", param=f"{where}.{name}")
+    arguments = function.get("arguments")
+    if arguments is None or isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):

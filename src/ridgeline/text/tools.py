@@ -82,7 +82,10 @@ def _tool(entry: Any, where: str) -> Tool:
         raise RequestError(
             f"{where}.function.name must have 1 to 64 letters, digits, _ or -.", param=f"{where}.function.name"
         )
-    strict = bool(function.get("strict"))
+    for member, kind, expects in (("description", str, "a string"), ("strict", bool, "true or false")):
+        if not isinstance(function.get(member), kind | None):
+            raise RequestError(f"{where}.function.{member} must be {expects}.", param=f"{where}.function.{member}")
+    strict = function.get("strict") is True
     return Tool(name, _arguments(function.get("parameters"), strict, f"{where}.function.parameters"), strict)
 
 

@@ -73,7 +73,7 @@ MESSAGES: Mapping[str, Reader] = {
     "top_p": Number(0, 1),
     "top_k": Integer(-1, 1 << 20),
     "tools": Items(_OBJECT, MAX_TOOLS),
-    "tool_choice": _OBJECT,
+    "tool_choice": Record({"disable_parallel_tool_use": Boolean()}, open=True),
     "thinking": _OBJECT,
     "metadata": _OBJECT,
     "service_tier": OneOf(("auto", "standard_only")),
@@ -185,7 +185,8 @@ def _message(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(block.get("tool_use_id"), str):
         raise wrong(f"{where}.tool_use_id", block.get("tool_use_id"), "the id of a tool_use block")
-    parts = texts(block.get("content") or "", f"{where}.content", ("text",))
+    given = block.get("content")
+    parts = texts("" if given is None else given, f"{where}.content", ("text",))
     message = {
         "role": "tool",
         "tool_call_id": block["tool_use_id"],
@@ -206,7 +207,9 @@ def _assistant(blocks: Sequence[Any], where: str) -> dict[str, Any]:
             calls.append(_tool_use(block, place))
             control = control | _control(block)
         elif kind == "thinking":
-            thoughts.append(str(block.get("thinking", "")))
+            if not isinstance(block.get("thinking"), str):
+                raise wrong(f"{place}.thinking", block.get("thinking"), "a text")
+            thoughts.append(block["thinking"])
         elif kind != "redacted_thinking":
             parts.append(text_part(block, place, ("text",)))
     message: dict[str, Any] = {"role": "assistant", "content": parts or "", **control}
@@ -254,7 +257,7 @@ def _tools(tools: Sequence[Mapping[str, Any]], choice: Mapping[str, Any] | None)
     kind = choice.get("type")
     if kind == "tool":
         body["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         body["tool_choice"] = _CHOICES[kind]
     else:
         raise wrong("tool_choice.type", kind, "auto, any, tool or none")

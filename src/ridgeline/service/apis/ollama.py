@@ -216,7 +216,11 @@ def _translate(
     without_effect = [f"options.{name}" for name in options if name not in _OPTIONS and name != "num_predict"]
     if "keep_alive" in values:
         without_effect.append("keep_alive")
-    names = _NAMES | {"response_format.json_schema.schema": "format", "reasoning_effort": "think"}
+    names = _NAMES | {
+        "response_format.json_schema.schema": "format",
+        "response_format": "format",
+        "reasoning_effort": "think",
+    }
     return translated(body, Origin(origins, names), (*ignored, *without_effect))
 
 
@@ -231,6 +235,9 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         kept.setdefault("tool_call_id", str(message.get("tool_name", "")))
     calls = message.get("tool_calls")
     if isinstance(calls, list):
+        for index, call in enumerate(calls):
+            if not isinstance(call, Mapping):
+                raise wrong(f"{where}.tool_calls[{index}]", call, "an object with function")
         kept["tool_calls"] = [{"id": f"call_{index}", "type": "function", **call} for index, call in enumerate(calls)]
     return kept
 

@@ -16,7 +16,7 @@ from ridgeline.service.endpoint import Endpoint
 from ridgeline.service.fields import LONG, Fields
 from ridgeline.service.generate import generate
 from ridgeline.service.pooling import Finish, Vectors, pooled_call, read_finish, read_texts
-from ridgeline.service.readers import Boolean, Integer, Reader, Record, Special, Text, Texts
+from ridgeline.service.readers import Boolean, Integer, Reader, Record, Special, Text, Texts, wrong
 from ridgeline.service.state import Service
 
 ROUTES = web.RouteTableDef()
@@ -48,7 +48,10 @@ async def embed_prompt(request: web.Request) -> web.StreamResponse:
 
 
 def _read_embed(body: Any) -> Fields:
-    return _read(body, EMBED, "input")
+    fields = _read(body, EMBED, "input")
+    if not fields.get("input"):
+        raise wrong("input", [], "at least one text")
+    return fields
 
 
 def _read_prompt(body: Any) -> Fields:

@@ -39,6 +39,8 @@ _OBJECT = Record({}, open=True)
 _ITEMS = Items(_OBJECT, MAX_MESSAGES, 1)
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "refusal")
+_STRINGS = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id",)}
+"""Members of items that are strings."""
 
 
 def _read_input(name: str, value: Any) -> Any:
@@ -84,6 +86,7 @@ _SAME = ("model", "stream", "temperature", "top_p", "tool_choice", "parallel_too
 _NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
@@ -157,6 +160,9 @@ def _joins(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = item.get("type", "message")
+    for name in _STRINGS.get(kind, ()) if isinstance(kind, str) else ():
+        if not isinstance(item.get(name), str | None):
+            raise wrong(f"{where}.{name}", item[name], "a string")
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
         call = {"id": item.get("call_id", ""), "type": "function", "function": function}
@@ -166,8 +172,9 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         output = "\n".join(part["text"] for part in parts)
         return {"role": "tool", "tool_call_id": item.get("call_id", ""), "content": output}
     if kind == "reasoning":
-        thoughts = [str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, Mapping)]
-        return {"role": "assistant", "content": "", "reasoning_content": "\n".join(thoughts)}
+        given = item.get("content")
+        thoughts = texts([] if given is None else given, f"{where}.content", ("reasoning_text", *_TEXTS))
+        return {"role": "assistant", "content": "", "reasoning_content": "\n".join(part["text"] for part in thoughts)}
     if kind != "message":
         raise wrong(f"{where}.type", kind, "message, function_call, function_call_output or reasoning")
     role = item.get("role")

@@ -40,15 +40,19 @@ def read_demand(headers: Mapping[str, str], body: Any) -> Reading:
         priority=_priority(body),
         session=session if isinstance(session, str) else "",
     )
-    return Reading(demand, body.get("request_id"))
+    request_id = body.get("request_id")
+    return Reading(demand, request_id if isinstance(request_id, str) else None)
 
 
 def prompt_bytes(body: Mapping[str, Any]) -> bytes:
     """The prompt as bytes that begin with those of every prompt that it continues: tools, then messages; or texts; or ids."""
     if PREVIOUS in body:
         given: Any = body.get("input")
-        valid = isinstance(given, str) or (isinstance(given, list) and all(isinstance(item, dict) for item in given))
-        items = [*body[PREVIOUS], *as_items(given)] if valid else []
+        given = as_items(given) if isinstance(given, str) else given
+        valid = all(
+            isinstance(part, list) and all(isinstance(item, dict) for item in part) for part in (body[PREVIOUS], given)
+        )
+        items = [*body[PREVIOUS], *given] if valid else []
         return b"".join(msgspec.json.encode({**item, "id": None}) for item in items)
     if "messages" in body:
         messages = body["messages"] if isinstance(body["messages"], list) else [body["messages"]]
