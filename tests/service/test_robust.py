@@ -405,12 +405,6 @@ def test_what_the_engine_refuses_names_a_grammars_field_only_where_there_is_one(
             assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
 
 
-def test_what_the_engine_cannot_run_now_may_be_sent_again():
-    with live(behaviour(counts, fail_after=0, fails_as="unavailable")) as server:
-        answer = server.complete(guided_regex="a+")
-        assert (answer.status, answer.error["code"]) == (503, "unavailable") and answer.headers["retry-after"]
-
-
 def test_loading_then_ready():
     with live(behaviour(counts, loading=True)) as server:
         health = server.send("GET", "/health")

@@ -78,7 +78,7 @@ class UsageHolder(Holder):
         return replace(call, payer=self, salt=salt), ()
 
     def charge(self, record: RequestRecord, cost: float) -> float:
-        if record.cut == "refused":
+        if not _pays(record):
             return 0.0
         cost *= PRICE_FACTOR if record.batch else 1.0
         used = Used(1, record.prompt_tokens, record.cached_tokens, record.output_tokens, cost)
@@ -180,7 +180,7 @@ class KeyHolder(UsageHolder):
     def charge(self, record: RequestRecord, cost: float) -> float:
         cost = super().charge(record, cost)
         self._spending.add(cost, self._clock())
-        if "tokens" in self._buckets:
+        if "tokens" in self._buckets and _pays(record):
             tokens = record.output_tokens + (record.prompt_tokens if record.batch else 0)
             self._buckets["tokens"].take(tokens, time.monotonic())
         return cost
@@ -192,6 +192,11 @@ class KeyHolder(UsageHolder):
             headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(bucket.level(now))))
             headers[f"x-ratelimit-reset-{kind}"] = duration_text(bucket.full_s(now))
         return headers
+
+
+def _pays(record: RequestRecord) -> bool:
+    """Whether a request is counted. A row of a batch that was cut off has no answer: it runs again, and is counted then."""
+    return record.cut != "refused" and not (record.batch and record.cut)
 
 
 def _prompt_tokens(call: Call) -> int:
