@@ -327,6 +327,8 @@ def test_a_key_sees_its_own_files_and_batches(tmp_path: Path) -> None:
         running.until(lambda: len(rows_of(running)) == 1)
         for path in (f"/v1/files/{file['id']}", f"/v1/files/{file['id']}/content", f"/v1/batches/{batch['id']}"):
             assert (get(path, "ANN").status, get(path, "root").status, get(path, "BOB").status) == (200, 200, 404), path
+            unknown = get(path.replace(path.split("/")[3], "none"), "BOB").error["message"]
+            assert get(path, "BOB").error["message"] == unknown.replace("none", path.split("/")[3])
         assert running.send("POST", f"/v1/batches/{batch['id']}/cancel", {}, bearer("BOB")).status == 404
         assert running.send("DELETE", f"/v1/files/{file['id']}", headers=bearer("BOB")).status == 404
         for secret, count in (("ANN", 1), ("root", 1), ("BOB", 0)):
