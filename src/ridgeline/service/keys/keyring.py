@@ -7,7 +7,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -224,7 +224,8 @@ class Keyring:
         self._holders: dict[str, KeyHolder] = {}
         """By name; also those whose key was removed, because their requests may still run."""
         self._current: list[KeyHolder] = []
-        self._price = 0.0
+        self._prices: set[float] = set()
+        """USD per hour of the devices of this server, of each model that was loaded."""
         keys = {} if self._file is None else self._read(self._file)
         if self._file is not None:
             self.usage = UsageLedger(usage_path(config))
@@ -290,12 +291,13 @@ class Keyring:
         self._current = [self._holders[name] for name in keys]
 
     def set_price(self, price: float) -> None:
-        """The price of the device in USD per hour, when it is known. Raises ConfigError if budgets need one."""
-        self._price = price
-        self._check_price(holder.key for holder in self._current)
+        """The price of a device in USD per hour, when it is known. Raises ConfigError if budgets need one."""
+        self._check_prices((holder.key for holder in self._current), {price})
+        self._prices.add(price)
 
-    def _check_price(self, keys: Iterable[ApiKey]) -> None:
-        unpriced = next((key.name for key in keys if key.budget is not None and not self._price), None)
+    def _check_prices(self, keys: Iterable[ApiKey], prices: Collection[float]) -> None:
+        known = bool(prices) and all(prices)
+        unpriced = next((key.name for key in keys if key.budget is not None and not known), None)
         if unpriced is not None:
             raise ConfigError(
                 f"The API key {unpriced!r} has a budget, but the price of this device is not known: give --price-per-hour.",
@@ -309,7 +311,7 @@ class Keyring:
             return False
         try:
             keys = self._read(self._file)
-            self._check_price(keys.values())
+            self._check_prices(keys.values(), self._prices)
             self._take(keys)
         except (ConfigError, sqlite3.Error) as error:
             log.error("the API keys stay as they were: %s", error)
