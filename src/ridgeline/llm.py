@@ -56,9 +56,9 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: str = ""
-    """Why the answer ended: "stop", "length", "refused" or "error"."""
+    """Why the answer ended: "stop", "length", "refused", "unavailable" or "error"."""
     error: str = ""
-    """The reason if `finish` is "refused" or "error"."""
+    """The reason if `finish` is "refused", "unavailable" or "error"."""
     logprobs: list[TokenLogprobs] | None = None
 
 
@@ -194,7 +194,7 @@ class LLM:
             if piece:
                 yield piece
         for choice in run.completion.choices:
-            if choice.finish in ("refused", "error"):
+            if choice.finish in ("refused", "unavailable", "error"):
                 raise (RequestError if choice.finish == "refused" else EngineFailed)(choice.error)
 
     def close(self) -> None:

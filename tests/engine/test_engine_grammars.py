@@ -102,7 +102,7 @@ def test_a_grammar_that_is_refused_or_comes_too_late_ends_its_request(monkeypatc
     frame = engine.turn()
     assert frame is not None
     (refused,) = frame.each()
-    assert (refused.id, refused.finish) == ("late", "refused") and "within 10 s" in refused.error and engine.idle
+    assert (refused.id, refused.finish) == ("late", "unavailable") and "within 10 s" in refused.error and engine.idle
 
 
 def test_a_slow_mask_holds_up_its_own_request_only() -> None:

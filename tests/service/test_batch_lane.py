@@ -14,9 +14,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ridgeline.core.config import ServiceConfig
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.errors import ConfigError, Overloaded
 from ridgeline.service.access import Access
 from ridgeline.service.batches.input import answered, not_run, row_id
+from ridgeline.service.batches.job import ATTEMPTS
 from ridgeline.service.batches.lane import run_lane
 from ridgeline.service.batches.rows import PRIORITY, LaneCounts, NoRoom, RowAnswer, RowRequest
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
@@ -233,6 +234,27 @@ def test_a_row_that_the_engine_does_not_survive_fails(tmp_path: Path):
         (row,) = lines(server, batch["error_file_id"])
         assert row["response"]["status_code"] == 500 and row["response"]["body"]["error"]["code"] == "engine_failed"
         assert len(server.engine.submits) == 3
+
+
+def test_a_row_runs_again_after_its_grammar_had_no_time(tmp_path: Path):
+    """The compilers of the service and of the engine are busy with others, or the engine fell asleep meanwhile."""
+    plan = behaviour(says("a"), fail_after=0, fails_as="unavailable")
+    with live(plan, batch_dir=str(tmp_path)) as server:
+        grammars = server.server._service.grammars
+        check, tries = grammars.check, []
+
+        async def busy(*given: Any) -> None:
+            tries.append(given)
+            if len(tries) <= ATTEMPTS:
+                raise Overloaded("The grammar was not compiled within 10 s.", retry_after_s=10.0)
+            await check(*given)
+
+        grammars.check = busy
+        batch_id = start(server, line("a", guided_regex="a+"))
+        server.until(lambda: len(server.engine.submits) > ATTEMPTS)
+        server.engine.behaviour.fail_after = None
+        batch = until(server, batch_id)
+        assert (batch["status"], batch["request_counts"]) == ("completed", {"total": 1, "completed": 1, "failed": 0})
 
 
 def test_a_full_disk_ends_the_batch_and_not_the_server(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -304,8 +305,12 @@ def test_pages(tmp_path: Path):
     assert [entry.batch.id for entry in page] == [ids[4], ids[3]] and more
     page, more = store.batches(ids[3], 3)
     assert [entry.batch.id for entry in page] == [ids[2], ids[1], ids[0]] and not more
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound) as unknown:
         store.batches("batch_none", 3)
+    for listed, other in ((store.batches, ids[0]), (partial(store.files, None, ascending=True), file.id)):
+        with pytest.raises(NotFound) as foreign:
+            listed(after=other, limit=3, owner="somebody else")
+        assert foreign.value.message == unknown.value.message.replace("batch_none", other)
     store.close()
 
 

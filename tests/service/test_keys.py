@@ -327,9 +327,51 @@ def test_a_key_sees_its_own_files_and_batches(tmp_path: Path) -> None:
         running.until(lambda: len(rows_of(running)) == 1)
         for path in (f"/v1/files/{file['id']}", f"/v1/files/{file['id']}/content", f"/v1/batches/{batch['id']}"):
             assert (get(path, "ANN").status, get(path, "root").status, get(path, "BOB").status) == (200, 200, 404), path
+            unknown = get(path.replace(path.split("/")[3], "none"), "BOB").error["message"]
+            assert get(path, "BOB").error["message"] == unknown.replace("none", path.split("/")[3])
         assert running.send("POST", f"/v1/batches/{batch['id']}/cancel", {}, bearer("BOB")).status == 404
         assert running.send("DELETE", f"/v1/files/{file['id']}", headers=bearer("BOB")).status == 404
         for secret, count in (("ANN", 1), ("root", 1), ("BOB", 0)):
             assert len(get("/v1/batches", secret).json["data"]) == count
             assert bool(get("/v1/files", secret).json["data"]) == bool(count)
         assert rows_of(running) == {"ann"}
+
+
+def test_rows_are_charged_for_their_answers_only(tmp_path: Path) -> None:
+    """Each row once, however often it began, and none that was cut off when its batch was cancelled."""
+    keys = {"ann": {"tokens_per_minute": 100_000}}
+    plan = behaviour(counts, rows=4, delay=0.002)
+    with server(tmp_path, keys=keys, plan=plan, batch_dir=str(tmp_path / "batches")) as running:
+        usage = running.server.front.keys.usage
+        batch = submit(running, *(line(str(row), max_tokens=40) for row in range(6)))
+        running.until(lambda: running.engine.said > 10)
+        running.run(running.engine.die())
+        engine = running.replace_engine()
+        finished(running, batch, "completed")
+        assert len(running.engine.submits) + len(engine.submits) > 6, "rows ran again"
+        (used,) = [row[2] for row in usage.hours(None, 0, 4e9)]
+        assert (used.requests, used.output_tokens) == (6, 240)
+        bucket, said = running.server.front.keys.payer("ann")._buckets["tokens"], engine.said
+        level = bucket.level(time.monotonic())
+        batch = submit(running, line("long", max_tokens=1500))
+        running.until(lambda: engine.said > said + 20)
+        running.send("POST", f"{batch}/cancel", {}, ADMIN)
+        finished(running, batch, "cancelled")
+        assert [row[2] for row in usage.hours(None, 0, 4e9)] == [used]
+        assert bucket.level(time.monotonic()) >= level, "nor does it count in the tokens per minute"
+
+
+def finished(running: Live, batch: str, status: str) -> None:
+    """Wait until a batch has this status."""
+    deadline = time.monotonic() + 10
+    while (now := running.send("GET", batch, headers=ADMIN).json)["status"] != status:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.01)
+
+
+def submit(running: Live, *rows: bytes) -> str:
+    """Start a batch of the key ANN; returns its path."""
+    body, headers = form(("purpose", b"batch", ""), ("file", b"".join(rows), "rows.jsonl"))
+    file = running.send("POST", "/v1/files", body, {**headers, **bearer("ANN")}).json
+    create = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    return f"/v1/batches/{running.send('POST', '/v1/batches', create, bearer('ANN')).json['id']}"

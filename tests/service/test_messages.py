@@ -11,7 +11,7 @@ from ridgeline.core.errors import RequestError
 from ridgeline.service.fields import TABLE, read_fields
 from ridgeline.service.readers import Refused
 
-from .live import Live
+from .live import Live, behaviour, counts, live
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -65,3 +65,9 @@ def test_a_target_that_is_no_path(endless: Live) -> None:
 def test_routes(endless: Live) -> None:
     assert endless.get("/nowhere").error["message"] == "Unknown route GET /nowhere: check the path."
     assert endless.get("/v1/completions").error["message"] == "/v1/completions does not accept GET: use POST."
+
+
+def test_what_the_engine_cannot_run_now_may_be_sent_again() -> None:
+    with live(behaviour(counts, fail_after=0, fails_as="unavailable")) as server:
+        answer = server.complete(guided_regex="a+")
+        assert (answer.status, answer.error["code"]) == (503, "unavailable") and answer.headers["retry-after"]

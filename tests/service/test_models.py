@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -69,6 +70,10 @@ def serving(path: Path, **flags: Any) -> Iterator[Live]:
         asyncio.run_coroutine_threadsafe(stop(), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(5)
+
+
+def states_of(server: Live) -> dict[str, str]:
+    return {name: model.state for name, model in server.server.front.models.items()}
 
 
 def states(server: Live) -> dict[str, str]:
@@ -190,6 +195,36 @@ def test_a_model_that_cannot_be_loaded_gets_503_with_the_reason(tiny: dict[str, 
         assert states(server) == {"broken": "failed", "good": "unloaded"}
         assert "Unheard" in server.get("/v1/models/broken").json["problem"]
         assert server.get("/health").status == 200
+
+
+def test_budgets_need_a_price(tiny: dict[str, Any], tmp_path: Path):
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"ann": {"key": "ANN", "budget": {"day": 1}}}))
+    options = {"api_keys": str(keys), "usage_file": "off"}
+    body = {"model": "a", "prompt": PROMPT, "max_tokens": 2}
+    for price, status in (({}, 503), ({"price_per_hour": 2.0}, 200)):
+        with serving(write(tmp_path, {"a": tiny}), **options, **price) as server:
+            reply = server.send("POST", "/v1/completions", body, {"authorization": "Bearer ANN"})
+            assert reply.status == status, reply.data
+            model = server.server.front.models["a"]
+            assert (model.state == "failed") == (status == 503)
+            assert status == 200 or (
+                "'ann' has a budget" in reply.error["message"] and "--price-per-hour" in reply.error["message"]
+            )
+
+
+def test_a_sleeping_model_whose_engine_is_lost_comes_back_on_demand(tiny: dict[str, Any], tmp_path: Path):
+    """Another model has its memory by then."""
+    with serving(write(tmp_path, {"a": tiny, "b": tiny})) as server:
+        text(server, "a")
+        engine = server.server.front.models["a"]._supervisor.engine
+        text(server, "b")
+        os.kill(engine.process.pid, signal.SIGKILL)
+        server.until(lambda: states_of(server)["a"] != "asleep", 10)
+        time.sleep(0.5)
+        assert states_of(server) == {"a": "unloaded", "b": "awake"}
+        text(server, "a")
+        assert states_of(server) == {"a": "awake", "b": "asleep"}
 
 
 @pytest.mark.long

@@ -81,6 +81,7 @@ def test_models(polite: Live):
         ("chat", {"messages": MESSAGES, "options": {"num_predict": "x"}}, "options.num_predict"),
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
         ("chat", {"messages": [*MESSAGES, {"role": "boss", "content": "x"}]}, "messages[1].role"),
+        ("chat", {"messages": [{"role": "assistant", "content": "", "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
         ("chat", {"messages": MESSAGES, "format": "xml"}, "format"),
         ("chat", {"messages": MESSAGES, "format": {"type": 7}}, "schema"),
         ("chat", {"messages": MESSAGES, "think": "huge"}, "think"),

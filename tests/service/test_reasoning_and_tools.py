@@ -80,6 +80,29 @@ def test_tool_calls_of_every_family(family: str) -> None:
         assert server.engine.submits[-1].sampling.grammar.kind == "lark"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"])
+def test_a_call_that_cannot_be_read_is_no_failure(path: str, stream: bool) -> None:
+    """Brackets that are never closed, and more of them than a JSON parser reads."""
+    deep = "[" * 1200
+    function = {"name": "add", "parameters": {"type": "object"}}
+    tool = {"type": "function", "function": function}
+    tools = {
+        "/v1/messages": {"name": "add", "input_schema": {"type": "object"}},
+        "/v1/responses": {"type": "function", **function},
+    }
+    body: dict[str, Any] = {"model": MODEL, "stream": stream, "tools": [tools.get(path, tool)]}
+    hi = [{"role": "user", "content": "hi"}]
+    body |= {"input": "hi"} if path == "/v1/responses" else {"messages": hi}
+    body |= {"max_tokens": 1500} if path == "/v1/messages" else {}
+    whole = "]" * len(deep) + "}}</tool_call>"
+    for arguments in ('{"x": [1, {', '{"x": ' + deep, '{"x": ' + deep + whole):
+        with live(behaviour(says('<tool_call>{"name": "add", "arguments": ' + arguments))) as server:
+            answer = server.send("POST", path, body)
+            assert answer.status == 200, answer.data[:300]
+            assert b"add" in answer.data and b'"error":{' not in answer.data, arguments[:20]
+
+
 def test_parsers_by_option() -> None:
     """The template shows neither format: the options name them."""
     plan = behaviour(says(f"a < b</think>[TOOL_CALLS]{JSON_LIST}"))

@@ -37,6 +37,7 @@ HERMES_CASES = [
     ('<tool_call>{"name": "add", "arguments": {}} and so on', "and so on", [("add", "{}")]),
     ('<tool_call>{"name": "robot", "arguments": {}}</tool_call>',) * 2 + ([],),
     ('<tool_call>{"name": ["add"], "arguments": {}}</tool_call>',) * 2 + ([],),
+    (f'<tool_call>{{"name": {"[" * 2000 + "]" * 2000}, "arguments": {{}}}}</tool_call>',) * 2 + ([],),
     ("<tool_call>nonsense</tool_call> more",) * 2 + ([],),
     ('<tool_call>{"nam',) * 2 + ([],),
     ("<tool_call>",) * 2 + ([],),

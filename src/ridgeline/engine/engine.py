@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ridgeline.core.errors import RequestError, RidgelineError
+from ridgeline.core.errors import RequestError, RidgelineError, Unavailable
 from ridgeline.core.events import StepUpdates, Update
 from ridgeline.core.sampling import MAX_STOP_IDS
 from ridgeline.engine.adapters import ADAPTER_ORDERS, Adapters
@@ -152,24 +152,24 @@ class Engine:
                 self._waiting.append(request)
             else:
                 waited = f"The grammar was not compiled within {COMPILE_S:g} s, those in front of it included"
-                self._refuse(request.message, f"{waited}: send it again later.")
+                self._refuse(request.message, f"{waited}: send it again later.", "unavailable")
 
     def _add(self, message: Submit, compiled: Future[CompiledGrammar] | None) -> None:
         try:
             for request in self._requests(message, None if compiled is None else compiled.result()):
                 self._scheduler.add(request)
         except RidgelineError as error:
-            self._refuse(message, error.message)
+            self._refuse(message, error.message, "unavailable" if isinstance(error, Unavailable) else "refused")
 
-    def _refuse(self, message: Submit, reason: str) -> None:
+    def _refuse(self, message: Submit, reason: str, finish: str = "refused") -> None:
         choices = range(message.sampling.n)
-        self._refused += [Update(message.id, choice, [], finish="refused", error=reason) for choice in choices]
+        self._refused += [Update(message.id, choice, [], finish=finish, error=reason) for choice in choices]
 
     def _requests(self, message: Submit, compiled: CompiledGrammar | None) -> list[Request]:
         """One request per choice. Raises RequestError for a request that can never run (the service refuses these first)."""
         sampling, setup, length = message.sampling, self.setup, len(message.tokens)
         if self._draining or setup.sleeper.level:
-            raise RequestError("The engine sleeps or is shutting down: wake it up, or use another replica.")
+            raise Unavailable("The engine sleeps or is shutting down: wake it up, or use another replica.")
         if not 1 <= length < setup.max_len:
             raise RequestError(f"The prompt has {length} tokens: give 1 to {setup.max_len - 1}.", param="prompt")
         if min(message.tokens) < 0 or max(message.tokens) >= setup.vocab_size:

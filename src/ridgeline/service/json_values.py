@@ -25,3 +25,15 @@ def decode_json(data: bytes | bytearray | str) -> Any:
     would block all streams for seconds.
     """
     return _DECODER.decode(data)
+
+
+def encode_arguments(text: str) -> msgspec.Raw:
+    """The arguments of a tool call as a JSON object on one line: {} for text that is incomplete or something else.
+
+    The text is the model's: it may be nested deeper than JSON is read.
+    """
+    try:
+        value = decode_json(text)
+        return msgspec.Raw(msgspec.json.encode(value if isinstance(value, dict) else {}))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return msgspec.Raw(b"{}")

@@ -155,16 +155,19 @@ class Server:
         self._answer(service)
         log.info("%s is served; sampling defaults %s, context %s", card.name, dict(card.defaults), facts["max_len"])
 
-    async def keep_open(self, announce: Announce | None = None) -> None:
+    async def keep_open(self, announce: Announce | None = None, *, while_awake: bool = False) -> None:
         """After `open`: start another engine whenever one is lost.
 
-        Ends when it is cancelled. Raises EngineFailed when no restart is left.
+        Ends when it is cancelled. while_awake: also when a sleeping engine is lost. Raises EngineFailed when no restart is left.
         """
         announce = announce or Quiet()
         assert self._service is not None
         while True:
             lost = await self._supervisor.wait_lost()
             self.front.close(lost)
+            if while_awake and self.front.sleep.level:
+                await self._supervisor.engine.kill()
+                return
             announce.restarting(lost)
             self.front.metrics.engine_restarted()
             self._service.pin_book.restarted(time.monotonic())

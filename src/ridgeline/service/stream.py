@@ -254,6 +254,9 @@ class _Run:
             self._ledger.cut_reason = "invalid grammar" if constrained else "invalid request"
             kind = BadGrammar if constrained else RequestError
             return kind(delta.error, param=self._call.constrained_by or None)
+        if delta.finish == "unavailable":
+            self._ledger.cut = "refused"
+            return Unavailable(delta.error)
         self._ledger.cut = self._subscription.cut or "error"
         if self._ledger.cut == "drain":
             return Unavailable(delta.error)

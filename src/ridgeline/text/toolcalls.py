@@ -333,7 +333,7 @@ def _text_of(raw: str) -> str:
     """The text of a JSON string; "" for anything else."""
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""
 

@@ -101,7 +101,8 @@ class Delta(msgspec.Struct, array_like=True):
     choice: int
     tokens: list[int] = []
     finish: str = ""
-    """Empty while the choice runs, else "stop", "length", "cancelled", "refused" (invalid request) or "error" (engine failure)."""
+    """Empty while the choice runs, else "stop", "length", "cancelled", "refused" (invalid request), "unavailable" (valid at
+    another time) or "error" (engine failure)."""
     stop_id: int = -1
     """The stop token that ended the choice, which is also the last of `tokens`; else -1."""
     cached: int = -1

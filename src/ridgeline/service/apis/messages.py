@@ -32,6 +32,7 @@ from ridgeline.service.errors import anthropic_error
 from ridgeline.service.fields import LONG, MAX_MESSAGES, MAX_STOPS, TTLS
 from ridgeline.service.generate import generate
 from ridgeline.service.guard import FRONT, read_json
+from ridgeline.service.json_values import encode_arguments
 from ridgeline.service.piece import CONTENT_FILTER, Piece
 from ridgeline.service.readers import (
     Boolean,
@@ -323,7 +324,12 @@ class MessagesShape:
         for call in message.get("tool_calls", ()):
             function = call["function"]
             content.append(
-                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function["arguments"])}
+                {
+                    "type": "tool_use",
+                    "id": call["id"],
+                    "name": function["name"],
+                    "input": encode_arguments(function["arguments"]),
+                }
             )
         ending = end_of(choice["finish_reason"], choice["stop_reason"])
         return self.head() | {"content": content, **ending, "usage": usage_of(self.usage)}
@@ -347,14 +353,6 @@ def end_of(finish: str, stopped_by: str | int | None) -> dict[str, Any]:
     if finish == "stop" and isinstance(stopped_by, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
     return {"stop_reason": _STOPS[finish], "stop_sequence": None}
-
-
-def _input(arguments: str) -> Any:
-    """The arguments of a call; those that an early end left incomplete are {}."""
-    try:
-        return msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
-        return {}
 
 
 class MessageEvents:

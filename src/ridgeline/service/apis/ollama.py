@@ -26,6 +26,7 @@ from ridgeline.service.errors import ollama_error
 from ridgeline.service.fields import LONG, MAX_MESSAGES
 from ridgeline.service.generate import generate
 from ridgeline.service.guard import FRONT, read_json
+from ridgeline.service.json_values import encode_arguments
 from ridgeline.service.piece import CONTENT_FILTER, Piece
 from ridgeline.service.readers import Boolean, Items, Reader, Record, Refused, Special, Text, wrong
 from ridgeline.service.routes import json_response
@@ -254,7 +255,12 @@ def _as_message(content: str, thinking: str, calls: Sequence[Mapping[str, Any]])
         message["thinking"] = thinking
     if calls:
         message["tool_calls"] = [
-            {"function": {"name": call["function"]["name"], "arguments": _arguments(call["function"]["arguments"])}}
+            {
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": encode_arguments(call["function"]["arguments"]),
+                }
+            }
             for call in calls
         ]
     return {"message": message}
@@ -262,13 +268,6 @@ def _as_message(content: str, thinking: str, calls: Sequence[Mapping[str, Any]])
 
 def _as_response(content: str, thinking: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"response": content, **({"thinking": thinking} if thinking else {})}
-
-
-def _arguments(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:  # the answer ended inside
-        return {}
 
 
 class OllamaShape:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.core.errors import RequestError, RidgelineError, Unavailable
+from ridgeline.core.errors import Overloaded, RequestError, RidgelineError, Unavailable
 from ridgeline.core.logs import REQUEST_ID as LOGGED_ID
 from ridgeline.service.batches.input import InputIndex, Row, answered, not_run, read_row, read_span, row_id, scan
 from ridgeline.service.batches.objects import Batch, Problem, RequestCounts, Status, StoredFile
 from ridgeline.service.batches.results import Results
-from ridgeline.service.batches.rows import NoRoom, RowAnswer, RowRequest, Rows
+from ridgeline.service.batches.rows import RowAnswer, RowRequest, Rows
 from ridgeline.service.batches.store import Store, StoredBatch
 from ridgeline.service.errors import as_ridgeline, error_body
 from ridgeline.service.keys.keyring import Holder
@@ -33,7 +33,7 @@ class RowLost(Exception):
 
     def __init__(self, error: RidgelineError) -> None:
         super().__init__(error.message)
-        self.counts = not isinstance(error, NoRoom | Unavailable)
+        self.counts = not isinstance(error, Overloaded | Unavailable)
         """Whether the row may be to blame."""
 
 
@@ -224,7 +224,7 @@ async def run_row(rows: Rows, job: Job, row: int, last_attempt: bool) -> RowResu
         answer = await rows.run(request)
     except Exception as failure:
         error = as_ridgeline(failure)
-        temporary = isinstance(error, NoRoom | Unavailable)
+        temporary = isinstance(error, Overloaded | Unavailable)  # no room, or a queue of grammars to compile
         if temporary or not (last_attempt or isinstance(error, RequestError)):
             raise RowLost(error) from failure
         answer = RowAnswer(error.status, error_body(error), None)

@@ -259,21 +259,13 @@ async def delete(request: web.Request) -> web.Response:
 
 
 async def _file(request: web.Request) -> StoredFile:
-    stored = await asyncio.to_thread(_lane(request).store.file, request.match_info["id"])
-    _check_owner(request, stored.id, stored.owner)
-    return stored
+    """Raises NotFound for a file of another key, as for one that does not exist."""
+    return await asyncio.to_thread(_lane(request).store.file, request.match_info["id"], owner=_owner(request))
 
 
 async def _batch(request: web.Request) -> StoredBatch:
-    stored = await asyncio.to_thread(_lane(request).store.batch, request.match_info["id"])
-    _check_owner(request, stored.batch.id, stored.owner)
-    return stored
-
-
-def _check_owner(request: web.Request, object_id: str, owner: str) -> None:
-    """Raises NotFound for an object of another key, as if it did not exist."""
-    if _owner(request) not in (None, owner):
-        raise NotFound(f"There is no {object_id[:80]!r} of this API key: check the id.", param="id")
+    """Raises NotFound for a batch of another key, as for one that does not exist."""
+    return await asyncio.to_thread(_lane(request).store.batch, request.match_info["id"], _owner(request))
 
 
 # --- batches ------------------------------------------------------------------------------------------------------------
@@ -353,9 +345,7 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
 
 def _new_batch(store: Store, values: Mapping[str, Any], holder: Holder) -> StoredBatch:
     """A batch in its first state. Raises NotFound or RequestError for an unsuitable input file."""
-    file = store.file(values["input_file_id"], "input_file_id")
-    if not holder.admin and file.owner != holder.name:
-        raise NotFound(f"There is no file {file.id!r} of this API key: check the id.", param="input_file_id")
+    file = store.file(values["input_file_id"], "input_file_id", None if holder.admin else holder.name)
     if file.purpose != "batch":
         raise RequestError(
             f'File {file.id} has the purpose "{file.purpose}": upload the input with purpose "batch".',

@@ -58,7 +58,7 @@ class Rows(Protocol):
         """So many rows wait for a place."""
 
     async def run(self, row: RowRequest) -> RowAnswer:
-        """Answer a row whose places were taken. Raises RidgelineError: NoRoom and Unavailable say nothing about the row."""
+        """Answer a row whose places were taken. Raises RidgelineError: Overloaded and Unavailable say nothing about the row."""
 
 
 class WatchedRows(Rows, Protocol):

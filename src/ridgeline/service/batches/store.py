@@ -11,7 +11,7 @@ import fcntl
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -149,9 +149,10 @@ class Store:
             self.path(file.id).unlink(missing_ok=True)
             raise
 
-    def file(self, file_id: str, param: str = "file_id") -> StoredFile:
-        """Raises NotFound, naming `param`."""
-        rows = self._rows("SELECT body FROM files WHERE id = ?", file_id)
+    def file(self, file_id: str, param: str = "file_id", owner: str | None = None) -> StoredFile:
+        """A file of one or all owners. Raises NotFound, naming `param`."""
+        owned, owners = _owned(owner)
+        rows = self._rows(f"SELECT body FROM files WHERE {owned} AND id = ?", *owners, file_id)
         if not rows:
             raise NotFound(
                 f"There is no file {file_id[:80]!r}: it was deleted, has expired, or never existed.", param=param
@@ -163,10 +164,7 @@ class Store:
     ) -> tuple[list[StoredFile], bool]:
         """One page of files, of one or all owners, the latest first or last, and whether more follow. Raises NotFound for an
         unknown `after`."""
-        where, values = _owned(owner)
-        if purpose is not None:
-            where, values = f"{where} AND purpose = ?", [*values, purpose]
-        rows, more = self._page("files", after, limit, ascending=ascending, where=where, values=values)
+        rows, more = self._page("files", after, limit, owner, ascending=ascending, purpose=purpose)
         return [_FILE.decode(row) for row in rows], more
 
     def delete_file(self, file_id: str) -> None:
@@ -223,9 +221,10 @@ class Store:
             ended = int(stored.batch.ended)
             database.execute("UPDATE batches SET ended = ?, body = ? WHERE id = ?", (ended, body, stored.batch.id))
 
-    def batch(self, batch_id: str) -> StoredBatch:
-        """Raises NotFound."""
-        rows = self._rows("SELECT body FROM batches WHERE id = ?", batch_id)
+    def batch(self, batch_id: str, owner: str | None = None) -> StoredBatch:
+        """A batch of one or all owners. Raises NotFound."""
+        owned, owners = _owned(owner)
+        rows = self._rows(f"SELECT body FROM batches WHERE {owned} AND id = ?", *owners, batch_id)
         if not rows:
             raise NotFound(f"There is no batch {batch_id[:80]!r}: check the id.", param="batch_id")
         return _BATCH.decode(rows[0])
@@ -233,8 +232,7 @@ class Store:
     def batches(self, after: str | None, limit: int, owner: str | None = None) -> tuple[list[StoredBatch], bool]:
         """One page of batches, of one or all owners, the latest first, and whether more follow. Raises NotFound for an
         unknown `after`."""
-        where, values = _owned(owner)
-        rows, more = self._page("batches", after, limit, ascending=False, where=where, values=values)
+        rows, more = self._page("batches", after, limit, owner, ascending=False)
         return [_BATCH.decode(row) for row in rows], more
 
     def unfinished(self) -> list[StoredBatch]:
@@ -256,16 +254,19 @@ class Store:
         table: str,
         after: str | None,
         limit: int,
+        owner: str | None,
         *,
         ascending: bool,
-        where: str = "1",
-        values: Sequence[object] = (),
+        purpose: str | None = None,
     ) -> tuple[list[bytes], bool]:
-        """A page of a table's bodies in the order of creation."""
-        parameters: list[object] = list(values)
+        """A page of a table's bodies in the order of creation. `after` of another owner is unknown."""
+        owned, owners = _owned(owner)
+        where, parameters = owned, [*owners]
+        if purpose is not None:
+            where, parameters = f"{where} AND purpose = ?", [*parameters, purpose]
         with self._lock:
             if after is not None:
-                if not self._rows(f"SELECT body FROM {table} WHERE id = ?", after):
+                if not self._rows(f"SELECT body FROM {table} WHERE {owned} AND id = ?", *owners, after):
                     raise NotFound(
                         f"after is {after[:80]!r}, which does not exist: give the id of a listed object.", param="after"
                     )
@@ -285,7 +286,7 @@ def _size(entry: os.DirEntry[str]) -> int:
         return 0
 
 
-def _owned(owner: str | None) -> tuple[str, list[str]]:
+def _owned(owner: str | None) -> tuple[str, list[object]]:
     """Condition and values that select the objects of one owner; None: of all."""
     return ("1", []) if owner is None else ("json_extract(CAST(body AS TEXT), '$.owner') = ?", [owner])
 

@@ -7,7 +7,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -78,7 +78,7 @@ class UsageHolder(Holder):
         return replace(call, payer=self, salt=salt), ()
 
     def charge(self, record: RequestRecord, cost: float) -> float:
-        if record.cut == "refused":
+        if not _pays(record):
             return 0.0
         cost *= PRICE_FACTOR if record.batch else 1.0
         used = Used(1, record.prompt_tokens, record.cached_tokens, record.output_tokens, cost)
@@ -180,7 +180,7 @@ class KeyHolder(UsageHolder):
     def charge(self, record: RequestRecord, cost: float) -> float:
         cost = super().charge(record, cost)
         self._spending.add(cost, self._clock())
-        if "tokens" in self._buckets:
+        if "tokens" in self._buckets and _pays(record):
             tokens = record.output_tokens + (record.prompt_tokens if record.batch else 0)
             self._buckets["tokens"].take(tokens, time.monotonic())
         return cost
@@ -192,6 +192,11 @@ class KeyHolder(UsageHolder):
             headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(bucket.level(now))))
             headers[f"x-ratelimit-reset-{kind}"] = duration_text(bucket.full_s(now))
         return headers
+
+
+def _pays(record: RequestRecord) -> bool:
+    """Whether a request is counted. A row of a batch that was cut off has no answer: it runs again, and is counted then."""
+    return record.cut != "refused" and not (record.batch and record.cut)
 
 
 def _prompt_tokens(call: Call) -> int:
@@ -219,7 +224,8 @@ class Keyring:
         self._holders: dict[str, KeyHolder] = {}
         """By name; also those whose key was removed, because their requests may still run."""
         self._current: list[KeyHolder] = []
-        self._price = 0.0
+        self._prices: set[float] = set()
+        """USD per hour of the devices of this server, of each model that was loaded."""
         keys = {} if self._file is None else self._read(self._file)
         if self._file is not None:
             self.usage = UsageLedger(usage_path(config))
@@ -285,12 +291,13 @@ class Keyring:
         self._current = [self._holders[name] for name in keys]
 
     def set_price(self, price: float) -> None:
-        """The price of the device in USD per hour, when it is known. Raises ConfigError if budgets need one."""
-        self._price = price
-        self._check_price(holder.key for holder in self._current)
+        """The price of a device in USD per hour, when it is known. Raises ConfigError if budgets need one."""
+        self._check_prices((holder.key for holder in self._current), {price})
+        self._prices.add(price)
 
-    def _check_price(self, keys: Iterable[ApiKey]) -> None:
-        unpriced = next((key.name for key in keys if key.budget is not None and not self._price), None)
+    def _check_prices(self, keys: Iterable[ApiKey], prices: Collection[float]) -> None:
+        known = bool(prices) and all(prices)
+        unpriced = next((key.name for key in keys if key.budget is not None and not known), None)
         if unpriced is not None:
             raise ConfigError(
                 f"The API key {unpriced!r} has a budget, but the price of this device is not known: give --price-per-hour.",
@@ -304,7 +311,7 @@ class Keyring:
             return False
         try:
             keys = self._read(self._file)
-            self._check_price(keys.values())
+            self._check_prices(keys.values(), self._prices)
             self._take(keys)
         except (ConfigError, sqlite3.Error) as error:
             log.error("the API keys stay as they were: %s", error)

@@ -35,6 +35,8 @@ class ModelsFront(Front):
     def __init__(self, config: ServiceConfig, models: Sequence[Model]) -> None:
         super().__init__(config, NoEngine(), Metrics(", ".join(model.name for model in models)))
         self.models = {model.name: model for model in models}
+        for model in models:
+            model.set_price = self.keys.set_price
         self.lane = self._lane = LaneCounts()
         self._last: Model | None = None
         self._changing = asyncio.Lock()

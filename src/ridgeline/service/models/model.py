@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ STATES = ("unloaded", "loading", "awake", "asleep", "failed")
 class Model:
     """A model of the file. It is loaded at most once at a time.
 
+    set_price: takes the price of its device, and raises ConfigError if budgets of keys need one.
     leaving: others wait for its memory, so that new requests wait, too. loads: how often it was loaded. load_s: seconds of the last
     time.
     """
@@ -33,6 +35,7 @@ class Model:
         self.metrics = Metrics(
             self.name, entry.resolved.service.metrics_alias, slo=Slo.parse(entry.resolved.service.slo)
         )
+        self.set_price: Callable[[float], None] = lambda price: None
         self.created = int(time.time())
         self.leaving = False
         self.waiting = 0
@@ -90,6 +93,7 @@ class Model:
             reference = make_reference(resolved.service, resolved.model, resolved.engine)
             self._server = Server(resolved.service, self._supervisor, self.metrics, reference)
             await self._server.open(self.folder, self.name)
+            self.set_price(self.metrics.live.ceilings.price)
             self._server.front.sleep.folder = self._weights
             await self._server.front.sleep.restored()
         except asyncio.CancelledError:
@@ -104,9 +108,11 @@ class Model:
         self.load_s = time.monotonic() - started
 
     async def _keep(self, server: Server) -> None:
-        """Replace lost engines. Ends when no restart is left; the next request then loads the model again."""
+        """Replace lost engines. Ends when no restart is left, and when a sleeping engine is lost, whose memory others may have. The
+        next request then loads the model again.
+        """
         try:
-            await server.keep_open()
+            await server.keep_open(while_awake=True)
         except Exception as error:
             self._problem = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
 
