@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -20,7 +21,7 @@ from ridgeline.core.formats import NUMBER_FORMATS
 from ridgeline.models.build import build
 from ridgeline.ops.blocks import arrays
 from ridgeline.ops.experts import Tensors, by_expert, route
-from ridgeline.ops.reference import REFERENCE, activate, clamped_swiglu, quantize
+from ridgeline.ops.reference import FP8, REFERENCE, activate, clamped_swiglu, quantize
 from ridgeline.ops.triton import experts as kernels
 from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
@@ -33,6 +34,8 @@ from tests.ops.test_blocks import on_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL, WIDTH, EXPERTS, PER_TOKEN = 48, 40, 6, 3
 ALL = range(EXPERTS)
+MOST = -(-128 * EXPERTS // PER_TOKEN)
+"""Tokens from which on the largest tile works."""
 
 
 def weights(fp8: bool) -> tuple[list[Tensors], list[Tensors], list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -57,7 +60,7 @@ def weights(fp8: bool) -> tuple[list[Tensors], list[Tensors], list[tuple[torch.T
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "fp8"), [(0, False), (1, False), (FEW_PAIRS // PER_TOKEN, True), (11, False), (50, True)]
+    ("tokens", "fp8"), [(0, False), (1, False), (FEW_PAIRS // PER_TOKEN, True), (11, False), (50, True), (MOST, True)]
 )
 def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> None:
     gate_up, down, dense = weights(fp8)
@@ -77,6 +80,23 @@ def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> N
     got = grouped(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load)
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
     assert load.tolist() == (counts + 1).tolist()
+
+
+@triton.jit
+def widen(codes, out):
+    at = tl.arange(0, 256)
+    tl.store(out + at, kernels._widened(tl.load(codes + at), out.dtype.element_ty))
+
+
+@pytest.mark.gpu
+def test_eight_bits_become_sixteen_exactly() -> None:
+    """The interpreter has no bfloat16."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # not a number, which no weight is
+    weights = codes.view(FP8).to(DEVICE)
+    out = torch.empty(256, dtype=torch.bfloat16, device=DEVICE)
+    widen[(1,)](weights, out)
+    assert torch.equal(out.float(), weights.float())
 
 
 @pytest.mark.parametrize(("tokens", "fp8"), [(1, True), (20, False)])
@@ -262,7 +282,7 @@ KERNELS = (
     crossed(
         KERNELS,
         ("*bf16", "*u8", "*fp8e4nv"),
-        (kernels.MANY, kernels.FEW),
+        (kernels.MOST, kernels.MANY, kernels.FEW),
         quick=lambda kernel, weight, tile: kernel == weight and kernel < 2 and tile == 0,
     ),
 )
@@ -278,7 +298,7 @@ def test_the_products_compile_for_hopper(
 
 @pytest.mark.parametrize(
     ("name", "constants"),
-    [("_route", {"NORMALIZED": True, "BLOCK": 128}), ("_sort", {"ROWS": 64, "BLOCK": 1024})],
+    [("_route", {"NORMALIZED": True, "BLOCK": 128}), ("_sort", {"ROWS": 64, "BLOCK": 1024}), ("_sort", {"ROWS": 128, "BLOCK": 8192})],
 )
 def test_routing_compiles_for_hopper(name: str, constants: dict[str, object], apart) -> None:
     apart(check_compiles, name, "*bf16", constants, kernels.FEW)
