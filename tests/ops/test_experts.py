@@ -298,7 +298,11 @@ def test_the_products_compile_for_hopper(
 
 @pytest.mark.parametrize(
     ("name", "constants"),
-    [("_route", {"NORMALIZED": True, "BLOCK": 128}), ("_sort", {"ROWS": 64, "BLOCK": 1024}), ("_sort", {"ROWS": 128, "BLOCK": 8192})],
+    [
+        ("_route", {"NORMALIZED": True, "BLOCK": 128}),
+        ("_sort", {"ROWS": 64, "BLOCK": 1024}),
+        ("_sort", {"ROWS": 128, "BLOCK": 8192}),
+    ],
 )
 def test_routing_compiles_for_hopper(name: str, constants: dict[str, object], apart) -> None:
     apart(check_compiles, name, "*bf16", constants, kernels.FEW)

@@ -139,9 +139,9 @@ def _product(x_ptr, row, inside, w_ptr, out_at, outputs, inputs, BLOCK: tl.const
 
 @triton.jit
 def _widened(w, TYPE: tl.constexpr):
-    """w as TYPE. From 8 bits to bfloat16 by moving sign, exponent and mantissa: its exponent counts from 120 lower. Triton goes through
-    two other types."""
-    if w.dtype == tl.float8e4nv and TYPE == tl.bfloat16:
+    """w as TYPE. From 8 bits to bfloat16 by moving sign, exponent and mantissa, whose exponent counts from 120 lower: Triton goes
+    through two other types."""
+    if w.dtype == tl.float8e4nv and tl.bfloat16 == TYPE:
         bits = w.to(tl.uint8, bitcast=True).to(tl.uint16)
         moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
         return moved.to(tl.bfloat16, bitcast=True) * 1.329227995784916e36  # 2^120
