@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -21,7 +20,7 @@ from ridgeline.core.formats import NUMBER_FORMATS
 from ridgeline.models.build import build
 from ridgeline.ops.blocks import arrays
 from ridgeline.ops.experts import Tensors, by_expert, route
-from ridgeline.ops.reference import FP8, REFERENCE, activate, clamped_swiglu, quantize
+from ridgeline.ops.reference import REFERENCE, activate, clamped_swiglu, quantize
 from ridgeline.ops.triton import experts as kernels
 from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
@@ -80,23 +79,6 @@ def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> N
     got = grouped(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load)
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
     assert load.tolist() == (counts + 1).tolist()
-
-
-@triton.jit
-def widen(codes, out):
-    at = tl.arange(0, 256)
-    tl.store(out + at, kernels._widened(tl.load(codes + at), out.dtype.element_ty))
-
-
-@pytest.mark.gpu
-def test_eight_bits_become_sixteen_exactly() -> None:
-    """The interpreter has no bfloat16."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    codes[codes & 0x7F == 0x7F] = 0  # not a number, which no weight is
-    weights = codes.view(FP8).to(DEVICE)
-    out = torch.empty(256, dtype=torch.bfloat16, device=DEVICE)
-    widen[(1,)](weights, out)
-    assert torch.equal(out.float(), weights.float())
 
 
 @pytest.mark.parametrize(("tokens", "fp8"), [(1, True), (20, False)])

@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
 FEW = Tile(MMA_ROWS, 32, 128, 4, 4)
 MANY = Tile(64, 64, 64, 4, 3)
-MOST = Tile(128, 128, 64, 8, 3)
+MOST = Tile(128, 128, 64, 8, 4)
 TILES = ((128, MOST), (MMA_ROWS, MANY), (0, FEW))
 """From so many pairs of an expert, on average, this tile."""
 
@@ -133,20 +133,8 @@ def _product(x_ptr, row, inside, w_ptr, out_at, outputs, inputs, BLOCK: tl.const
             mask=(out_at < outputs)[None, :] & (here < inputs)[:, None],
             other=0.0,
         )
-        total = tl.dot(x, _widened(w, x.dtype), total, input_precision="ieee")
+        total = tl.dot(x, w.to(x.dtype), total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def _widened(w, TYPE: tl.constexpr):
-    """w as TYPE. From 8 bits to bfloat16 by moving sign, exponent and mantissa, whose exponent counts from 120 lower: Triton goes
-    through two other types."""
-    if w.dtype == tl.float8e4nv and tl.bfloat16 == TYPE:
-        bits = w.to(tl.uint8, bitcast=True).to(tl.uint16)
-        moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
-        return moved.to(tl.bfloat16, bitcast=True) * 1.329227995784916e36  # 2^120
-    else:
-        return w.to(TYPE)
 
 
 @triton.jit
