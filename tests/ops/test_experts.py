@@ -33,6 +33,8 @@ from tests.ops.test_blocks import on_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL, WIDTH, EXPERTS, PER_TOKEN = 48, 40, 6, 3
 ALL = range(EXPERTS)
+MOST = -(-128 * EXPERTS // PER_TOKEN)
+"""Tokens from which on the largest tile works."""
 
 
 def weights(fp8: bool) -> tuple[list[Tensors], list[Tensors], list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -57,7 +59,7 @@ def weights(fp8: bool) -> tuple[list[Tensors], list[Tensors], list[tuple[torch.T
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "fp8"), [(0, False), (1, False), (FEW_PAIRS // PER_TOKEN, True), (11, False), (50, True)]
+    ("tokens", "fp8"), [(0, False), (1, False), (FEW_PAIRS // PER_TOKEN, True), (11, False), (50, True), (MOST, True)]
 )
 def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> None:
     gate_up, down, dense = weights(fp8)
@@ -262,7 +264,7 @@ KERNELS = (
     crossed(
         KERNELS,
         ("*bf16", "*u8", "*fp8e4nv"),
-        (kernels.MANY, kernels.FEW),
+        (kernels.MOST, kernels.MANY, kernels.FEW),
         quick=lambda kernel, weight, tile: kernel == weight and kernel < 2 and tile == 0,
     ),
 )
@@ -278,7 +280,11 @@ def test_the_products_compile_for_hopper(
 
 @pytest.mark.parametrize(
     ("name", "constants"),
-    [("_route", {"NORMALIZED": True, "BLOCK": 128}), ("_sort", {"ROWS": 64, "BLOCK": 1024})],
+    [
+        ("_route", {"NORMALIZED": True, "BLOCK": 128}),
+        ("_sort", {"ROWS": 64, "BLOCK": 1024}),
+        ("_sort", {"ROWS": 128, "BLOCK": 8192}),
+    ],
 )
 def test_routing_compiles_for_hopper(name: str, constants: dict[str, object], apart) -> None:
     apart(check_compiles, name, "*bf16", constants, kernels.FEW)

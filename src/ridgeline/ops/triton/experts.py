@@ -29,7 +29,8 @@ from ridgeline.ops.triton.blocks import E8M0, block_product, pack_codes
 
 FEW_PAIRS = 32
 """Most pairs of a step without an order."""
-SORTED_AT_ONCE = 1024
+SORTED_AT_ONCE, MANY_SORTED_AT_ONCE = 1024, 8192
+"""Pairs that `_sort` reads at once, and those of a long prompt."""
 MMA_ROWS = 16
 TILED = torch.int32
 """Codes in the layout of block_tiles."""
@@ -47,6 +48,9 @@ class Tile(NamedTuple):
 
 FEW = Tile(MMA_ROWS, 32, 128, 4, 4)
 MANY = Tile(64, 64, 64, 4, 3)
+MOST = Tile(128, 128, 64, 8, 4)
+TILES = ((128, MOST), (MMA_ROWS, MANY), (0, FEW))
+"""From so many pairs of an expert, on average, this tile."""
 
 
 @triton.jit
@@ -178,20 +182,18 @@ def _inner(
     )
     if expert >= 0:
         at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-        first = expert.to(tl.int64) * 2 * width
-        token = pair // per_token
-        gate = _matrix_product(x_ptr, token, inside, w_ptr, scale_ptr, first, at, width, inputs, FOUR_BITS, BLOCK, WIDE)
-        up = _matrix_product(
-            x_ptr, token, inside, w_ptr, scale_ptr, first + width, at, width, inputs, FOUR_BITS, BLOCK, WIDE
-        )
+        both = tl.arange(0, 2 * WIDE)
+        row = tl.program_id(1) * WIDE + both // 2 + both % 2 * width  # gate and up by turns: one product has both
+        total = _matrix_product(
+            x_ptr, pair // per_token, inside, w_ptr, scale_ptr, expert.to(tl.int64) * 2 * width, row, 2 * width, inputs,
+            FOUR_BITS, BLOCK, 2 * WIDE,
+        )  # fmt: skip
         if SCALED:
-            scale_ptr += expert * 2 * width
-            gate *= tl.load(scale_ptr + at, mask=at < width, other=0.0)[None, :]
-            up *= tl.load(scale_ptr + width + at, mask=at < width, other=0.0)[None, :]
+            total *= tl.load(scale_ptr + expert * 2 * width + row, mask=row < 2 * width, other=0.0)[None, :]
         if BIASED:
-            bias_ptr += expert * 2 * width
-            gate += tl.load(bias_ptr + at, mask=at < width, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias_ptr + width + at, mask=at < width, other=0.0).to(tl.float32)[None, :]
+            bias = tl.load(bias_ptr + expert * 2 * width + row, mask=row < 2 * width, other=0.0)
+            total += bias.to(tl.float32)[None, :]
+        gate, up = tl.split(tl.reshape(total, (ROWS, WIDE, 2)))
         here = pair[:, None] * width + at[None, :]
         value = gated(gate, up, KIND).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + here, value, mask=inside[:, None] & (at < width)[None, :])
@@ -299,13 +301,14 @@ class GroupedExperts:
             logits, chosen, shares, load, count, per_token, self._first, experts,
             NORMALIZED=normalized, BLOCK=triton.next_power_of_2(count), num_warps=1,
         )  # fmt: skip
-        tile = FEW if self._fixed or pairs < count * MMA_ROWS else MANY
+        tile = FEW if self._fixed else next(tile for least, tile in TILES if pairs >= least * count)
         is_sorted = pairs > FEW_PAIRS
         groups = min(experts + 1, count)  # the last one are the pairs of other ranks' experts, if there are any
         tiles = pairs // tile.rows + groups if is_sorted else pairs
         places = torch.empty((3, tiles), dtype=torch.int32, device=x.device)
         if is_sorted:
-            _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=SORTED_AT_ONCE, num_warps=4)
+            block, warps = (MANY_SORTED_AT_ONCE, 8) if pairs >= MANY_SORTED_AT_ONCE else (SORTED_AT_ONCE, 4)
+            _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=block, num_warps=warps)
         if tiled:
             columns = tile.rows // 8 if is_sorted or self._fixed else 1
             listed = block_tiles.Pairs(chosen, order, places, tiles, is_sorted, columns, experts, shares)
