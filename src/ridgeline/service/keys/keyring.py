@@ -219,7 +219,8 @@ class Keyring:
         self._holders: dict[str, KeyHolder] = {}
         """By name; also those whose key was removed, because their requests may still run."""
         self._current: list[KeyHolder] = []
-        self._price = 0.0
+        self._price: float | None = None
+        """None until the device is known, and in a server with several models, whose devices it does not ask."""
         keys = {} if self._file is None else self._read(self._file)
         if self._file is not None:
             self.usage = UsageLedger(usage_path(config))
@@ -290,8 +291,8 @@ class Keyring:
         self._check_price(holder.key for holder in self._current)
 
     def _check_price(self, keys: Iterable[ApiKey]) -> None:
-        unpriced = next((key.name for key in keys if key.budget is not None and not self._price), None)
-        if unpriced is not None:
+        unpriced = next((key.name for key in keys if key.budget is not None), None)
+        if unpriced is not None and self._price == 0:
             raise ConfigError(
                 f"The API key {unpriced!r} has a budget, but the price of this device is not known: give --price-per-hour.",
                 param="price_per_hour",
