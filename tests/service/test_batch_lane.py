@@ -22,6 +22,7 @@ from ridgeline.service.batches.lane import run_lane
 from ridgeline.service.batches.rows import PRIORITY, LaneCounts, NoRoom, RowAnswer, RowRequest
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
 from ridgeline.service.batches.store import Store
+from ridgeline.service.keys.keyring import Holder
 
 from .live import MODEL, Live, Reply, behaviour, counts, live, says
 from .test_batch_store import BODY, CHAT, add_file, line, stored
@@ -444,7 +445,7 @@ class FullRows:
     def __init__(self) -> None:
         self.ran = 0
 
-    def take(self, choices: int, model: str | None) -> bool:
+    def take(self, choices: int, model: str | None, holder: Holder) -> bool:
         return True
 
     def give_back(self, choices: int, model: str | None) -> None: ...

@@ -23,6 +23,8 @@ from ridgeline.metrics.exposition import merged
 from ridgeline.models.hub import resolve_model, shipped_model
 from ridgeline.service.address import Address
 from ridgeline.service.app import make_app
+from ridgeline.service.batches.rows import ENDPOINTS, RowRequest
+from ridgeline.service.keys.errors import ModelNotAllowed
 from ridgeline.service.listen import bind
 from ridgeline.service.models.file import read_models
 from ridgeline.service.models.front import ModelsFront
@@ -275,3 +277,75 @@ def test_merged_series_keep_each_family_together():
     assert merged([text % ("a", "a"), text % ("b", "b")]) == (
         '# HELP x Text.\n# TYPE x gauge\nx{m="a"} 1.0\nx{m="b"} 1.0\n# HELP y Text.\n# TYPE y gauge\ny{m="a"} 2.0\ny{m="b"} 2.0\n'
     )
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Two models that nobody may load, and the keys of three clients."""
+    folder = tmp_path_factory.mktemp("guarded")
+    models = {"first": {"model": str(shipped_model())}, "second": {"model": str(shipped_model())}}
+    keys = {
+        "ann": {"key": "ANN", "models": ["third"]},
+        "bob": {"key": "BOB", "budget": {"day": 1}},
+        "cat": {"key": "CAT"},
+    }
+    (folder / "keys.json").write_text(json.dumps(keys))
+    with serving(write(folder, models), api_keys=str(folder / "keys.json"), usage_file="off") as server:
+        server.folder = folder
+        yield server
+
+
+HELLO = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+ROUTES = [
+    ("/v1/chat/completions", HELLO),
+    ("/v1/completions", {"prompt": "x"}),
+    ("/v1/embeddings", {"input": "x"}),
+    ("/v1/responses", {"input": "x"}),
+    ("/v1/messages", HELLO),
+    ("/v1/messages/count_tokens", {"messages": HELLO["messages"]}),
+    ("/api/chat", HELLO),
+    ("/api/embed", {"input": "x"}),
+    ("/tokenize", {"prompt": "x"}),
+    ("/detokenize", {"tokens": [5]}),
+]
+
+
+@pytest.mark.parametrize(("route", "body"), ROUTES, ids=[route for route, _ in ROUTES])
+@pytest.mark.parametrize(
+    ("model", "status"),
+    [("first", 403), ("second:latest", 403), (None, 403), ("unknown", 404), ("unknown:latest", 404)],
+)
+def test_a_key_loads_no_model_that_it_may_not_use(
+    guarded: Live, route: str, body: dict[str, Any], model: str | None, status: int
+) -> None:
+    reply = guarded.send("POST", route, {**body, "model": model}, {"authorization": "Bearer ANN"})
+    assert reply.status == status, reply.data
+    assert {model.state for model in guarded.server.front.models.values()} == {"unloaded"}
+
+
+def test_rows_of_a_key_load_no_model_that_it_may_not_use(guarded: Live) -> None:
+    rows, ann = guarded.server.rows, guarded.server.front.keys.payer("ann")
+
+    async def run() -> None:
+        assert rows.take(1, "first", ann)
+        row = RowRequest(ENDPOINTS[1], {"model": "first", "prompt": "x"}, 1, ann, "r")
+        with pytest.raises(ModelNotAllowed):
+            await rows.run(row)
+        rows.give_back(1, "first")
+        await asyncio.sleep(0)
+        assert {model.state for model in guarded.server.front.models.values()} == {"unloaded"}
+
+    guarded.run(run())
+
+
+def test_a_key_that_is_gone_ends_although_other_keys_have_budgets(guarded: Live) -> None:
+    """The file was refused, because a server with several models did not know the price of its device."""
+    cat = {"authorization": "Bearer CAT"}
+    assert guarded.send("GET", "/v1/models", headers=cat).status == 200
+    keys = json.loads((guarded.folder / "keys.json").read_text())
+    del keys["cat"]
+    (guarded.folder / "keys.json").write_text(json.dumps(keys))
+    deadline = time.monotonic() + 10
+    while guarded.send("GET", "/v1/models", headers=cat).status != 401:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

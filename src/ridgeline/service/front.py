@@ -70,6 +70,10 @@ class Front(Access):
         """Raise Unavailable if no request can be answered now."""
         self.service()
 
+    def names(self, model: str | None) -> tuple[str, ...]:
+        """The names that mean the model of a request, which loads nothing. Raises Unavailable and ModelNotFound."""
+        return self.service().named(model).card.names(model)
+
     @asynccontextmanager
     async def serving(self, model: str | None) -> AsyncIterator[Service]:
         """The service for a request for a model, whose engine is awake until the end. Raises Unavailable and ModelNotFound."""

@@ -14,7 +14,17 @@ from ridgeline.service.batches.rows import ENDPOINTS, ROW
 from ridgeline.service.call import Call
 from ridgeline.service.declared import RUN_ID, read_declared, read_run_id
 from ridgeline.service.endpoint import Endpoint
-from ridgeline.service.guard import FRONT, HOLDER, IGNORED, REQUEST_ID, TRACE, name_request, read_json, request_id
+from ridgeline.service.guard import (
+    FRONT,
+    HOLDER,
+    IGNORED,
+    REQUEST_ID,
+    TRACE,
+    check_model,
+    name_request,
+    read_json,
+    request_id,
+)
 from ridgeline.service.state import Service
 
 
@@ -33,10 +43,11 @@ async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
         request[IGNORED] = (*fields.ignored, *declared[1])
     if (body_id := fields.get("request_id")) is not None and "x-request-id" not in request.headers:
         name_request(request, request_id(body_id))
+    check_model(request, fields.get("model"))
     async with front.serving(fields.get("model")) as service:
         call, shape, streaming = await endpoint.call(service, fields, arrival)
         call = replace(call, declared=declared[0], request_id=request[REQUEST_ID], run_id=run_id, trace=request[TRACE])
-        call = _admitted(request, service, call, fields.get("model"))
+        call = _admitted(request, service, call)
         log.add(chunks)
         if rows is not None:
             rows.wake()
@@ -46,12 +57,11 @@ async def generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespon
             return await send_events(request, service, call, shape, streaming)
 
 
-def _admitted(request: web.Request, service: Service, call: Call, model: str | None) -> Call:
+def _admitted(request: web.Request, service: Service, call: Call) -> Call:
     """The call as its holder may make it. Raises Overloaded, and what the holder refuses."""
     if call.ignored:
         request[IGNORED] = (*request.get(IGNORED, ()), *call.ignored)
     holder = request[HOLDER]
-    holder.check_model(*service.card.names(model))
     call, changed = holder.bind(call)
     if changed:
         request[IGNORED] = (*request.get(IGNORED, ()), *changed)

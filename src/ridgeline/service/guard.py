@@ -67,6 +67,11 @@ async def read_json(request: web.Request, read: Callable[[Any], _T]) -> _T:
     return await request.app[ACCESS].bodies.read(request, read)
 
 
+def check_model(request: web.Request, model: str | None) -> None:
+    """Check that the client may use a model before it is loaded. Raises ModelNotAllowed, Unavailable and ModelNotFound."""
+    request[HOLDER].check_model(*request.app[FRONT].names(model))
+
+
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Set the request's id, check access, answer every error in the API's format; trace and log the request."""

@@ -23,7 +23,7 @@ from ridgeline.service.batches.engine_rows import ROWS
 from ridgeline.service.choices import EVENT_STREAM
 from ridgeline.service.errors import Starting, error_response
 from ridgeline.service.fields import LONG, MAX_MESSAGES
-from ridgeline.service.guard import FRONT, IGNORED, read_json
+from ridgeline.service.guard import FRONT, IGNORED, check_model, read_json
 from ridgeline.service.prompt_log import LOOK_S, SILENCE_S
 from ridgeline.service.readers import Boolean, Items, Reader, Record, Text, TokenIds
 from ridgeline.service.sampling import encode_chat, tokenize
@@ -109,8 +109,9 @@ async def tokenize_text(request: web.Request) -> web.Response:
     """Token ids of `prompt`, in which special tokens are recognized, or of `messages`, as in a chat completion."""
     request.app[FRONT].check()
     body = await _body(request, TOKENIZE)
+    check_model(request, body.get("model"))
     service = await request.app[FRONT].known(body.get("model"))
-    _check_model(service, body)
+    service.card.check(body.get("model"))
     if ("prompt" in body) == ("messages" in body):
         raise RequestError("Send either prompt or messages.", param="prompt")
     if "messages" in body:
@@ -148,8 +149,9 @@ async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids, special tokens included."""
     request.app[FRONT].check()
     body = await _body(request, DETOKENIZE)
+    check_model(request, body.get("model"))
     service = await request.app[FRONT].known(body.get("model"))
-    _check_model(service, body)
+    service.card.check(body.get("model"))
     if "tokens" not in body:
         raise RequestError(f"tokens is missing: send {DETOKENIZE['tokens'].expects}.", param="tokens")
     if len(body["tokens"]) > (limit := service.limits.context):  # decoding millions of ids would delay all streams
@@ -210,7 +212,3 @@ def read_known(known: dict[str, Reader], body: Any) -> tuple[dict[str, Any], tup
         name: known[name].read(name, value) for name, value in body.items() if name in known and value is not None
     }
     return values, tuple(name for name in body if name not in known)
-
-
-def _check_model(service: Service, body: dict[str, Any]) -> None:
-    service.card.check(body.get("model"))

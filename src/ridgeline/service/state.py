@@ -22,6 +22,8 @@ from ridgeline.text.prompts import ChatTemplates
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.wire.client import Client
 
+LATEST = ":latest"
+"""The tag that Ollama's clients add to a name without one."""
 _SHRINK = 4
 """A normalizer shortens a text at most to a quarter."""
 
@@ -48,11 +50,14 @@ class ModelCard:
 
     def names(self, name: str | None) -> tuple[str, ...]:
         """The names that mean the model of a request for `name`."""
-        return (self.name, self.root) if name in (None, self.name, self.root) else (name or "",)
+        return (self.name, self.root) if self._has(name) else (name or "",)
+
+    def _has(self, name: str | None) -> bool:
+        return name in (None, self.name, self.root, self.name + LATEST)
 
     def check(self, name: str | None) -> None:
         """Raises ModelNotFound for another model's name. A request without a model is accepted."""
-        if name is not None and name not in (self.name, self.root):
+        if name is not None and not self._has(name):
             adapters = "".join(f", {card.name!r}" for card in self.adapters)
             raise ModelNotFound(
                 f"The model {name[:80]!r} does not exist: this server serves {self.name!r}{adapters}.", param="model"

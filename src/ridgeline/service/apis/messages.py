@@ -31,7 +31,7 @@ from ridgeline.service.endpoint import Endpoint
 from ridgeline.service.errors import anthropic_error
 from ridgeline.service.fields import LONG, MAX_MESSAGES, MAX_STOPS, TTLS
 from ridgeline.service.generate import generate
-from ridgeline.service.guard import FRONT, read_json
+from ridgeline.service.guard import FRONT, check_model, read_json
 from ridgeline.service.json_values import encode_arguments
 from ridgeline.service.piece import CONTENT_FILTER, Piece
 from ridgeline.service.readers import (
@@ -107,6 +107,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     """The number of prompt tokens of a conversation."""
     request.app[FRONT].check()
     fields = await read_json(request, _read_counted)
+    check_model(request, fields.get("model"))
     service = await request.app[FRONT].known(fields.get("model"))
     with fields.origin.errors():
         service.card.check(fields.get("model"))

@@ -35,9 +35,6 @@ from ridgeline.text.tools import MAX_TOOLS
 
 ROUTES = web.RouteTableDef()
 
-LATEST = ":latest"
-"""The tag that Ollama's clients add to a name without one."""
-
 _OBJECT = Record({}, open=True)
 
 
@@ -123,7 +120,7 @@ async def show(request: web.Request) -> web.Response:
     """Facts of the served model, in the form of Ollama's API."""
     service = request.app[FRONT].service()
     body, _ = await read_json(request, partial(read_members, known=SHOW))
-    service.card.check(model_name(service, body.get("model", body.get("name"))))
+    service.card.check(body.get("model", body.get("name")))
     facts = service.client.facts
     encoder = service.templates.choose(tools=False)
     capabilities = ["completion"]
@@ -175,11 +172,6 @@ def _entry(service: Service) -> dict[str, Any]:
 
 def _stamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def model_name(service: Service, name: str | None) -> str | None:
-    """A model's name without the tag that clients add."""
-    return service.card.name if name == service.card.name + LATEST else name
 
 
 def _read_chat(body: Any) -> Translated:
@@ -244,7 +236,6 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 async def _call(form: Any, service: Service, fields: Translated, arrival: float) -> tuple[Call, OllamaShape, Any]:
-    fields.values["model"] = model_name(service, fields.get("model"))
     call, shape, streaming = await read_translated(service, fields, "ollama", arrival)
     return call, OllamaShape(shape, service.card.name, call.arrival, form), streaming
 

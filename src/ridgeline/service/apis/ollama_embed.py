@@ -8,7 +8,6 @@ from typing import Any
 
 from aiohttp import web
 
-from ridgeline.service.apis.ollama import model_name
 from ridgeline.service.apis.translate import read_members
 from ridgeline.service.call import Call
 from ridgeline.service.embeddings import MAX_INPUTS
@@ -65,7 +64,6 @@ def _read(body: Any, known: Mapping[str, Reader], required: str) -> Fields:
 
 
 async def _call(service: Service, fields: Fields, arrival: float) -> tuple[Call, OllamaVectors, None]:
-    fields.values["model"] = model_name(service, fields.get("model"))
     service.card.check(fields.get("model"))
     prompt, inputs = fields.get("prompt"), fields.get("input", ())
     items = [("prompt", prompt)] if prompt is not None else [(f"input[{at}]", text) for at, text in enumerate(inputs)]

@@ -29,6 +29,7 @@ from ridgeline.service.embeddings import EMBEDDINGS
 from ridgeline.service.endpoint import Endpoint
 from ridgeline.service.front import Front
 from ridgeline.service.guard import FRONT, HOLDER, REQUEST_ID, read_json
+from ridgeline.service.keys.keyring import Holder
 from ridgeline.service.read_call import CHAT, COMPLETIONS
 from ridgeline.service.state import Service
 
@@ -51,7 +52,7 @@ class EngineRows:
         self._changed = asyncio.Event()
         self._totals, self._gaps, self._verdicts = live.totals, live.token_gaps, live.verdicts
 
-    def take(self, choices: int, model: str | None = None) -> bool:
+    def take(self, choices: int, model: str | None, holder: Holder) -> bool:
         allowed = self.look()
         if not allowed or (self._taken and self._taken + choices > allowed):
             return False
@@ -173,7 +174,7 @@ async def answer_row(request: web.Request, rows: EngineRows) -> web.Response:
     log = request.app[FRONT].prompts
     body, chunks = await read_json(request, lambda body: (body, log.read(request.headers, body)))
     choices = choices_of(body)
-    if not rows.take(choices):
+    if not rows.take(choices, None, request[HOLDER]):
         raise NoRoom
     log.add(chunks)
     try:

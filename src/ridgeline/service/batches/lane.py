@@ -254,7 +254,7 @@ class Lane:
                 if starts == _STARTS:
                     self._changed.set()  # the rest follows when the event loop has served others
                     return
-                if not self._rows.take(*job.place(row)):
+                if not self._rows.take(*job.place(row), job.holder):
                     return
                 self._start(job)
                 starts += 1

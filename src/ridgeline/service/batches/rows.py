@@ -49,8 +49,8 @@ class RowAnswer(NamedTuple):
 class Rows(Protocol):
     """Runs rows in the place that online requests leave. Places are counted in choices."""
 
-    def take(self, choices: int, model: str | None) -> bool:
-        """Take places for a row, which `give_back` returns. model: that it names. False: there is no room now."""
+    def take(self, choices: int, model: str | None, holder: Holder) -> bool:
+        """Take places for a row of a client, which `give_back` returns. model: that it names. False: there is no room now."""
 
     def give_back(self, choices: int, model: str | None) -> None: ...
 

@@ -14,6 +14,7 @@ from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.demand import read_demand
 from ridgeline.service.fleet.proxy import NOT_READY
 from ridgeline.service.fleet.upstream import ReplicaLost, error_message
+from ridgeline.service.keys.keyring import Holder
 from ridgeline.service.routing import Demand, Ticket
 
 
@@ -27,7 +28,7 @@ class ReplicaRows:
             self._headers.append(("authorization", f"Bearer {api_key}"))
         self._taken = 0
 
-    def take(self, choices: int, model: str | None) -> bool:
+    def take(self, choices: int, model: str | None, holder: Holder) -> bool:
         limit = self._balancer.row_limit
         if not limit or (self._taken and self._taken + choices > limit):
             return False

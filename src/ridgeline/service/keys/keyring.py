@@ -296,9 +296,8 @@ class Keyring:
         self._prices.add(price)
 
     def _check_prices(self, keys: Iterable[ApiKey], prices: Collection[float]) -> None:
-        known = bool(prices) and all(prices)
-        unpriced = next((key.name for key in keys if key.budget is not None and not known), None)
-        if unpriced is not None:
+        unpriced = next((key.name for key in keys if key.budget is not None), None)
+        if unpriced is not None and not all(prices):
             raise ConfigError(
                 f"The API key {unpriced!r} has a budget, but the price of this device is not known: give --price-per-hour.",
                 param="price_per_hour",

@@ -17,7 +17,7 @@ from ridgeline.service.batches.rows import LaneCounts
 from ridgeline.service.front import Front
 from ridgeline.service.models.model import STATES, Model
 from ridgeline.service.models.no_engine import NoEngine
-from ridgeline.service.state import Service
+from ridgeline.service.state import LATEST, Service
 
 _LOOK_S = 0.02
 """Seconds between two looks whether a model is free to give way."""
@@ -50,7 +50,7 @@ class ModelsFront(Front):
         """A model by its name; without one, that which was used last, or the first. Raises ModelNotFound."""
         if name is None:
             return self._last or next(iter(self.models.values()))
-        match = self.models.get(name) or self.models.get(name.removesuffix(":latest"))
+        match = self.models.get(name) or self.models.get(name.removesuffix(LATEST))
         if match is None:
             known = ", ".join(map(repr, self.models))
             raise ModelNotFound(f"The model {name[:80]!r} does not exist: this server serves {known}.", param="model")
@@ -66,6 +66,9 @@ class ModelsFront(Front):
 
     def service(self) -> Service:
         return self.of(None).service()
+
+    def names(self, model: str | None) -> tuple[str, ...]:
+        return (self.model(model).name,)
 
     def of(self, model: str | None) -> Front:
         self.check()

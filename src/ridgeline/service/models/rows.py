@@ -17,6 +17,8 @@ from ridgeline.service.batches.admission import IDLE_S, LaneAdmission
 from ridgeline.service.batches.engine_rows import EngineRows
 from ridgeline.service.batches.rows import RowAnswer, RowRequest
 from ridgeline.service.errors import error_body
+from ridgeline.service.keys.errors import ModelNotAllowed
+from ridgeline.service.keys.keyring import Holder
 from ridgeline.service.models.front import ModelsFront
 from ridgeline.service.models.model import Model
 
@@ -39,16 +41,16 @@ class ModelRows:
         self._problems: dict[str, tuple[float, str]] = {}
         """Of models whose last load failed: when, and why."""
 
-    def take(self, choices: int, model: str | None) -> bool:
+    def take(self, choices: int, model: str | None, holder: Holder) -> bool:
         chosen = self._find(model)
         if chosen is None:
             return True  # `run` raises the error
         engine = self._engines[chosen.name]
-        if self._problem(chosen):
+        if self._problem(chosen) or not _allowed(holder, chosen):
             engine.take_anyway(choices)  # `run` answers with the problem; `give_back` returns the places
             return True
         if chosen.awake:
-            return engine.take(choices)
+            return engine.take(choices, model, holder)
         self._raise(chosen)
         return False
 
@@ -71,6 +73,7 @@ class ModelRows:
                 param="model",
             )
         chosen = self._front.model(str(name))
+        row.holder.check_model(chosen.name)
         if problem := self._problem(chosen):
             error = EngineFailed(problem)
             return RowAnswer(error.status, error_body(error), None)
@@ -104,6 +107,14 @@ class ModelRows:
         except RidgelineError as error:
             self._failures[model.name] += 1
             self._problems[model.name] = time.monotonic(), error.message
+
+
+def _allowed(holder: Holder, model: Model) -> bool:
+    try:
+        holder.check_model(model.name)
+    except ModelNotAllowed:
+        return False
+    return True
 
 
 def _engine_rows(model: Model, impact: float | None) -> EngineRows:
