@@ -16,7 +16,7 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError, Overloaded
 from ridgeline.service.access import Access
 from ridgeline.service.batches.input import answered, not_run, row_id
-from ridgeline.service.batches.job import ATTEMPTS
+from ridgeline.service.batches.job import ATTEMPTS, Pending
 from ridgeline.service.batches.lane import run_lane
 from ridgeline.service.batches.rows import PRIORITY, LaneCounts, NoRoom, RowAnswer, RowRequest
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
@@ -388,6 +388,9 @@ class FullRows:
 
     def give_back(self, choices: int, model: str | None) -> None: ...
 
+    def may_pass(self, model: str | None) -> bool:
+        return False
+
     def wait(self, count: int) -> None: ...
 
     async def run(self, row: RowRequest) -> RowAnswer:
@@ -406,3 +409,45 @@ async def test_a_row_that_finds_no_room_waits_before_it_tries_again(tmp_path: Pa
     async with run_lane(Access(ServiceConfig(port=0, batch_dir=str(tmp_path))), rows, LaneCounts()):
         await asyncio.sleep(0.4)
     assert 0 < rows.ran < 20
+
+
+class BusyModel(FullRows):
+    """Answers rows of one model, and has no room for those of another one."""
+
+    def __init__(self, passes: bool) -> None:
+        self.passes, self.models = passes, []
+
+    def take(self, choices: int, model: str | None) -> bool:
+        return model == "b"
+
+    def may_pass(self, model: str | None) -> bool:
+        return self.passes
+
+    async def run(self, row: RowRequest) -> RowAnswer:
+        self.models.append(row.body["model"])
+        return RowAnswer(200, b"{}", {})
+
+
+@pytest.mark.parametrize("passes", [True, False])
+async def test_rows_may_pass_those_of_a_model_without_room(tmp_path: Path, passes: bool):
+    """In the same batch and in later ones, if its model takes nothing from them."""
+    store = Store(tmp_path, LIMIT)
+    for _ in range(2):
+        file = add_file(store)
+        store.path(file.id).write_bytes(line("1", model="a") + line("2", model="b") + line("3", model="a"))
+        store.add_batch(stored(input_file_id=file.id, expires_at=int(time.time()) + 60))
+    store.close()
+    rows = BusyModel(passes)
+    async with run_lane(Access(ServiceConfig(port=0, batch_dir=str(tmp_path))), rows, LaneCounts()):
+        await asyncio.sleep(0.3)
+    assert rows.models == (["b", "b"] if passes else [])
+
+
+def test_rows_that_run_again_precede_others():
+    pending = Pending([4, 2, 1], {4: "a", 2: "b", 1: "b"})
+    assert (pending.first(), pending.first({"a"}), pending.first({"a", "b"}), len(pending)) == (4, 2, None, 3)
+    assert pending.remove_first("a") == 4 and pending.first() == 2
+    assert pending.remove_first("b") == 2
+    pending.put_back(2)
+    pending.put_back(4)
+    assert [pending.remove_first(model) for model in ("a", "b", "b")] == [4, 2, 1] and not pending

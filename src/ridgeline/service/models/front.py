@@ -198,6 +198,10 @@ class ModelsFront(Front):
             return len(models) <= 1
         return sum(model.entry.memory for model in models) <= self._limit
 
+    def fits_beside_others(self, model: Model) -> bool:
+        """Whether a model can be awake if none gives way."""
+        return not self._in_the_way(model)
+
     def has_room(self, model: Model, idle_s: float) -> bool:
         """Whether a model can be awake if only those give way that no request has used for idle_s."""
         since = time.monotonic() - idle_s
