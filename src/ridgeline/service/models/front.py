@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from ridgeline.core.config import ServiceConfig
-from ridgeline.core.errors import ModelNotFound, RidgelineError, Unavailable
+from ridgeline.core.errors import EngineFailed, ModelNotFound, RidgelineError, Unavailable
 from ridgeline.metrics import Metrics
 from ridgeline.metrics.exposition import merged
 from ridgeline.service.batches.rows import LaneCounts
@@ -241,9 +241,9 @@ def _retrieve(task: asyncio.Task[None]) -> None:
 
 
 async def _evicted(model: Model) -> bool:
-    """Whether a model has given its memory away. False: a request came first."""
+    """Whether a model has given its memory away. False: a request came first, or its engine was lost meanwhile: look again."""
     try:
         await model.evict()
-    except Unavailable:
+    except (EngineFailed, Unavailable):
         return False
     return True
