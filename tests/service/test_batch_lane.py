@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError, Overloaded
 from ridgeline.service.access import Access
 from ridgeline.service.batches.input import answered, not_run, row_id
-from ridgeline.service.batches.job import ATTEMPTS
+from ridgeline.service.batches.job import ATTEMPTS, Pending
 from ridgeline.service.batches.lane import run_lane
 from ridgeline.service.batches.rows import PRIORITY, LaneCounts, NoRoom, RowAnswer, RowRequest
 from ridgeline.service.batches.schemas import BATCH_ANSWERS
@@ -301,109 +300,6 @@ def test_a_stopped_server_goes_on_where_it_was(tmp_path: Path):
         assert len(server.engine.submits) < 10
 
 
-@pytest.mark.filterwarnings("ignore")  # aiohttp warns about headers that end early
-def test_odd_uploads(tmp_path: Path):
-    file, purpose = ("file", b"{}", "a.jsonl"), ("purpose", b"batch", "")
-    seconds, anchor = ("expires_after[seconds]", b"7", ""), ("expires_after[anchor]", b"created_at", "")
-    cases: list[tuple[Any, str | None]] = [
-        (form(purpose), "file"),
-        (form(file), "purpose"),
-        (form(file, ("purpose", b"vision", "")), "purpose"),
-        (form(file, file, purpose), "file"),
-        (form(file, purpose, seconds), "expires_after.anchor"),
-        (form(file, purpose, seconds, anchor), "expires_after.seconds"),
-        ((b"{}", {"content-type": "application/json"}), "file"),
-        ((b"junk", {"content-type": "multipart/form-data; boundary=edge"}), "file"),
-        ((b"--edge\r\nbroken", {"content-type": "multipart/form-data; boundary=edge"}), "file"),
-        ((b"", {"content-type": "multipart/form-data"}), "file"),
-    ]
-    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
-        for (body, headers), param in cases:
-            answer = server.send("POST", "/v1/files", body, headers)
-            assert answer.status == 400 and answer.error["param"] == param, (body, answer.data)
-        whole, kind = form(file, purpose)
-        for size in range(len(whole) - 12):  # a form that ends early
-            assert server.send("POST", "/v1/files", whole[:size], kind).status == 400, size
-        assert server.get("/v1/files").json["data"] == [] and not list((tmp_path / "files").iterdir())
-        good = form(("file", b"{}", "../../etc/passwd"), purpose)
-        assert server.send("POST", "/v1/files", *good).json["filename"] == "passwd"
-        page = server.get("/v1/files").json
-        valid("Files", page)
-        deleted = server.send("DELETE", f"/v1/files/{page['first_id']}")
-        valid("DeletedFile", deleted.json)
-        valid("Batches", server.get("/v1/batches").json)
-        for path in ("/v1/files/..%2Fstate.sqlite/content", "/v1/files/state.sqlite", "/v1/batches/none"):
-            assert server.get(path).status == 404
-
-
-def test_space_for_files_is_bounded(tmp_path: Path):
-    with live(behaviour(says("done")), batch_dir=str(tmp_path), batch_max_gb=0.001) as server:
-        assert upload(server, b"x" * (1 << 20)).status == 200
-        assert upload(server, b"x" * (1 << 20)).error["code"] == "body_too_large"
-        assert upload(server, b"x" * 20_000).status == 200
-        assert upload(server, b"x" * 20_000).status == 413
-
-
-def test_uploads_at_the_same_time_stay_within_the_space(tmp_path: Path):
-    """The space was looked at when an upload began, so that two of them could have it twice."""
-    body, headers = form(("purpose", b"batch", ""), ("file", b"x" * 900_000, "rows.jsonl"))
-    with live(behaviour(says("done")), batch_dir=str(tmp_path), batch_max_gb=0.001) as server:
-        first = server.connect()
-        first.putrequest("POST", "/v1/files")
-        for name, value in {**headers, "content-length": str(len(body))}.items():
-            first.putheader(name, value)
-        first.endheaders(body[:-600_000])
-        server.until(lambda: any((tmp_path / "files").glob("*")))
-        assert upload(server, b"x" * 600_000).error["code"] == "body_too_large"
-        assert upload(server, b"x" * 100_000).status == 200
-        first.send(body[-600_000:])
-        assert first.getresponse().status == 200
-        assert upload(server, b"x" * 100_000).status == 413
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_a_slow_client_may_send_a_form_byte_by_byte(tmp_path: Path, order: str):
-    parts = [
-        ("purpose", b"batch", ""),
-        ("expires_after[anchor]", b"created_at", ""),
-        ("expires_after[seconds]", b"3600", ""),
-    ]
-    file = ("file", b'{"a": 1}\n', "rows.jsonl")
-    body, headers = form(*([*parts, file] if order == "before" else [file, *parts]))
-    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
-        sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: {headers['content-type']}\r\n"
-        sock.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode())
-        for index in range(len(body)):
-            sock.sendall(body[index : index + 1])
-            time.sleep(0.001)
-        data = b""
-        while part := sock.recv(65536):
-            data += part
-        answer, _, stored = data.partition(b"\r\n\r\n")
-        assert b" 200 " in answer.splitlines()[0], stored
-        file_id = json.loads(stored)["id"]
-        assert server.get(f"/v1/files/{file_id}/content").data == file[1]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_names_in_the_headers_of_a_form_that_are_no_text(tmp_path: Path):
-    file, purpose = ("file", b"{}", "NAME"), ("purpose", b"batch", "")
-    body, headers = form(purpose, file)
-    changes = [
-        (body.replace(b"NAME", b"\xff.jsonl"), "file"),
-        (body.replace(b'name="purpose"', b'name="purp\xffose"'), "purpose"),
-        (form(("_charset_", b"x" * 40, ""), purpose, file)[0], "file"),
-        (form(("purpose", b"b" * 5000, ""), file)[0], "purpose"),
-    ]
-    with live(behaviour(says("done")), batch_dir=str(tmp_path)) as server:
-        for changed, param in changes:
-            answer = server.send("POST", "/v1/files", changed, headers)
-            assert answer.status == 400 and answer.error["param"] == param, (changed, answer.data)
-        assert not list((tmp_path / "files").iterdir())
-
-
 def test_pages_of_other_sites_may_not_upload(tmp_path: Path):
     body, headers = form(("purpose", b"batch", ""), ("file", b"{}", "a.jsonl"))
     with live(behaviour(says("done")), batch_dir=str(tmp_path), api_key="secret") as server:
@@ -450,6 +346,9 @@ class FullRows:
 
     def give_back(self, choices: int, model: str | None) -> None: ...
 
+    def may_pass(self, model: str | None) -> bool:
+        return False
+
     def wait(self, count: int) -> None: ...
 
     async def run(self, row: RowRequest) -> RowAnswer:
@@ -468,3 +367,45 @@ async def test_a_row_that_finds_no_room_waits_before_it_tries_again(tmp_path: Pa
     async with run_lane(Access(ServiceConfig(port=0, batch_dir=str(tmp_path))), rows, LaneCounts()):
         await asyncio.sleep(0.4)
     assert 0 < rows.ran < 20
+
+
+class BusyModel(FullRows):
+    """Answers rows of one model, and has no room for those of another one."""
+
+    def __init__(self, passes: bool) -> None:
+        self.passes, self.models = passes, []
+
+    def take(self, choices: int, model: str | None, holder: Holder) -> bool:
+        return model == "b"
+
+    def may_pass(self, model: str | None) -> bool:
+        return self.passes
+
+    async def run(self, row: RowRequest) -> RowAnswer:
+        self.models.append(row.body["model"])
+        return RowAnswer(200, b"{}", {})
+
+
+@pytest.mark.parametrize("passes", [True, False])
+async def test_rows_may_pass_those_of_a_model_without_room(tmp_path: Path, passes: bool):
+    """In the same batch and in later ones, if its model takes nothing from them."""
+    store = Store(tmp_path, LIMIT)
+    for _ in range(2):
+        file = add_file(store)
+        store.path(file.id).write_bytes(line("1", model="a") + line("2", model="b") + line("3", model="a"))
+        store.add_batch(stored(input_file_id=file.id, expires_at=int(time.time()) + 60))
+    store.close()
+    rows = BusyModel(passes)
+    async with run_lane(Access(ServiceConfig(port=0, batch_dir=str(tmp_path))), rows, LaneCounts()):
+        await asyncio.sleep(0.3)
+    assert rows.models == (["b", "b"] if passes else [])
+
+
+def test_rows_that_run_again_precede_others():
+    pending = Pending([4, 2, 1], {4: "a", 2: "b", 1: "b"})
+    assert (pending.first(), pending.first({"a"}), pending.first({"a", "b"}), len(pending)) == (4, 2, None, 3)
+    assert pending.remove_first("a") == 4 and pending.first() == 2
+    assert pending.remove_first("b") == 2
+    pending.put_back(2)
+    pending.put_back(4)
+    assert [pending.remove_first(model) for model in ("a", "b", "b")] == [4, 2, 1] and not pending

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.service import shadow
 from ridgeline.service.models import rows as model_rows
 from ridgeline.service.models.file import read_models
+from ridgeline.service.models.front import ModelsFront
+from ridgeline.service.models.model import Model
 
 from .live import Live
 from .real import write_checkpoint
@@ -118,6 +121,17 @@ def test_answers_of_each_model_are_scored_by_its_reference(tiny: dict[str, Any],
             assert [body["model"] for body in asked] == ["original"]
             text(server, "b")  # scoring does not keep the model awake
             assert states(server) == {"a": "asleep", "b": "awake"}
+
+
+def test_rows_pass_those_of_a_model_that_takes_nothing_from_them(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "takes_memory", property(lambda model: model.name == "b"))
+    models = {name: {**tiny, "memory_gb": 1} for name in "ab"}
+    for limit, passes in ((None, False), (1, False), (2, True)):
+        entries = read_models(write(tmp_path, models), {"models_memory_gb": limit}, {})
+        front = ModelsFront(ServiceConfig(models_memory_gb=limit), [Model(entry, tmp_path) for entry in entries])
+        assert model_rows.ModelRows(front, None).may_pass("a") == passes
 
 
 def test_a_reference_in_this_server_is_refused(tmp_path: Path) -> None:

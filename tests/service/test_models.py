@@ -229,6 +229,24 @@ def test_a_sleeping_model_whose_engine_is_lost_comes_back_on_demand(tiny: dict[s
         assert states_of(server) == {"a": "awake", "b": "asleep"}
 
 
+def test_a_model_whose_engine_is_lost_on_its_way_to_sleep_gives_its_memory_all_the_same(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    evict, lost = Model.evict, []
+
+    async def dies(model: Model) -> None:
+        if not lost:
+            lost.append(model.name)
+            os.kill(model._supervisor.engine.process.pid, signal.SIGKILL)
+        await evict(model)
+
+    with serving(write(tmp_path, {"a": tiny, "b": tiny})) as server:
+        text(server, "a")
+        monkeypatch.setattr(Model, "evict", dies)
+        text(server, "b")
+        assert lost == ["a"] and states_of(server)["b"] == "awake" != states_of(server)["a"]
+
+
 @pytest.mark.long
 def test_a_request_does_not_wait_longer_than_it_may(tiny: dict[str, Any], tmp_path: Path):
     with serving(write(tmp_path, {"slow": tiny}), models_load_s=0.05) as server:

@@ -162,8 +162,9 @@ class Engine:
             self._refuse(message, error.message, "unavailable" if isinstance(error, Unavailable) else "refused")
 
     def _refuse(self, message: Submit, reason: str, finish: str = "refused") -> None:
-        choices = range(message.sampling.n)
-        self._refused += [Update(message.id, choice, [], finish=finish, error=reason) for choice in choices]
+        self._refused += [
+            Update(message.id, choice, [], finish=finish, error=reason) for choice in range(message.sampling.n)
+        ]
 
     def _requests(self, message: Submit, compiled: CompiledGrammar | None) -> list[Request]:
         """One request per choice. Raises RequestError for a request that can never run (the service refuses these first)."""
@@ -267,6 +268,7 @@ class Engine:
     def turn(self) -> Deltas | None:
         """Run one turn of the loop. Returns None if there is nothing to report."""
         self.setup.check()
+        self.setup.profiler.check()
         self.setup.hand_overs.check()
         scheduler, before = self._scheduler, self._scheduler.last_step
         if self._waiting:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gzip
 import tempfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from ridgeline.core.errors import RequestError, Unavailable
+from ridgeline.core.errors import RequestError, RidgelineError, Unavailable
 from ridgeline.service.batches.objects import Conflict
 from ridgeline.service.guard import FRONT, HOLDER, IGNORED, read_json
 from ridgeline.service.keys.errors import AdminOnly
@@ -63,22 +64,30 @@ async def profile(request: web.Request) -> web.Response:
 
 async def record(client: Client, values: dict[str, Any]) -> bytes:
     """The trace of an engine. values: as the body has them. Raises Conflict, if another one is being recorded, and Unavailable."""
-    starting = asyncio.ensure_future(_order(client, "profile_start", "stacks" if values.get("with_stack") else ""))
-    try:
-        await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        await starting  # the engine begins all the same, unless it records another profile
-        await asyncio.shield(_order(client, "profile_stop"))
-        raise
+    order = _order(client, "profile_start", "stacks" if values.get("with_stack") else "")
+    starting = asyncio.get_running_loop().create_task(order)
     with tempfile.TemporaryDirectory(prefix="ridgeline-profile-") as folder:
         path = Path(folder) / "trace.json"
         try:
+            await asyncio.shield(starting)
             await _wait(client, values)
+        except Conflict:
+            raise
         except BaseException:
-            await asyncio.shield(_order(client, "profile_stop"))
+            await asyncio.shield(_drop(client, starting))
             raise
         await _order(client, "profile_stop", str(path))
         return await asyncio.to_thread(lambda: gzip.compress(path.read_bytes(), _COMPRESSION))
+
+
+async def _drop(client: Client, starting: asyncio.Task[None]) -> None:
+    """End a profile whose start was ordered, also one that the engine has yet to start."""
+    with suppress(RidgelineError):
+        await starting
+    conflicts = isinstance(starting.exception(), Conflict)  # the profile of another client
+    with suppress(RidgelineError):  # the engine drops it by itself, or has ended
+        if not conflicts:
+            await _order(client, "profile_stop")
 
 
 async def _wait(client: Client, values: dict[str, Any]) -> None:

@@ -68,6 +68,10 @@ class EngineRows:
     def give_back(self, choices: int, model: str | None = None) -> None:
         self._taken -= choices
 
+    def may_pass(self, model: str | None) -> bool:
+        """No: all rows run in the same engine."""
+        return False
+
     def wait(self, count: int) -> None:
         """Nothing: an engine that sleeps is not woken by rows."""
 

@@ -6,8 +6,9 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ridgeline.core.errors import Overloaded, RequestError, RidgelineError, Unavailable
@@ -45,6 +46,43 @@ class RowResult:
     usage: Mapping[str, Any] | None
 
 
+class Pending:
+    """Rows to run, in their order, by the model that each names."""
+
+    def __init__(self, rows: Iterable[int] = (), models: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._models = models
+        self._rows: dict[str | None, deque[int]] = {}
+        """Without models that have no row left."""
+        self._count = 0
+        for row in rows:
+            self._rows.setdefault(models.get(row), deque()).append(row)
+            self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def first(self, passed: Collection[str | None] = ()) -> int | None:
+        """The first row of a model that is not in `passed`."""
+        return next((rows[0] for model, rows in self._rows.items() if model not in passed), None)
+
+    def remove_first(self, model: str | None) -> int:
+        """Remove the first row of a model, and return it."""
+        rows = self._rows[model]
+        row = rows.popleft()
+        self._count -= 1
+        if not rows:
+            del self._rows[model]
+        return row
+
+    def put_back(self, row: int) -> None:
+        """Add a row that runs again, before the others of its model."""
+        model = self._models.get(row)
+        if model not in self._rows:
+            self._rows = {model: deque(), **self._rows}
+        self._rows[model].appendleft(row)
+        self._count += 1
+
+
 class Job:
     """A batch that has not ended. max_row_bytes: largest line. holder: the client that pays for its rows."""
 
@@ -55,8 +93,7 @@ class Job:
         self.index = InputIndex()
         self.results: Results | None = None
         """None until the batch was prepared."""
-        self.pending: deque[int] = deque()
-        """Rows to run, in their order."""
+        self.pending = Pending()
         self.running: set[int] = set()
         self.lock = asyncio.Lock()
         """Held while the state of the batch changes."""
@@ -68,11 +105,10 @@ class Job:
         self.storage_error: OSError | None = None
         """Why a result could not be stored."""
 
-    @property
-    def next_row(self) -> int | None:
-        """The row to start next; None if there is none, or if rows may not start."""
+    def next_row(self, passed: Collection[str | None] = ()) -> int | None:
+        """The row to start next, of a model that is not in `passed`; None if there is none, or if rows may not start."""
         runs = self.batch.status in ("in_progress", "finalizing") and not self.ending
-        return self.pending[0] if runs and self.pending else None
+        return self.pending.first(passed) if runs else None
 
     def choices(self, row: int) -> int:
         """Choices that a row asks for."""
@@ -121,7 +157,7 @@ class Job:
             if row not in results.done:
                 body = error_body(bad.error)
                 results.fail(row, answered(self.result_id(row), bad.custom_id, bad.error.status, body, _request_id()))
-        self.pending = deque(row for row in self.index.order if row not in results.done)
+        self.pending = Pending((row for row in self.index.order if row not in results.done), self.index.models)
 
     def current(self) -> StoredBatch:
         """The batch with its present counts."""

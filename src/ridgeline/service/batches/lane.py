@@ -247,20 +247,26 @@ class Lane:
             for task in self._running:
                 task.cancel()
             return
-        self._rows.wait(sum(len(job.pending) for job in self._jobs.values() if job.next_row is not None))
+        self._rows.wait(sum(len(job.pending) for job in self._jobs.values() if job.next_row() is not None))
         starts = 0
+        passed: set[str | None] = set()
+        """Models that have no room, and whose rows others may pass."""
         for job in self._jobs.values():
-            while (row := job.next_row) is not None:
+            while (row := job.next_row(passed)) is not None:
                 if starts == _STARTS:
                     self._changed.set()  # the rest follows when the event loop has served others
                     return
-                if not self._rows.take(*job.place(row), job.holder):
+                choices, model = job.place(row)
+                if self._rows.take(choices, model, job.holder):
+                    self._start(job, model)
+                    starts += 1
+                elif self._rows.may_pass(model):
+                    passed.add(model)
+                else:
                     return
-                self._start(job)
-                starts += 1
 
-    def _start(self, job: Job) -> None:
-        row = job.pending.popleft()
+    def _start(self, job: Job, model: str | None) -> None:
+        row = job.pending.remove_first(model)
         job.running.add(row)
         task = asyncio.get_running_loop().create_task(self._run_row(job, row))
         self._running[task] = job, row
@@ -284,7 +290,7 @@ class Lane:
         job.running.discard(row)
         lost = job.results is not None and row not in job.results.done
         if lost:
-            job.pending.appendleft(row)
+            job.pending.put_back(row)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a row of a batch failed unexpectedly", exc_info=error)
             job.storage_error = OSError(str(error))

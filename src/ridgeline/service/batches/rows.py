@@ -54,6 +54,9 @@ class Rows(Protocol):
 
     def give_back(self, choices: int, model: str | None) -> None: ...
 
+    def may_pass(self, model: str | None) -> bool:
+        """Whether rows of other models may start although a row of this one has no room, and take nothing from it."""
+
     def wait(self, count: int) -> None:
         """So many rows wait for a place."""
 

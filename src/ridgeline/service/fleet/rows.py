@@ -38,6 +38,10 @@ class ReplicaRows:
     def give_back(self, choices: int, model: str | None) -> None:
         self._taken -= choices
 
+    def may_pass(self, model: str | None) -> bool:
+        """No: rows of all models share the replicas' room."""
+        return False
+
     def wait(self, count: int) -> None:
         self._balancer.router.rows_waiting = count
 

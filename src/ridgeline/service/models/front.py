@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from ridgeline.core.config import ServiceConfig
-from ridgeline.core.errors import ModelNotFound, RidgelineError, Unavailable
+from ridgeline.core.errors import EngineFailed, ModelNotFound, RidgelineError, Unavailable
 from ridgeline.metrics import Metrics
 from ridgeline.metrics.exposition import merged
 from ridgeline.service.batches.rows import LaneCounts
@@ -201,6 +201,10 @@ class ModelsFront(Front):
             return len(models) <= 1
         return sum(model.entry.memory for model in models) <= self._limit
 
+    def fits_beside_others(self, model: Model) -> bool:
+        """Whether a model can be awake if none gives way."""
+        return not self._in_the_way(model)
+
     def has_room(self, model: Model, idle_s: float) -> bool:
         """Whether a model can be awake if only those give way that no request has used for idle_s."""
         since = time.monotonic() - idle_s
@@ -240,9 +244,9 @@ def _retrieve(task: asyncio.Task[None]) -> None:
 
 
 async def _evicted(model: Model) -> bool:
-    """Whether a model has given its memory away. False: a request came first."""
+    """Whether a model has given its memory away. False: a request came first, or its engine was lost meanwhile: look again."""
     try:
         await model.evict()
-    except Unavailable:
+    except (EngineFailed, Unavailable):
         return False
     return True

@@ -58,6 +58,11 @@ class ModelRows:
         if (chosen := self._find(model)) is not None:
             self._engines[chosen.name].give_back(choices)
 
+    def may_pass(self, model: str | None) -> bool:
+        """Yes, unless the model waits for the memory of others, which their rows would keep busy."""
+        chosen = self._find(model)
+        return chosen is not None and (chosen.awake or self._front.fits_beside_others(chosen))
+
     def wait(self, count: int) -> None:
         """Nothing: `take` loads models."""
 
