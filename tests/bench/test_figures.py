@@ -26,6 +26,7 @@ from ridgeline.bench.figures import (
     spread,
     throughput,
     too_short_reason,
+    warnings,
 )
 from ridgeline.bench.record import read_run, write_run
 from ridgeline.bench.sample import difference, figure, mean, percentile, token_percentiles
@@ -233,3 +234,13 @@ def test_agent_runs_are_published_by_their_last_request() -> None:
     assert figures.publish.percentiles[50].value == pytest.approx((2.7 + 0.1) / 2) and figures.output_tokens == 16.5
     text = msgspec.json.encode(run_json(make_run(rows))["ridgeline"]["agent_runs"]).decode()
     assert '"offered":3' in text
+
+
+def test_prompts_that_the_server_knew_are_warned_of() -> None:
+    """Not those of a workload with common prefixes, and not the few tokens of a template."""
+
+    def warned(cached: int, **facts: bool) -> list[str]:
+        return warnings(make_run([row(at, cached_tokens=cached) for at in range(4)], seed=3, **facts))
+
+    assert warned(20, shared_prefixes=False) == warned(90, shared_prefixes=True) == warned(90) == []
+    assert "an earlier run with --seed 3 has sent them" in warned(90, shared_prefixes=False)[0]

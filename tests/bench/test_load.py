@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 from typing import cast
 
@@ -118,6 +119,26 @@ def test_a_client_that_is_late_says_so() -> None:
 def test_the_same_workload_twice_is_the_same_run() -> None:
     plan = Plan(asks(arrivals(50, 30.0, 0.5, 4)))
     assert send(plan)[0].rows == send(plan)[0].rows
+
+
+@pytest.mark.parametrize("plan", [Plan(asks([0.0, 0.1, 0.2, 5.0])), Plan(asks([0.0] * 9, output=100), concurrency=2)])
+def test_an_interrupted_run_keeps_what_has_ended(plan: Plan) -> None:
+    """If the plan says so, and once a request has ended."""
+
+    async def work(partial: bool, after: float) -> Sent:
+        clock = LoopClock()
+        sending = asyncio.ensure_future(
+            send_all(replace(plan, partial=partial), FakeServer(ttft=0.5), cast(Writer, FakeWriter()), clock)
+        )
+        await clock.until(clock.now() + after)
+        sending.cancel()
+        return await sending
+
+    sent = run(work(True, 2.0))
+    assert sent.interrupted and 0 < len(sent.rows) < len(plan.workload.requests) and sent.seconds < 2.0
+    for partial, after in ((False, 2.0), (True, 0.1)):
+        with pytest.raises(asyncio.CancelledError):
+            run(work(partial, after))
 
 
 def test_gaps_lead_from_the_first_token_to_the_last() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -282,6 +285,25 @@ def test_a_run_without_an_answer_is_not_valid(tmp_path: Path, capsys: pytest.Cap
         assert "no request was answered" not in capsys.readouterr().err
         assert main(["bench", "run", url, *load, "--output-len", "2000", "--out", str(tmp_path / "silent")]) == 1
     assert "no request was answered" in capsys.readouterr().err
+
+
+def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
+    """And without a terminal a line says how far it is."""
+    with mock(Speed(ttft_s=0.002, itl_s=0.02)) as url:
+        words = ["bench", "run", url, "--concurrency", "1", "--output-len", "5", "--out", str(tmp_path / "run")]
+        code = "import sys; from ridgeline.bench import progress; progress.LINE_S = 0.2; from ridgeline.cli.main import main; "
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{code}sys.exit(main(sys.argv[1:]))", *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stderr is not None
+        assert " of 200 requests have ended" in process.stderr.readline()
+        assert " of 200 requests have ended" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "report: " in errors, errors
+    assert "interrupted after" in " ".join(output.split())
+    assert 0 < len(read_run(tmp_path / "run").rows) < 200
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------

@@ -203,6 +203,17 @@ def test_measured_times_scale_the_cost_model() -> None:
     )
 
 
+def test_times_that_the_model_does_not_explain_are_doubted() -> None:
+    """By more than a factor of two, in either direction: of steps before the model is scaled, or of requests."""
+    recorded = situation(steady(4, 100, 4, 1.0))
+    assert recorded.doubts({"TTFT": (0.19, 0.1), "TPOT": (0.051, 0.1), "e2e": (math.nan, 1.0)}) == []
+    for times in ({"TTFT": (0.21, 0.1)}, {"TTFT": (0.1, 0.21)}):
+        (line,) = recorded.doubts(times)
+        assert "TTFT: " in line and "factor of 2" in line and "--calibration" in line
+    (line,) = replace(recorded, step_ratio=5.0).doubts({})
+    assert "decode steps: 5 times the modelled time" in line
+
+
 def row(at: float, prompt: list[int], output: int, choices: int = 1) -> dict[str, Any]:
     return {
         "arrived_at": at, "prompt_tokens": len(prompt), "cached_tokens": 0, "output_tokens": output, "ttft_s": 0.1, "tpot_s": 0.01,

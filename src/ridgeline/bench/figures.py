@@ -128,6 +128,23 @@ def invalid_reason(run: Run) -> str:
     return ""
 
 
+CACHED_SHARE = 0.5
+"""Share of the prompt tokens from the server's prefix cache above which `warnings` names a workload without common prefixes. A
+chat template is a common prefix of every workload, but a short one."""
+
+
+def warnings(run: Run) -> list[str]:
+    """What a reader of the figures must know although they are valid: the run was interrupted, or its prompts were cached."""
+    lines = [run.facts["interrupted"]] if run.interrupted else []
+    cached = throughput(run)["cached_input_share"]
+    if cached > CACHED_SHARE and run.facts.get("shared_prefixes") is False:
+        lines.append(
+            f"{cached:.0%} of the prompt tokens came from the server's prefix cache, although the prompts have no common prefix: "
+            f"an earlier run with --seed {run.facts.get('seed')} has sent them; give another --seed"
+        )
+    return lines
+
+
 def lag_p99(run: Run) -> tuple[float, float]:
     """Return the 99th percentiles of the send lag and of the event loop's lag, in seconds."""
     send_lags = np.array([row.lag_s for row in run.rows])
@@ -279,6 +296,7 @@ def run_json(run: Run) -> dict[str, Any]:
     output["ridgeline"] = {
         "clock": "latencies count from the scheduled time",
         "invalid": invalid_reason(run),
+        "warnings": warnings(run),
         "slo_text": str(run.slo),
         "slo_broken": list(run.broken),
         "throughput": rates,

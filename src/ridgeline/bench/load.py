@@ -54,6 +54,8 @@ class Plan:
     """Prefix of the request ids."""
     run_ids: bool = False
     """Send the requests of one conversation as one agent run."""
+    partial: bool = False
+    """If the calling task is cancelled (Ctrl-C) after requests have ended, return those instead of raising."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Sent:
     """Lag of the event loop at each probe."""
     cpu_s: float
     """CPU time of the load generator."""
+    interrupted: bool = False
+    """Ended by Ctrl-C: `rows` are the requests that had ended. Those in flight are not counted."""
 
 
 class Writer:
@@ -97,16 +101,29 @@ async def send_all(
     raise_file_limit()
     run = _Sending(plan, sender, writer, clock, progress or (lambda done: None))
     with gc_disabled():
-        return await _send_all(run, clock)
+        return await _send_all(run, clock, plan.partial)
 
 
-async def _send_all(run: _Sending, clock: Clock) -> Sent:
+async def _send_all(run: _Sending, clock: Clock, partial: bool) -> Sent:
     async with _loop_lags(clock) as lags:
         busy = time.process_time()
-        await run.work()
+        interrupted = await _interrupted(run, partial)
         busy = time.process_time() - busy
     rows = tuple(row for row in run.rows if row is not None)
-    return Sent(rows, max((row.ended_s for row in rows), default=0.0), tuple(lags), busy)
+    return Sent(rows, max((row.ended_s for row in rows), default=0.0), tuple(lags), busy, interrupted)
+
+
+async def _interrupted(run: _Sending, partial: bool) -> bool:
+    """Do the work of a run. Returns whether it was interrupted (Plan.partial)."""
+    try:
+        await run.work()
+    except asyncio.CancelledError:
+        if not partial or not any(run.rows):
+            raise
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()
+        return True
+    return False
 
 
 @contextmanager

@@ -127,6 +127,11 @@ class Run:
     slo: Slo = field(default_factory=Slo)
 
     @property
+    def interrupted(self) -> bool:
+        """Ended by Ctrl-C, with the requests that had ended."""
+        return bool(self.facts.get("interrupted"))
+
+    @property
     def good(self) -> list[Row]:
         return [row for row in self.rows if not row.missed(self.slo)]
 

@@ -13,7 +13,7 @@ import numpy as np
 from ridgeline.bench import economics
 from ridgeline.bench.compare import Difference
 from ridgeline.bench.efficiency import Point
-from ridgeline.bench.figures import LATENCIES, digits, invalid_reason, latency, spread, throughput
+from ridgeline.bench.figures import LATENCIES, digits, invalid_reason, latency, spread, throughput, warnings
 from ridgeline.bench.record import Run
 from ridgeline.bench.sample import SHARES, Figure
 from ridgeline.planner.svg import COLORS, Axis, Chart, Guide, Line, Points, figure, page, table
@@ -70,6 +70,7 @@ def html(outcome: Outcome) -> str:
         for run in runs
         if (why := invalid_reason(run))
     ]
+    parts += [f'<p class="bad">{escape(run.name)}: {escape(line)}.</p>' for run in runs for line in warnings(run)]
     parts.append(tiles(runs[-1]) if len(runs) == 1 else _overview(runs))
     parts.append('<div class="plots">' + "".join(figure(chart) for chart in charts(outcome)) + "</div>")
     if outcome.differences:

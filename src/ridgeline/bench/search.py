@@ -49,7 +49,7 @@ async def sweep(measure: RunAtRate, rates: Iterable[float], on_run: RunCallback 
         runs.append(run)
         if on_run is not None:
             on_run(run)
-        if saturated(run) or invalid_reason(run) or levelled(runs):
+        if run.interrupted or saturated(run) or invalid_reason(run) or levelled(runs):
             break
     return runs
 
@@ -103,6 +103,8 @@ async def search(
         runs.append(run)
         if on_run is not None:
             on_run(run)
+        if run.interrupted:
+            return SearchResult(low, best, tuple(runs), not math.isinf(high), "interrupted")
         reason, was_invalid = invalid_reason(run), invalid
         invalid = bool(reason)
         if invalid and was_invalid:

@@ -26,9 +26,12 @@ class ServerState:
         """label: what the ids of the run's requests begin with. total: requests of the run."""
         self._client, self._label = client, label
         self._middle, self._progress = max(1, total // 2), progress
+        self.done = 0
+        """Requests that have ended."""
         self._asking: asyncio.Task[dict[str, Any] | None] | None = None
 
     def watch(self, done: int) -> None:
+        self.done = done
         if self._asking is None and done >= self._middle:
             self._asking = asyncio.get_running_loop().create_task(self._ask())
         self._progress(done)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +25,8 @@ from ridgeline.bench.target import Client
 from ridgeline.core.slo import Slo
 from ridgeline.core.workload import Workload
 
+PROGRESS_S = 1.0
+"""Seconds between two reports of the progress."""
 EXPLAINED_REQUESTS = 10
 """Number of slowest requests whose explanation is fetched."""
 
@@ -74,8 +78,8 @@ class Session:
     async def __aexit__(self, *_: object) -> None:
         self.client.close()
 
-    async def measure(self, load: LoadConfig | None = None, label: str = "") -> Run:
-        """Make one run. load: replaces `config.load`.
+    async def measure(self, load: LoadConfig | None = None, label: str = "", partial: bool = False) -> Run:
+        """Make one run. load: replaces `config.load`. partial: Ctrl-C ends the run instead of discarding it.
 
         Each run has other prompts, so that the server's prefix cache does not contain them. Arrival times are the same.
         """
@@ -94,15 +98,20 @@ class Session:
                 await self.client.warm(min(concurrency or 1, len(workload.requests)))
             # The time makes ids unique in the server's ledger.
             label_of_ids = f"bench-{time.time_ns() // 1_000_000:x}-{self._runs}"
-            plan = Plan(workload, concurrency, load.duration, label_of_ids, self._config.workload.run_ids)
+            plan = Plan(workload, concurrency, load.duration, label_of_ids, self._config.workload.run_ids, partial)
             total = len(workload.requests)
             state = ServerState(self.client, label_of_ids, total, lambda done: self._progress(done, total))
             before = await self._counters()
-            sent = await send_all(plan, self.client, writer, clock, state.watch)
+            async with _repeated(lambda: self._progress(state.done, total)):
+                sent = await send_all(plan, self.client, writer, clock, state.watch)
             after = await self._counters()
         self._runs += 1
         counted = {name: value - before[name] for name, value in after.items()} if before and after else None
         facts = {**self._facts(workload, load, concurrency, label), "server": await state.read(), "counted": counted}
+        if sent.interrupted:
+            facts["interrupted"] = (
+                f"interrupted after {len(sent.rows)} of {total} requests; those in flight are not counted"
+            )
         return Run(facts, sent.rows, sent.seconds, dropped, sent.loop_lag_s, sent.cpu_s, self._slo)
 
     async def _counters(self) -> dict[str, float] | None:
@@ -148,6 +157,9 @@ class Session:
             "context": self.dialect.context,
             "workload": workload.name,
             "fingerprint": workload.fingerprint,
+            "shared_prefixes": any(
+                request.blocks or request.text or request.session >= 0 for request in workload.requests
+            ),
             "seed": self._config.workload.seed,
             "rate": rate,
             "burstiness": load.burstiness,
@@ -158,3 +170,21 @@ class Session:
             "started_at": time.time(),
             "version": ridgeline.__version__,
         }
+
+
+@asynccontextmanager
+async def _repeated(report: Callable[[], None]) -> AsyncIterator[None]:
+    """Call `report` every PROGRESS_S in the block: a run of long answers ends no request for a while."""
+
+    async def repeat() -> None:
+        while True:
+            report()
+            await asyncio.sleep(PROGRESS_S)
+
+    task = asyncio.ensure_future(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -24,6 +24,7 @@ from ridgeline.bench.figures import (
     per_character,
     spread,
     throughput,
+    warnings,
 )
 from ridgeline.bench.record import Run
 from ridgeline.bench.sample import SHARES, Figure
@@ -82,6 +83,7 @@ def run_table(run: Run) -> RenderableType:
     parts: list[RenderableType] = [latencies, Text(), facts]
     for message, count in sorted(errors(run).items(), key=lambda latency_spread: -latency_spread[1])[:5]:
         facts.add_row("error", Text(f"{count} x {message}"))
+    parts += [Text(f"\nWarning: {line}.", style="bold") for line in warnings(run)]
     if why := invalid_reason(run):
         parts.append(Text(f"\nNOT VALID: {why}.", style="bold red"))
     return Group(*parts)

@@ -44,6 +44,9 @@ CONFIGS = (TargetConfig, WorkloadConfig, LoadConfig, ResultConfig)
 SECONDS_PER_RUN = 30.0
 """How long each run of a sweep, a search or a curve lasts when neither time nor number of requests is given."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
 
 @dataclass(frozen=True, slots=True)
 class SweepConfig:
@@ -93,7 +96,7 @@ async def run_once(
 ) -> tuple[Outcome, RenderableType]:
     """Measure a server once."""
     async with Session(settings, options.get("target"), progress) as session:
-        run = await session.measure()
+        run = await session.measure(partial=True)
         whys = await session.whys(run)
     return Outcome(f"Benchmark of {run.name}", [run], single=True, whys=whys), show.run_table(run)
 
@@ -110,10 +113,14 @@ async def run_sweep(
         )
     rates = _numbers("rates", listed_rates) if listed_rates else doubling(settings.load.rate or 1.0)
     async with Session(settings, options.get("target"), progress) as session:
-        runs = await sweep(lambda rate: session.measure(_with_rate(settings, rate)), rates, progress.print_run)
+        runs = await sweep(
+            lambda rate: session.measure(_with_rate(settings, rate), partial=True), rates, progress.print_run
+        )
     last = runs[-1]
     ended = "the server was not saturated at any rate"
-    if saturated(last):
+    if last.interrupted:
+        ended = "the sweep was interrupted"
+    elif saturated(last):
         ended = f"the server was saturated at {last.facts['rate']:g} requests/s"
     elif levelled(runs):
         ended = f"throughput did not rise from {runs[-2].facts['rate']:g} to {last.facts['rate']:g} requests/s"
@@ -133,7 +140,7 @@ async def run_search(
     async with Session(settings, options.get("target"), progress) as session:
         start = settings.load.rate or 1.0
         result = await search(
-            lambda rate: session.measure(_with_rate(settings, rate)),
+            lambda rate: session.measure(_with_rate(settings, rate), partial=True),
             start,
             config.attain,
             config.precision,
@@ -349,7 +356,7 @@ def read_settings(options: Mapping[str, Any]) -> BenchConfig:
 
 
 def _end(settings: BenchConfig, outcome: Outcome, table: RenderableType) -> int:
-    """Write and print the results. Returns exit status 1 if a run is not valid, otherwise 0."""
+    """Write and print the results. Returns the exit status: 1 if a run is not valid, 130 after Ctrl-C."""
     folder = save(outcome, settings.result.out)
     if settings.result.json:
         _print_json(run_json(outcome.runs[0]) if outcome.single else summary(outcome))
@@ -361,7 +368,7 @@ def _end(settings: BenchConfig, outcome: Outcome, table: RenderableType) -> int:
         problems.append("no request was answered")
     for reason in problems:
         print(f"ridgeline: The result is not valid: {reason}.", file=sys.stderr)
-    return 1 if problems else 0
+    return INTERRUPTED if any(run.interrupted for run in outcome.runs) else 1 if problems else 0
 
 
 def _print_json(value: Any) -> None:

@@ -246,6 +246,8 @@ def _show_outlook(outlook: Outlook, situation: Situation, console: Console) -> N
         f"{_time(value(outlook.simulated))}, recorded {_time(value(outlook.recorded))}.",
         highlight=False,
     )
+    for line in _doubts(outlook, situation):
+        console.print(f"[bold]Warning:[/bold] {escape(line)}", highlight=False)
     known = list(enumerate(outlook.remedies, 1))
     for number, remedy in [*known[:_SHOWN], *enumerate(outlook.unknown, len(known) + 1)]:
         console.print(_describe(number, remedy, outlook, situation), highlight=False)
@@ -257,6 +259,11 @@ def _show_outlook(outlook: Outlook, situation: Situation, console: Console) -> N
         console.print(f"\nConsidered, no gain here: {', '.join(outlook.useless)}.", highlight=False)
     console.print(f"Not judged yet: {', '.join(NOT_PREDICTED)}.", highlight=False)
     console.print(f"Not built yet: {', '.join(NOT_BUILT)}.", highlight=False)
+
+
+def _doubts(outlook: Outlook, situation: Situation) -> list[str]:
+    words, value = OBJECTIVES[outlook.objective]
+    return situation.doubts({words: (value(outlook.recorded), value(outlook.simulated))})
 
 
 def _describe(number: int, remedy: Remedy, outlook: Outlook, situation: Situation) -> str:
@@ -322,6 +329,7 @@ def _content(result: Result) -> dict[str, Any]:
         "requests": len(situation.workload.requests),
         "recorded": asdict(outlook.recorded),
         "simulated": asdict(outlook.simulated),
+        "warnings": _doubts(outlook, situation),
         "remedies": [_remedy(number, remedy, situation) for number, remedy in enumerate(outlook.offered, 1)],
         "no_gain": outlook.useless,
         "not_predicted": NOT_PREDICTED,

@@ -113,6 +113,12 @@ def _show(console: Console, estimates: Sequence[Estimate], before: Situation, wo
             cells = _between(each.recorded), seconds_text(each.as_recorded), _between(each.simulated)
             table.add_row(each.name, *cells, f"{each.change:+.0%}", _between(each.expected))
     Console(width=max(console.width, 170)).print(table)
+    for line in _doubts(estimates, before):
+        console.print(f"\n[bold]Warning:[/bold] {escape(line)}", highlight=False)
+
+
+def _doubts(estimates: Sequence[Estimate], before: Situation) -> list[str]:
+    return before.doubts({each.name: (each.recorded.value, each.as_recorded) for each in estimates})
 
 
 def _between(interval: Interval) -> str:
@@ -128,6 +134,7 @@ def _facts(estimates: Sequence[Estimate], before: Situation, words: str) -> dict
         "requests": len(before.workload.requests),
         "changed": words,
         "coverage": COVERAGE,
+        "warnings": _doubts(estimates, before),
         "estimates": [
             {
                 "name": each.name,

@@ -32,6 +32,8 @@ RECORD = (
     "decoding", "spent",
 )  # fmt: skip
 """Fields of a row of GET /requests that `read_situation` and `prices.token_costs` read. A run keeps them."""
+DOUBTFUL = 2.0
+"""Factor between recorded and modelled times beyond which `Situation.doubts` warns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Situation:
 
     model, engine: its options. spec: the model as served. kind: "cuda" or "cpu". row: its row in the hardware table, None if it is
     unknown. concurrency: as in `simulate`. recorded: figures that its clients saw. saved: device time that drafts saved, as a share
-    of the device time; below 0: they cost more than they saved.
+    of the device time; below 0: they cost more than they saved. step_ratio: measured over modelled time of a decode step, before
+    `measured_cost` scales the model.
     """
 
     model: ModelConfig
@@ -53,6 +56,24 @@ class Situation:
     row: Accelerator | None = None
     concurrency: int | None = None
     saved: float = 0.0
+    step_ratio: float = 1.0
+
+    def doubts(self, times: Mapping[str, tuple[float, float]]) -> list[str]:
+        """Why not to trust a simulation. times: name -> (recorded, simulated) seconds of the load as it was."""
+        compared = {"decode steps": (self.step_ratio, 1.0), **times}
+        far = [
+            f"{name}: {recorded / simulated:.2g} times the modelled time"
+            for name, (recorded, simulated) in compared.items()
+            if recorded > 0 < simulated and not 1 / DOUBTFUL <= recorded / simulated <= DOUBTFUL
+        ]
+        if not far:
+            return []
+        remedy = (
+            "Other processes may have used the machine: record again while it is idle, or serve with --calibration."
+        )
+        return [
+            f"Recorded and modelled times differ by more than a factor of {DOUBTFUL:g} ({'; '.join(far)}). {remedy}"
+        ]
 
     def served_as(self, spec: ModelSpec) -> Server:
         """The server with another number format of weights: step times, and on a GPU more or fewer pages in the same memory."""
@@ -164,6 +185,7 @@ def read_situation(
         row=row,
         concurrency=concurrency,
         saved=saved,
+        step_ratio=_step_ratio(figures),
     )
 
 
@@ -179,13 +201,19 @@ def _ended(rows: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, An
     return ended
 
 
+def _step_ratio(figures: Mapping[str, float]) -> float:
+    """Measured over predicted time of decode steps; 1 where one of them is unknown."""
+    decode, predicted = (figures.get(f"decode_step_{name}", 0.0) for name in ("seconds", "predicted_seconds"))
+    return decode / predicted if decode and predicted else 1.0
+
+
 def measured_cost(cost: CostModel, figures: Mapping[str, float], eager: bool = False) -> CostModel:
     """The cost model scaled so that its steps take as long as the measured ones, apart for steps with and without prompt tokens.
 
     eager: kernels are launched one by one, so what a step takes longer is overhead and not a lower rate.
     """
     decode, predicted = (figures.get(f"decode_step_{name}", 0.0) for name in ("seconds", "predicted_seconds"))
-    ratio = decode / predicted if decode and predicted else 1.0
+    ratio = _step_ratio(figures)
     scaled = replace(cost, overhead_s=cost.overhead_s + max(0.0, decode - predicted)) if eager else slower(cost, ratio)
     prompt, predicted = (figures.get(f"prompt_step_{name}", 0.0) for name in ("seconds", "predicted_seconds"))
     rest = prompt / predicted / ratio if prompt and predicted and not eager else 1.0
