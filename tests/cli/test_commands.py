@@ -82,9 +82,9 @@ def test_serve_answers_and_says_how_it_is_configured(tiny: Path) -> None:
             done = subprocess.run(lines[-1] + " -s", shell=True, capture_output=True, text=True, check=True)
             assert json.loads(done.stdout)["usage"]["prompt_tokens"] > 0
         said = "\n".join(re.sub(r" +", " ", line).strip() for line in lines)
-        assert "max_num_seqs 3 environment" in said
-        assert "load_format dummy flag" in said
-        assert "max_model_len 512 model and hardware" in said
+        assert "max_num_seqs 3 (environment)" in said
+        assert "load_format dummy (flag)" in said
+        assert "512 tokens of prompt plus answer" in said
         with urllib.request.urlopen(f"{url}/health") as health:
             assert health.status == 200
         client = ChatClient(url)
