@@ -291,7 +291,8 @@ def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
     """And without a terminal a line says how far it is."""
     with mock(Speed(ttft_s=0.002, itl_s=0.02)) as url:
         words = ["bench", "run", url, "--concurrency", "1", "--output-len", "5", "--out", str(tmp_path / "run")]
-        code = "import sys; from ridgeline.bench import progress; progress.LINE_S = 0.2; from ridgeline.cli.main import main; "
+        code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell may have it ignored
+        code += "from ridgeline.bench import progress; progress.LINE_S = 0.2; from ridgeline.cli.main import main; "
         process = subprocess.Popen(
             [sys.executable, "-c", f"{code}sys.exit(main(sys.argv[1:]))", *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

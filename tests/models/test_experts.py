@@ -167,7 +167,12 @@ def test_compression_refuses_experts(tmp_path: Path) -> None:
 def test_a_gpu_refuses_formats_before_weights_load(tmp_path: Path) -> None:
     save("mixtral", tmp_path)
     ops = REFERENCE.__class__(
-        "gpu", REFERENCE.tokenwise, REFERENCE.attention, REFERENCE.matmul, experts=TritonExperts()
+        "gpu",
+        REFERENCE.tokenwise,
+        REFERENCE.attention,
+        REFERENCE.matmul,
+        adapters=REFERENCE.adapters,
+        experts=TritonExperts(),
     )
     spec = load(tmp_path, quantization="int4").spec
     with pytest.raises(ConfigError, match="no products for experts in int4: use --quantization fp8-weight, or none"):
