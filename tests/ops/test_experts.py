@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from ridgeline.core.formats import NUMBER_FORMATS
 from ridgeline.models.build import build
 from ridgeline.ops.blocks import arrays
 from ridgeline.ops.experts import Tensors, by_expert, route
-from ridgeline.ops.reference import REFERENCE, activate, clamped_swiglu, quantize
+from ridgeline.ops.reference import FP8, REFERENCE, activate, clamped_swiglu, quantize
+from ridgeline.ops.triton import block_tiles
 from ridgeline.ops.triton import experts as kernels
 from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
@@ -33,8 +35,6 @@ from tests.ops.test_blocks import on_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL, WIDTH, EXPERTS, PER_TOKEN = 48, 40, 6, 3
 ALL = range(EXPERTS)
-MOST = -(-128 * EXPERTS // PER_TOKEN)
-"""Tokens from which on the largest tile works."""
 
 
 def weights(fp8: bool) -> tuple[list[Tensors], list[Tensors], list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -59,7 +59,7 @@ def weights(fp8: bool) -> tuple[list[Tensors], list[Tensors], list[tuple[torch.T
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "fp8"), [(0, False), (1, False), (FEW_PAIRS // PER_TOKEN, True), (11, False), (50, True), (MOST, True)]
+    ("tokens", "fp8"), [(0, False), (1, False), (FEW_PAIRS // PER_TOKEN, True), (11, False), (50, True)]
 )
 def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> None:
     gate_up, down, dense = weights(fp8)
@@ -79,6 +79,33 @@ def test_grouped_equals_the_definition(tokens: int, fp8: bool, fixed: bool) -> N
     got = grouped(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load)
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
     assert load.tolist() == (counts + 1).tolist()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_largest_tile_equals_the_definition(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no float32 gets otherwise."""
+    monkeypatch.setattr(kernels, "TILES", kernels.HOPPER_TILES)
+    tokens = -(-kernels.HOPPER_TILES[0][0] * EXPERTS // PER_TOKEN)
+    test_grouped_equals_the_definition(tokens, fp8, fixed=False)
+
+
+def test_who_gets_the_largest_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MXFP4 has no kernels of more than 64 rows, and other GPUs have no shared memory for it."""
+    halves, floats = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
+    tiles: list[tuple[torch.Tensor, torch.Tensor, kernels.Tile]] = [
+        (halves, halves, kernels.MOST),
+        (halves.to(FP8), halves, kernels.MOST),
+        (halves.to(kernels.TILED), halves, kernels.MANY),
+        (halves.to(torch.uint8), halves, kernels.MANY),
+        (floats, floats, kernels.MANY._replace(outputs=32)),
+    ]
+    for weights, x, tile in tiles:
+        assert kernels.tile_for(weights, x, 128.0)[:2] == (64, tile.outputs if x is floats else 64)
+        monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
+        assert kernels.tile_for(weights, x, 128.0) == tile
+        monkeypatch.undo()
+        assert kernels.tile_for(weights, x, 16.0).rows == 64 and kernels.tile_for(weights, x, 15.9).rows == 16
+    assert all(tile.rows // 8 in block_tiles.EXPERT_TILES for _, tile in kernels.TILES)
 
 
 @pytest.mark.parametrize(("tokens", "fp8"), [(1, True), (20, False)])
@@ -227,10 +254,11 @@ TYPES = {
 }
 
 
-def check_compiles(name: str, weight: str, constants: dict[str, object], tile: kernels.Tile) -> str:
-    """Compile a kernel for a Hopper GPU; the names of its matrix instructions."""
+def compiled(
+    name: str, weight: str, constants: dict[str, object], tile: kernels.Tile, x: str = "*bf16", capability: int = 90
+) -> Any:
     kernel = getattr(kernels, name)
-    known = {**TYPES, "w_ptr": weight, "out_ptr": "*fp32" if name == "_outer" else "*bf16"}
+    known = {**TYPES, "x_ptr": x, "w_ptr": weight, "out_ptr": "*fp32" if name == "_outer" else x}
     if weight == "*u8":
         known["scale_ptr"] = "*u8"
     signature = {
@@ -245,10 +273,18 @@ def check_compiles(name: str, weight: str, constants: dict[str, object], tile: k
         if argument in signature
     }
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    made = triton.compile(
-        ASTSource(kernel, signature, constants, apart), target=GPUTarget("cuda", 90, 32), options=options
-    )
-    return " ".join(part for part in ("wgmma", "mma.sync", "cp.async") if part in made.asm["ptx"])
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(ASTSource(kernel, signature, constants, apart), target=target, options=options)
+
+
+def check_compiles(name: str, weight: str, constants: dict[str, object], tile: kernels.Tile) -> str:
+    """Compile a kernel for a Hopper GPU; the names of its matrix instructions."""
+    ptx = compiled(name, weight, constants, tile).asm["ptx"]
+    return " ".join(part for part in ("wgmma", "mma.sync", "cp.async") if part in ptx)
+
+
+def shared_memory(*arguments: Any) -> int:
+    return int(compiled(*arguments).metadata.shared)
 
 
 KERNELS = (
@@ -276,6 +312,26 @@ def test_the_products_compile_for_hopper(
     stored = {"SCALED": weight == "*fp8e4nv", "FOUR_BITS": weight == "*u8"}
     used = apart(check_compiles, name, weight, {**stored, "SORTED": True, **more, **shape}, tile)
     assert "mma" in used and "cp.async" in used
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "tile"),
+    crossed(
+        ("_inner", "_outer"),
+        (torch.float32, torch.bfloat16),
+        (kernels.MANY, kernels.FEW),
+        quick=lambda name, x, tile: name == x == 0,
+    ),
+)
+def test_tiles_of_all_gpus_fit_into_99_kib(name: str, x: torch.dtype, tile: kernels.Tile, apart) -> None:
+    """Of shared memory, which a program may have on a GPU of Ada's generation."""
+    least = next(least for least, known in kernels.TILES if known == tile)
+    tile = kernels.tile_for(torch.empty(1, dtype=x), torch.empty(1, dtype=x), least)
+    shape = {"ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
+    constants = {"SCALED": False, "FOUR_BITS": False, "SORTED": True, "BIASED": False, **shape}
+    constants |= {"KIND": 1} if name == "_inner" else {}
+    number = "*fp32" if x is torch.float32 else "*bf16"
+    assert apart(shared_memory, name, number, constants, tile, number, 89) <= 99 << 10
 
 
 @pytest.mark.parametrize(

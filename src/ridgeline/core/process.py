@@ -13,8 +13,6 @@ FULL_COLLECTION_S = 600.0
 """Seconds between two full garbage collections."""
 YOUNG_COLLECTION_S = 0.05
 """Seconds between two collections of the objects that came meanwhile."""
-_YOUNGER = 1
-"""The generation up to which these go: their survivors are old."""
 _NEVER = 1 << 30
 
 _T = TypeVar("_T")
@@ -59,7 +57,7 @@ async def _collect() -> None:
     while True:
         await asyncio.sleep(YOUNG_COLLECTION_S)
         if clock() < full:
-            gc.collect(_YOUNGER)
+            gc.collect(1)  # of the two young generations
         else:
             gc.collect()
             full = clock() + FULL_COLLECTION_S

@@ -26,6 +26,7 @@ from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton import block_tiles
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.blocks import E8M0, block_product, pack_codes
+from ridgeline.ops.triton.launch import is_hopper
 
 FEW_PAIRS = 32
 """Most pairs of a step without an order."""
@@ -37,7 +38,8 @@ TILED = torch.int32
 
 
 class Tile(NamedTuple):
-    """rows: pairs of a tile. outputs, inputs: of a block of the weight. warps, stages: of the launch."""
+    """rows: pairs of a tile. outputs: of a block of down, and of gate and of up each. inputs: of a block. warps, stages: of the
+    launch."""
 
     rows: int
     outputs: int
@@ -49,8 +51,10 @@ class Tile(NamedTuple):
 FEW = Tile(MMA_ROWS, 32, 128, 4, 4)
 MANY = Tile(64, 64, 64, 4, 3)
 MOST = Tile(128, 128, 64, 8, 4)
-TILES = ((128, MOST), (MMA_ROWS, MANY), (0, FEW))
-"""From so many pairs of an expert, on average, this tile."""
+HOPPER_TILES = ((128, MOST), (MMA_ROWS, MANY), (0, FEW))
+TILES = HOPPER_TILES[1:]
+"""From so many pairs of an expert, on average, this tile. MOST takes 192 KiB of shared memory; GPUs before and after Hopper's
+generation may have 99."""
 
 
 @triton.jit
@@ -226,6 +230,15 @@ def _outer(
         tl.store(out_ptr + here, total, mask=inside[:, None] & (at < outputs)[None, :])
 
 
+def tile_for(weights: torch.Tensor, x: torch.Tensor, mean_pairs: float) -> Tile:
+    """The tile of a step with so many pairs of an expert on average."""
+    largest = (
+        is_hopper(x.device) and x.itemsize == 2 and weights.is_floating_point()
+    )  # not in MXFP4, whose kernels end at 64 rows
+    tile = next(tile for least, tile in (HOPPER_TILES if largest else TILES) if mean_pairs >= least)
+    return tile if x.itemsize == 2 else tile._replace(outputs=tile.outputs // 2)  # in the same shared memory
+
+
 class Stacked(NamedTuple):
     """Weights [experts, outputs, inputs]; scales float32 and biases [experts, outputs] or None. In MXFP4 weights and scales are
     [experts, outputs, ...] in the layout of ops.triton.blocks, or int32 and uint8 [experts, tiles, ...] in that of block_tiles."""
@@ -301,7 +314,7 @@ class GroupedExperts:
             logits, chosen, shares, load, count, per_token, self._first, experts,
             NORMALIZED=normalized, BLOCK=triton.next_power_of_2(count), num_warps=1,
         )  # fmt: skip
-        tile = FEW if self._fixed else next(tile for least, tile in TILES if pairs >= least * count)
+        tile = tile_for(self._gate_up.values, x, 0 if self._fixed else pairs / count)
         is_sorted = pairs > FEW_PAIRS
         groups = min(experts + 1, count)  # the last one are the pairs of other ranks' experts, if there are any
         tiles = pairs // tile.rows + groups if is_sorted else pairs
