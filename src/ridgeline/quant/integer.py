@@ -247,8 +247,7 @@ class IntWeight(Weight):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         assert self._matrix is not None
-        kept, columns, _ = self._kept or (None, None, None)
-        optional = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order, kept, columns)
+        optional = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order)
         return tuple(tensor for tensor in optional if tensor is not None)
 
 
