@@ -1,4 +1,4 @@
-"""The head beside quantized layers: 8 bits, from a matrix of its own or from the embedding, on one rank, several, or the last stage."""
+"""The head beside quantized layers: 8 bits, from a matrix of its own or from the embedding, in one process or in the last stage."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 import torch
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import Rope
 from ridgeline.models.building import Build
 from ridgeline.models.experts import Experts
 from ridgeline.models.layers import DecoderLayer
@@ -61,9 +60,8 @@ class Decoder:
             )
         self.spec, self._build, self.stage = spec, build, build.mesh.stage
         layers = spec.layers[self.stage.layers]
-        tables: dict[Rope, torch.Tensor] = {}
-        for rope in {layer.rope for layer in layers}:
-            tables[rope] = rope_table(rope, max_len + SPARE_POSITIONS, build.device)
+        longest = max_len + SPARE_POSITIONS
+        tables = {rope: rope_table(rope, longest, build.device) for rope in {layer.rope for layer in layers}}
         self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in layers)
         rows = spec.on_rank(build.mesh.size, build.mesh.attention.size).vocabulary_rows
         shares = self.stage.last and spec.shares_embedding
