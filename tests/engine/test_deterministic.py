@@ -205,7 +205,7 @@ def test_a_cpu_without_compiled_operations(loaded: list[Ops | None]) -> None:
 
 
 def test_a_format_without_invariant_products_is_refused_by_name(loaded: list[Ops | None]) -> None:
-    """As fp8-weight on a GPU is; what there is instead is named."""
+    """What there is instead is named."""
     library = loaded[0]
     if library is None:
         pytest.skip("the native operations are not built")

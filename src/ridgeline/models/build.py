@@ -115,7 +115,9 @@ def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: Stor
     if not spec.quantization:
         return UnquantizedFormat(matmul.unquantized, dtype, device)
     if spec.quantization == "fp8-weight":
-        return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, inputs=False)
+        return Fp8Format(
+            matmul.fp8_weight, dtype, device, stored.scales, inputs=False, groups_experts=bool(ops.experts)
+        )
     if spec.quantization != "fp8":
         numbers = NUMBER_FORMATS[spec.quantization]
         if stored.blocks or numbers.in_blocks:
