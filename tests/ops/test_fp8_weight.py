@@ -12,12 +12,16 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from ridgeline.ops.reference import FP8, FP8_WEIGHT_REFERENCE, REFERENCE, quantize
 from ridgeline.ops.table import Fp8Matrix, Normed
 from ridgeline.ops.triton.integer import as_codes, pack_e4m3
-from ridgeline.ops.triton.integer_matrix import conversion_e4m3, dequantize
+from ridgeline.ops.triton.integer_matrix import EMULATED_E4M3, conversion_e4m3, dequantize, dequantize_kernel
 from ridgeline.ops.triton.integer_shapes import IntVectorTile
-from ridgeline.ops.triton.integer_vector import integer_vector_product
+from ridgeline.ops.triton.integer_vector import integer_vector_kernel, integer_vector_product
 from ridgeline.ops.triton.invariant import INVARIANT
 from ridgeline.ops.triton.linears import FP8_WEIGHT_TRITON
 from ridgeline.quant.format import LinearShape, Part, Share
@@ -219,3 +223,32 @@ def test_experts_stay_as_they_are_stored() -> None:
     grouped, alone = (replace(FORM, groups_experts=device_groups) for device_groups in (True, False))
     assert torch.equal(loaded(shape, Share(), weight, grouped)[1].cpu().float(), values.float())
     assert not torch.equal(loaded(shape, Share(), weight, alone)[1].cpu().float(), values.float())
+
+
+# --- compilation ------------------------------------------------------------------------------------------------------
+
+
+def compile_for_hopper(dtype: torch.dtype) -> None:
+    """The vector kernel with all that may stand around a product, and the conversion of a whole matrix; no GPU is asked."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    ptx = EMULATED_E4M3.value if dtype == torch.float32 else conversion_e4m3(dtype, True)
+    constants: dict[str, object] = {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": 8, "PTX": ptx, "PDL": True}
+    around = {"BIAS": True, "ADD": False, "NORM": True, "OFFSET": True, "KIND": 1, "PRECISION": "tf32"}
+    vector = around | {"TOKENS": 1, "ROWS": 8, "SETS": 2, "WARPS": 4}
+    matrix = {"ROWS": 32, "BLOCK": 256, "PTX": ptx if dtype == torch.float32 else conversion_e4m3(dtype)}
+    for kernel, more in ((integer_vector_kernel, vector), (dequantize_kernel, matrix)):
+        fixed = constants | more
+        words = "*i32" if kernel is integer_vector_kernel else "*i16"
+        types = {"w_ptr": words, "scale_ptr": "*fp32", "zero_ptr": "*fp32", "eps": "fp32"}
+        signature = {
+            arg: "constexpr" if arg in fixed else types.get(arg, f"*{name}" if arg.endswith("_ptr") else "i32")
+            for arg in kernel.arg_names
+        }
+        source = ASTSource(kernel, signature, {(kernel.arg_names.index(arg),): value for arg, value in fixed.items()})
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        assert "cvt.rn.f16x2.e4m3x2" not in made.asm["ptx"], "instructions for e4m3 are missing on GPUs before Ada"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernels_compile(apart: Callable[..., None], dtype: torch.dtype) -> None:
+    apart(compile_for_hopper, dtype)

@@ -101,10 +101,7 @@ def shift_of(bits: int, dtype: torch.dtype) -> float:
 @triton.jit
 def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):
     """Convert p int16 [...] to its codes as floats, one tensor per code in bit order. shift, scale: shaped like p."""
-    if PTX == EMULATED_E4M3:
-        words = p.to(tl.int32)
-        return from_e4m3(words).to(TYPE), from_e4m3(words >> 8).to(TYPE)
-    if PTX != "":
+    if PTX != "" and PTX != EMULATED_E4M3:
         # inline_asm_elementwise takes result types as literals only.
         operands = [p, shift, scale]
         two: tl.constexpr = "=&r,=&r,r,r,r"
@@ -119,7 +116,9 @@ def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.cons
         else:
             return tl.inline_asm_elementwise(PTX, four, operands, (tl.float16,) * 4, True, 2)
     words, s, z = p.to(tl.int32), scale.to(tl.float32), shift.to(tl.float32)
-    if BITS == 8:
+    if PTX == EMULATED_E4M3:
+        return from_e4m3(words).to(TYPE), from_e4m3(words >> 8).to(TYPE)
+    elif BITS == 8:
         c0 = (((words << 24) >> 24).to(tl.float32) - z) * s
         c1 = (((words << 16) >> 24).to(tl.float32) - z) * s
         return c0.to(TYPE), c1.to(TYPE)
