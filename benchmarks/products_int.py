@@ -1,12 +1,14 @@
-"""Checks and times the products with integer weights on one GPU, alone and in whole decode steps of an 8B:
+"""Checks and times the products with integer or e4m3 weights on one GPU, alone and in whole decode steps of an 8B:
 
     python benchmarks/products_int.py --out benchmarks/results/products_int.json [--sweep] [--limit SECONDS]
+    python benchmarks/products_int.py --linears --forms bf16 fp8-weight int8 --out benchmarks/results/fp8_weight.json
 
 Every kernel is first compared with float64. A step is what a decoder does for one token of each row, all in a CUDA graph:
 norms, products, rotary embedding, attention over 128 slots, head in bf16; only embedding and sampling are missing. Steps
 of bf16, int8 (a scale per channel) and int4 (a scale per 128 inputs) differ in the layers' weights alone. One token goes
 through the layers as a decoder's does, in one kernel where there is one; `-apart`: kernel by kernel. --sweep tries
-other configurations than the shipped ones within whole steps, and names the best; it changes nothing.
+other configurations than the shipped ones within whole steps, and names the best; it changes nothing. --linears times each
+linear of a layer by itself instead, with its norm, activation or residual sum.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from common import provenance, write_rows
 from kernels import DIM, HEADS, KV_HEADS, Batch, make
 from products import EPS, MODELS, PROCESSES, Role, off, replayed
 
-from ridgeline.ops.reference import REFERENCE, dequantized
+from ridgeline.ops.reference import FP8, REFERENCE, dequantized, quantize
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import IntMatrix, LayerParts, Matrix, Normed, QkvShape, apply_norm
 from ridgeline.ops.triton import integer_shapes, kernels
 from ridgeline.ops.triton.activation import activate
-from ridgeline.ops.triton.integer import pack
+from ridgeline.ops.triton.integer import as_codes, pack, pack_e4m3
 from ridgeline.ops.triton.integer_ring import integer_ring_product
 from ridgeline.ops.triton.integer_shapes import IntRingTile, IntStreamTile, IntVectorTile
 from ridgeline.ops.triton.integer_stream import integer_stream_product
@@ -43,9 +45,14 @@ from ridgeline.ops.triton.table import TRITON
 
 DTYPE = torch.bfloat16
 MODEL = MODELS[0]
-BITS = {"int8": (8, 1 << 20), "int4": (4, 128)}
+BITS = {"int8": (8, 1 << 20), "int4": (4, 128), "fp8-weight": (8, 1 << 20)}
+SHARED_TILES = {"fp8-weight": "int8"}
+"""Forms whose sweep tries the tiles of another one."""
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (512, 1024, 2048, 8192)
+LINEARS = (1, 4, 16, 64, 256, 2048)
+IN_TURN = 8
+"""Weights of a linear that are multiplied in turn: together they are larger than the L2 cache."""
 SLOTS = 128
 ALLOWED = 6e-3
 Tile = IntVectorTile | IntRingTile | IntStreamTile
@@ -59,8 +66,12 @@ class Choice:
     gate: bool = False
 
 
-def random_matrix(n: int, k: int, bits: int, group: int) -> IntMatrix:
+def random_matrix(n: int, k: int, form: str) -> IntMatrix:
     """Any bytes are codes; their mean is about zero."""
+    bits, group = BITS[form]
+    if form == "fp8-weight":
+        values = torch.empty(n, k, dtype=DTYPE, device="cuda").normal_(0, 100).clamp_(-448, 448).to(FP8)
+        return as_codes(pack_e4m3(values, torch.full((n,), 2e-4, device="cuda")), k)
     codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, device="cuda")
     groups = max(1, k // group)
     scales = (torch.rand(n, groups, device="cuda") + 0.5).mul_(0.02 / (1 << bits - 2)).half()
@@ -107,19 +118,29 @@ CHECKED = (
     *itertools.product([(256, 4096)], [(4, 128, False), (8, 1 << 20, False), (4, 32, True)]),
     *itertools.product([(1000, 1048)], [(4, 128, True), (3, 1 << 20, False), (8, 64, True)]),
     *itertools.product([(200, 14336)], [(4, 128, False), (8, 1 << 20, False)]),
+    *itertools.product([(256, 4096), (1000, 1048), (200, 14336)], [(0, 1 << 20, False)]),
 )
-"""((outputs, inputs), (bits, group, zero points))."""
+"""((outputs, inputs), (bits, group, zero points)). 0 bits: e4m3 values."""
+
+
+def checked_matrix(n: int, k: int, bits: int, group: int, asymmetric: bool) -> tuple[IntMatrix, torch.Tensor]:
+    """A matrix and its weights in float64."""
+    if not bits:
+        scaled = quantize(torch.randn(n, k, device="cuda"))
+        return as_codes(pack_e4m3(scaled.values, scaled.scales), k), scaled.values.double() * scaled.scales.double()[
+            :, None
+        ]
+    groups = -(-k // group)
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
+    scales = (torch.rand(n, groups, device="cuda") + 0.5).half().float()
+    zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, device="cuda") if asymmetric else None
+    return pack(codes, scales, zeros, bits, group), dequantized(codes, scales, zeros, bits, group).double()
 
 
 def check_one(case: tuple[tuple[int, int], tuple[int, int, bool]]) -> list[str]:
     """What is wrong with products of one matrix and any number of tokens."""
     (n, k), (bits, group, asymmetric) = case
-    groups = -(-k // group)
-    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
-    scales = (torch.rand(n, groups, device="cuda") + 0.5).half().float()
-    zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, device="cuda") if asymmetric else None
-    matrix = pack(codes, scales, zeros, bits, group)
-    weight = dequantized(codes, scales, zeros, bits, group).double()
+    matrix, weight = checked_matrix(n, k, bits, group, asymmetric)
     wrong = []
     for tokens in (1, 4, 16, 200, 400, 1024):
         x, bias = torch.randn(tokens, k, dtype=DTYPE, device="cuda"), torch.randn(n, dtype=DTYPE, device="cuda")
@@ -163,7 +184,7 @@ class Step:
         for role in MODEL.roles:
             size = (role.n, role.k)
             made[role.name] = [
-                random_matrix(*size, *BITS[form])
+                random_matrix(*size, form)
                 if form in BITS
                 else torch.empty(size, dtype=DTYPE, device="cuda").normal_(0, 0.02)
                 for _ in range(layers)
@@ -256,7 +277,8 @@ SWEPT = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def vector_tiles(form: str, role: Role, tokens: int) -> list[IntVectorTile]:
     if tokens * role.k > integer_shapes.WIDEST_VECTORS:
         return []
-    item = VECTORS[form, role.k] if tokens == 1 else VECTORS[form, role.k][:2]
+    known = VECTORS[SHARED_TILES.get(form, form), role.k]
+    item = known if tokens == 1 else known[:2]
     return [
         IntVectorTile(rows, warps, programs)
         for rows, warps in item
@@ -283,7 +305,7 @@ def ring_tiles(form: str, role: Role, tokens: int) -> Iterator[IntRingTile]:
 def stream_tiles(form: str, role: Role, tokens: int) -> Iterator[IntStreamTile]:
     """As many programs as fill the chip, and half of them."""
     batch = next((size for size in (8, 16, 32, 64) if tokens <= size), None)
-    for groups, step, each in STREAMS[form] if batch is not None else ():
+    for groups, step, each in STREAMS[SHARED_TILES.get(form, form)] if batch is not None else ():
         tile, places = IntStreamTile(batch or 0, groups, step, each), integer_shapes.PROCESSORS * each
         most = max(1, min(8, places // -(-role.n // tile.rows), role.k // 512)) if role.kind is None else 1
         split = 1 << most.bit_length() - 1
@@ -301,7 +323,7 @@ def compile_one(work: tuple[str, Role, Choice, int]) -> None:
     """Leaves the compiled kernel in Triton's cache on disk."""
     form, role, choice, tokens = work
     try:
-        matrix = random_matrix(256, role.k, *BITS[form])
+        matrix = random_matrix(256, role.k, form)
         rest = torch.ones((tokens, 256) if role.add else (role.k,), dtype=DTYPE, device="cuda")
         run(role, choice, torch.ones(tokens, role.k, dtype=DTYPE, device="cuda"), matrix, rest)
     except Exception as error:
@@ -361,7 +383,7 @@ def steps(form: str, step: Step) -> Iterator[dict[str, Any]]:
     for tokens in STEPS:
         batch = make([(SLOTS, 1)] * tokens, "page")
         spent = {"": step.us(batch, choices_of(step, tokens), 7)}
-        if tokens == 1 and form in BITS:
+        if tokens == 1 and form in BITS and form != "fp8-weight":  # of which no kernel runs all layers
             spent = {"-apart": spent[""], "": step.shipped_us(batch, 7)}
         for how, us in spent.items():
             print(f"STEP {form:5} M={tokens:<4} {us:9.1f} us {how}", flush=True)
@@ -382,12 +404,39 @@ def prompts(form: str, step: Step) -> Iterator[dict[str, Any]]:
         yield {"row": f"int-layer-{form}-m{tokens}-us", "value": round(total, 1), "unit": "us"}
 
 
+def linears(form: str, step: Step) -> Iterator[dict[str, Any]]:
+    """Each linear of a layer by itself, and their sum."""
+    for tokens in LINEARS:
+        total = 0.0
+        for role in MODEL.roles:
+            weights = step.weights[role.name]
+            x = torch.randn(tokens, role.k, dtype=DTYPE, device="cuda")
+            rest = torch.randn((tokens, role.n) if role.add else (role.k,), dtype=DTYPE, device="cuda")
+            choice = shipped(role, tokens, weights[0]) if form in BITS else None
+            run_all = partial(run_in_turn, step, role, x, rest, choice)
+            us = replayed(run_all, 7) / IN_TURN
+            read = role.n * role.k * (BITS[form][0] if form in BITS else 16) / 8
+            tile = "" if choice is None else str(choice.tile)
+            print(f"LINEAR {form:10} {role.name:7} M={tokens:<4} {us:8.2f} us {tile}", flush=True)
+            row = {"row": f"int-linear-{form}-{role.name}-m{tokens}-us", "value": round(us, 2), "unit": "us"}
+            yield row | {"tb_s": round(read / us / 1e6, 3), "tile": tile}
+            total += us
+        print(f"LINEARS {form:10} M={tokens:<4} {total:9.1f} us", flush=True)
+        yield {"row": f"int-linears-{form}-m{tokens}-us", "value": round(total, 1), "unit": "us"}
+
+
+def run_in_turn(step: Step, role: Role, x: torch.Tensor, rest: torch.Tensor, choice: Choice | None) -> None:
+    for layer in range(IN_TURN):
+        step.linear(role, layer, x, rest, choice)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which a sweep tries nothing new")
     parser.add_argument("--forms", nargs="+", default=["bf16", "int8", "int4"])
+    parser.add_argument("--linears", action="store_true", help="time each linear of a layer instead of steps")
     options = parser.parse_args()
     until = time.monotonic() + options.limit
     torch.manual_seed(0)
@@ -395,7 +444,7 @@ def main() -> None:
     with torch.inference_mode():
         began = time.monotonic()
         with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
-            steps_made = pool.map(compile_step, itertools.product(options.forms, STEPS))
+            steps_made = pool.map(compile_step, itertools.product(options.forms, LINEARS if options.linears else STEPS))
             actual = pool.map(check_one, CHECKED)
             if options.sweep:
                 list(pool.map(compile_one, compiled([form for form in options.forms if form in BITS])))
@@ -407,9 +456,9 @@ def main() -> None:
         print(f"{len(wrong)} wrong; tokens up to {integer_shapes.MOST_TOKENS} through a ring", flush=True)
         head = torch.empty((MODEL.head.n, MODEL.head.k), dtype=DTYPE, device="cuda").normal_(0, 0.02)
         for form in options.forms:
-            step = Step.of(form, head)
-            rows += [*steps(form, step), *prompts(form, step)]
-            for tokens in SWEPT if options.sweep and form in BITS else ():
+            step = Step.of(form, head, IN_TURN if options.linears else MODEL.layers)
+            rows += linears(form, step) if options.linears else [*steps(form, step), *prompts(form, step)]
+            for tokens in SWEPT if options.sweep and form in BITS and not options.linears else ():
                 rows += sweep(form, step, tokens, until)
             del step
             if options.out:

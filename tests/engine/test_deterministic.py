@@ -42,7 +42,7 @@ SAMPLING = [
     # Alone a draw from what the head gives, beside the others from their float32.
     SamplingParams(temperature=1.2, seed=4, top_k=40, top_p=0.95, min_p=0.01),
 ]
-QUANTIZED = ["fp8", "int4", "w8a8", "llm-int8"]
+QUANTIZED = ["fp8", "fp8-weight", "int4", "w8a8", "llm-int8"]
 BUILT = ["bfloat16", "float32", *QUANTIZED]
 ON_GPU = [
     pytest.mark.gpu,
@@ -136,7 +136,7 @@ def test_in_company(steps_in_flight: int, device: str, dtype: str) -> None:
     ("device", "dtype"),
     [
         *kinds("bfloat16", "float32", "int4", "llm-int8"),
-        *(pytest.param("cpu", name, marks=pytest.mark.long) for name in ("fp8", "w8a8")),
+        *(pytest.param("cpu", name, marks=pytest.mark.long) for name in ("fp8", "fp8-weight", "w8a8")),
     ],
 )
 def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
@@ -146,7 +146,7 @@ def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
     )
 
 
-LONG = ("float32", "int4", "w8a8", "fp8")
+LONG = ("float32", "int4", "w8a8", "fp8", "fp8-weight")
 """On a CPU the others stand for them, with float products and with integer products beside outliers."""
 
 
@@ -205,7 +205,7 @@ def test_a_cpu_without_compiled_operations(loaded: list[Ops | None]) -> None:
 
 
 def test_a_format_without_invariant_products_is_refused_by_name(loaded: list[Ops | None]) -> None:
-    """As fp8-weight on a GPU is; what there is instead is named."""
+    """What there is instead is named."""
     library = loaded[0]
     if library is None:
         pytest.skip("the native operations are not built")

@@ -69,6 +69,7 @@ def free() -> int:
         ("", True, False),
         ("", False, True),
         ("fp8", False, False),
+        ("fp8-weight", False, False),
         ("int8", False, False),
         ("int4", False, False),
         ("gguf", False, False),

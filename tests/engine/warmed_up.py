@@ -79,6 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "int4": ({}, "int4-g128", True),
     "w8a8": ({}, "w8a8", True),
     "llm-int8": ({}, "llm-int8", True),
+    "fp8-weight": ({}, "fp8-weight", True),
 }
 """What differs from MODEL, quantization, whether graphs are captured."""
 
@@ -120,7 +121,7 @@ def pretend() -> None:
                 setattr(module, name, lambda device, said=said: said)
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], weight.shape[0])
     torch.Tensor.addmm_ = lambda stream, *_: stream
-    torch.Tensor.uniform_ = lambda weight, *_, **__: weight
+    torch.Tensor.uniform_ = lambda weight, *_, **__: weight.zero_()
 
 
 class ZeroedIndices(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Integer weights through a ring: that the kernel compiles to products that do not wait for each other, which
+"""Integer and e4m3 weights through a ring: that the kernel compiles to products that do not wait for each other, which
 configurations are shipped, and results where there is a Hopper GPU (Gluon has no interpreter)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.ops.reference import REFERENCE, dequantized
+from ridgeline.ops.reference import REFERENCE, dequantized, quantize
 
 pytest.importorskip("triton")
 
@@ -22,10 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from ridgeline.ops.table import IntMatrix
 from ridgeline.ops.triton import integer_ring
 from ridgeline.ops.triton.activation import KINDS
-from ridgeline.ops.triton.integer import pack
-from ridgeline.ops.triton.integer_matrix import conversion, shift_of
+from ridgeline.ops.triton.integer import as_codes, pack, pack_e4m3
+from ridgeline.ops.triton.integer_matrix import conversion, conversion_e4m3, shift_of
 from ridgeline.ops.triton.integer_shapes import IntRingTile, ring_for, vector_for
 from ridgeline.ops.triton.tuning import GLUON_VERSIONS
 from tests.ops.test_waits import WAITS
@@ -73,14 +74,17 @@ def test_what_serves_where_no_ring_runs(bits: int) -> None:
 
 def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | None, zeros: bool) -> None:
     """Compile the kernel as integer_ring_product would launch it; no GPU is asked. ptxas says so if it makes every product
-    wait for the one before it."""
+    wait for the one before it. bits 0: e4m3 values."""
     kernel, dtype, rows = integer_ring.integer_ring_kernel, torch.bfloat16, 16 * tile.warps
     types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    types |= {"part_ptr": "*fp32", "arrivals_ptr": "*i32", "scale_ptr": "*fp16", "zero_ptr": "*u8"}
+    types |= {"part_ptr": "*fp32", "arrivals_ptr": "*i32", "scale_ptr": "*fp16" if bits else "*fp32", "zero_ptr": "*u8"}
     types["w_desc"] = f"tensordesc<i16[{rows},32],{integer_ring._layout(64)!r}>"
     types["x_desc"] = f"tensordesc<bf16[{tile.batch},64],{integer_ring._layout(128)!r}>"
-    constants: dict[str, object] = {"SHIFT": shift_of(bits, dtype), "GROUP": group, "ZEROS": zeros, "BITS": bits}
-    constants |= {"PTX": conversion(bits, dtype, group > 0, True), "ADD": kind is None, "KIND": KINDS[kind]}
+    ptx, shift = (
+        (conversion(bits, dtype, group > 0, True), shift_of(bits, dtype)) if bits else (conversion_e4m3(dtype), 0.0)
+    )
+    constants: dict[str, object] = {"SHIFT": shift, "GROUP": group, "ZEROS": zeros, "BITS": bits or 8, "PTX": ptx}
+    constants |= {"ADD": kind is None, "KIND": KINDS[kind]}
     constants |= {"BIAS": True, "BATCH": tile.batch, "ROWS": rows, "BLOCK": tile.block, "SPLIT": tile.split}
     constants |= {"STAGES": tile.stages, "WARPS": tile.warps, "PDL": True}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
@@ -98,7 +102,7 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
         assert after
         loads.update(LOADS.findall(before))
         copies.update(COPIES.findall(before))
-    assert loads and loads <= {"f16", "i8"}
+    assert loads and loads <= ({"f16", "i8"} if bits else {"f32"})
     assert copies and all(re.search(rf"tensordesc<(?:tensor<)?{rows}x32x", copy) for copy in copies)
     done = subprocess.run(
         [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull],
@@ -120,6 +124,8 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
         (IntRingTile(64, 128, 4, 4, 128), (4, 128, "silu", False)),
         (IntRingTile(16, 256, 4, 4, 128, split=4), (8, 0, None, False)),
         (IntRingTile(128, 128, 8, 4), (4, 32, None, True)),
+        (IntRingTile(64, 128, 4, 3, 128), (0, 0, "silu", False)),
+        (IntRingTile(128, 128, 8, 4), (0, 0, None, False)),
     ],
     ids=str,
 )
@@ -132,6 +138,7 @@ def off(out: torch.Tensor, want: torch.Tensor) -> float:
 
 
 FORMATS = [(4, 128, False), (8, 1 << 20, False), (4, 32, True), (8, 64, True), (4, 1 << 20, True), (3, 96, False)]
+E4M3 = (0, 1 << 20, False)
 TILES = [
     IntRingTile(16, 256, 4, 3, 128, split=4),
     IntRingTile(64, 128, 4, 3, 128, programs=5),
@@ -139,10 +146,23 @@ TILES = [
 ]
 
 
+def random_matrix(n: int, k: int, form: tuple[int, int, bool]) -> tuple[IntMatrix, torch.Tensor]:
+    """Packed, and the weights in float64, of a size with which products of gate and up stay finite in float16."""
+    (bits, group, asymmetric), groups = form, -(-k // form[1])
+    if form == E4M3:
+        scaled = quantize(torch.randn(n, k, device=DEVICE).div_(32))
+        weight = scaled.values.double() * scaled.scales.double().unsqueeze(1)
+        return as_codes(pack_e4m3(scaled.values, scaled.scales), k), weight
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=DEVICE)
+    scales = (torch.rand(n, groups, device=DEVICE) + 0.5).div_(1024).half().float()
+    zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, device=DEVICE) if asymmetric else None
+    return pack(codes, scales, zeros, bits, group), dequantized(codes, scales, zeros, bits, group).double()
+
+
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, E4M3], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "n", "k"), [(7, 1000, 1048), (150, 272, 2048), (64, 4096, 4096)])
 def test_products(
@@ -150,16 +170,10 @@ def test_products(
 ) -> None:
     """Alone, onto a stream, and with gate and up; with edges in every direction, and each run like the one before."""
     torch.manual_seed(0)
-    bits, group, asymmetric = form
-    groups = -(-k // group)
-    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=DEVICE)
-    # Of a size with which products of gate and up stay finite in float16.
-    scales = (torch.rand(n, groups, device=DEVICE) + 0.5).div_(1024).half().float()
-    zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, device=DEVICE) if asymmetric else None
-    matrix = pack(codes, scales, zeros, bits, group)
+    matrix, weight = random_matrix(n, k, form)
     x = torch.randn(tokens, k, dtype=dtype, device=DEVICE)
     bias, stream = torch.randn(n, dtype=dtype, device=DEVICE), torch.randn(tokens, n, dtype=dtype, device=DEVICE)
-    want = x.double() @ dequantized(codes, scales, zeros, bits, group).double().T
+    want = x.double() @ weight.T
     allowed = 6e-3 if dtype == torch.bfloat16 else 1e-3
     product = integer_ring.integer_ring_product
     assert off(product(x, matrix, None, tile), want) < allowed

@@ -1,5 +1,5 @@
-"""Integer weights in CUDA C++: which configurations are shipped, that the kernel compiles to products that do not wait for each
-other, and on a Hopper GPU results, and weights to the bit."""
+"""Integer and e4m3 weights in CUDA C++: which configurations are shipped, that the kernel compiles to products that do not wait for
+each other, and on a Hopper GPU results, and weights to the bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.ops.reference import REFERENCE, dequantized
+from ridgeline.ops.reference import REFERENCE, dequantized, quantize
 from ridgeline.ops.table import IntMatrix
 
 pytest.importorskip("triton")
@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from ridgeline.ops.triton import cuda, integer_stream, kernels
-from ridgeline.ops.triton.integer import pack
+from ridgeline.ops.triton.integer import as_codes, pack, pack_e4m3
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.integer_shapes import IntStreamTile, stream_for
 from ridgeline.ops.triton.integer_stream import Form, integer_stream_product
@@ -118,6 +118,8 @@ def test_gates_take_the_tile_that_deals_evenly() -> None:
         (IntStreamTile(32, 1, 256, 2), Form(4, 128, 8), 1),
         (IntStreamTile(16, 1, 128, 2), Form(4, 32, None), 1),
         (IntStreamTile(16, 1, 128, 2), Form(8, 0, 128), 1),
+        (IntStreamTile(16, 2, 128, 2), Form(8, 0, 0, True), 2),
+        (IntStreamTile(64, 2, 128, 2), Form(8, 0, 0, True), 2),
     ],
     ids=str,
 )
@@ -139,6 +141,7 @@ FORMATS = [
     (3, 96, False),
     (8, 1 << 20, False),
     (8, 64, True),
+    (0, 1 << 20, False),  # e4m3 values
 ]
 SMALL = IntStreamTile(16, 1, 128, 2, split=4)
 TILES = {
@@ -146,6 +149,7 @@ TILES = {
     (4, 64, False): (IntStreamTile(8, 2, 128, 2),),
     (4, 32, True): (IntStreamTile(64, 2, 128, 2, split=2),),
     (8, 1 << 20, False): (IntStreamTile(64, 2, 128, 2),),
+    (0, 1 << 20, False): (IntStreamTile(64, 2, 128, 2), IntStreamTile(8, 2, 128, 2)),
 }
 CASES = [
     *((form, torch.bfloat16, tile) for form in FORMATS for tile in (SMALL, *TILES.get(form, ()))),
@@ -158,6 +162,10 @@ def random(n: int, k: int, form: tuple[int, int, bool]) -> tuple[IntMatrix, torc
     """Packed, and the weights in float64."""
     bits, group, asymmetric = form
     groups = -(-k // group)
+    if not bits:
+        scaled = quantize(torch.randn(n, k, device=DEVICE).div_(32))
+        weight = scaled.values.double() * scaled.scales.double().unsqueeze(1)
+        return as_codes(pack_e4m3(scaled.values, scaled.scales), k), weight
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=DEVICE)
     # Of a size with which products of gate and up stay finite in float16.
     scales = (torch.rand(n, groups, device=DEVICE) + 0.5).div_(1024).half().float()
@@ -206,7 +214,9 @@ def test_products(form: tuple[int, int, bool], dtype: torch.dtype, tile: IntStre
 def test_weights_to_the_bit(dtype: torch.dtype, form: tuple[int, int, bool], size: float) -> None:
     """One input each: the product is the weight as it is when the whole matrix is widened, also where scales are large or small."""
     matrix, _ = random(200, 512, form)
-    matrix.scales.copy_((matrix.scales.float() * (1024 * size if dtype == torch.bfloat16 else 1024)).half())
+    matrix.scales.copy_(
+        (matrix.scales.float() * (1024 * size if dtype == torch.bfloat16 else 1024)).to(matrix.scales.dtype)
+    )
     tile, weight = replace(SMALL, split=1), dequantize(matrix, dtype)
     for first in range(0, 512, 80):
         x = torch.eye(512, dtype=dtype, device=DEVICE)[first : first + 80]

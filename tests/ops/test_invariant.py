@@ -241,7 +241,7 @@ def test_who_computes_a_run_changes_nothing(spare: int, batch: Callable[..., Any
 
 def test_every_operation_was_judged() -> None:
     """What a token's own program computes may be shared with the faster set (`tokenwise`, `sampler`), sums of
-    integers, which are exact in any order (`w8a8`), and what neither has (`fp8_weight`, `capture`); a new operation must be looked
+    integers, which are exact in any order (`w8a8`), and what neither has (`capture`); a new operation must be looked
     at."""
     assert {field.name for field in fields(Ops)} - _shared(INVARIANT, TRITON) == {
         "name",
@@ -252,7 +252,7 @@ def test_every_operation_was_judged() -> None:
     }
     assert _shared(INVARIANT.attention, TRITON.attention) == {"kv_formats"}
     assert INVARIANT.programs == Programs()
-    assert _shared(INVARIANT.matmul, TRITON.matmul) == {"fp8_weight", "w8a8", "without_kernel"}
+    assert _shared(INVARIANT.matmul, TRITON.matmul) == {"w8a8", "without_kernel"}
 
 
 def _shared(ops: Any, other: Any) -> set[str]:

@@ -17,8 +17,6 @@ from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.hardware.probe import Device, probe
 from ridgeline.hardware.table import ACCELERATORS, Accelerator, find
 
-WITHOUT_KERNEL: Mapping[str, frozenset[str]] = {"cuda": frozenset({"fp8-weight"}), "cpu": frozenset()}
-"""Number formats of weights by device type that only the slow PyTorch reference multiplies (MatmulOps.without_kernel)."""
 KV_FORMATS_SERVED: Mapping[str, tuple[str, ...]] = {"cuda": (), "cpu": ()}
 """Formats of the KV cache by device type that `core.fit` and `diagnose` propose. None yet: the cost model reads every format at the
 rate of the model's dtype. A GPU reads 8 bits at 0.88 and 4 bits at 0.47 of the read rate, on Hopper only
@@ -56,11 +54,7 @@ def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:
     ordered = [*PREFERRED[kind], *NUMBER_FORMATS]
     names = {NUMBER_FORMATS[name]: name for name in reversed(ordered)}  # of equal formats the first name stays
     fp8 = kind == "cpu" or (row is not None and "float8_e4m3" in row.flops)
-    served = [
-        name
-        for stored, name in names.items()
-        if not stored.published and name not in WITHOUT_KERNEL[kind] and (fp8 or name != "fp8")
-    ]
+    served = [name for stored, name in names.items() if not stored.published and (fp8 or name != "fp8")]
     return tuple(sorted(served, key=ordered.index))
 
 

@@ -99,7 +99,7 @@ class IntMatrix:
         layout of FloatOps.pack, and bool [in], whether an input is kept.
     inputs: how the product that `pack` made this for reads x: "float", or in 8 bits with a step per token ("rounded"), except
         outliers of any token of a call ("batch-outliers") or of each token ("token-outliers").
-    scaling, extra: another form of scales (ops.blocks), and its second array. more: outputs after these, in another format.
+    scaling, extra: another form of scales (ops.blocks) and its second array; "e4m3": of codes, scales float32. more: outputs after.
     """
 
     codes: torch.Tensor
@@ -162,8 +162,8 @@ def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 class Fp8Matrix:
     """The weights of a linear in 8 bits: weight[n, k] = values[n, k] * scales[n].
 
-    values: float8_e4m3fn [out, in], where the device may pad both. scales: float32 [out]. counters: int32, arrivals of the programs
-    that share an output tile. Zero between products, empty if no kernel needs them.
+    values: float8_e4m3fn [out, in] in the layout of Fp8Ops.pack, which may pad both. scales: float32 [out]. counters: int32,
+    arrivals of the programs that share an output tile. Zero between products, empty if no kernel needs them.
     """
 
     values: torch.Tensor
@@ -197,7 +197,7 @@ class Fp8Ops:
 
     A token's values are x * (448 / amax), rounded to nearest, ties to even; its scale is amax / 448 (448: the largest e4m3,
     Micikevicius et al. 2022). x is the unquantized operation's result in the model's dtype, amax its largest magnitude.
-    pack(values, scales) -> Fp8Matrix over the same memory.
+    pack(values, scales) -> Fp8Matrix in the device's layout.
     linear(x, matrix, bias, dtype) -> [T, out] in dtype: products and sums of the 8-bit values in float32, times both scales,
         plus bias, rounded once. An unquantized x is quantized first, after its norm if it is Normed.
     linear_add(x, matrix, bias, stream) -> stream + linear, in the stream's dtype. May overwrite the stream with the result.

@@ -35,6 +35,8 @@ class Fp8Format:
     stored: Stored = "float"
     inputs: bool = True
     """Whether `ops` quantize the inputs of a linear too."""
+    groups_experts: bool = False
+    """Whether the device multiplies by experts as they are stored (ops.experts.ExpertOps), not by `ops`."""
     name: str = "fp8"
 
     def create(self, shape: LinearShape, share: Share) -> Fp8Weight:
@@ -54,6 +56,7 @@ class Fp8Weight(Weight):
         "_bias",
         "_missing",
         "_matrix",
+        "_is_packed",
     )
 
     def __init__(self, form: Fp8Format, shape: LinearShape, share: Share) -> None:
@@ -66,6 +69,7 @@ class Fp8Weight(Weight):
         self._scales = torch.empty(rows, dtype=torch.float32, device=form.device)
         self._bias = torch.zeros(rows, dtype=form.dtype, device=form.device) if shape.bias else None
         self._matrix: Fp8Matrix | None = None
+        self._is_packed = not (form.groups_experts and shape.of_expert)
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         rows, target = self._cut.rows[part], self._cut.stacked_rows[part]
@@ -84,7 +88,7 @@ class Fp8Weight(Weight):
         elif self._bias is not None and self._adds_bias:
             self._bias[target].copy_(tensor[rows])
         self._missing.discard((part, name))
-        if not self._missing:
+        if not self._missing and self._is_packed:
             self._matrix = self._form.ops.pack(self._values, self._scales)
             self._values, self._scales = self._matrix.values, self._matrix.scales
 

@@ -3,6 +3,9 @@
 A code becomes a float by a bitwise "or" into the mantissa below a fixed exponent. In 16-bit floats from 2^7 (bfloat16) or 2^10
 (float16) on, the step is 1, so "or" adds the code exactly, and subtracting that power and the zero point is exact too. Weights are
 rounded to x's dtype once, after scaling. With one scale per output channel they are exact.
+
+Codes may also be e4m3 values. Sign, exponent and mantissa move to their places in the float, whose exponent then lacks the
+difference of the biases. A product with a power of two adds it, exactly, also for subnormal codes.
 Source: Kim et al. 2022, "Who Says Elephants Can't Run".
 """
 
@@ -20,6 +23,10 @@ from ridgeline.ops.triton.launch import await_inputs, overlap
 
 # Magic exponent per dtype. It converts the codes of one bit position in both halves of a register at a time.
 _MAGIC = {torch.bfloat16: ("0x43004300", "bf16x2"), torch.float16: ("0x64006400", "f16x2")}
+# Of e4m3 per dtype: bits by which exponent and mantissa are shifted from the lower byte of each half, their mask, and 2^120 or 2^8.
+_E4M3 = {torch.bfloat16: (4, "0x07F007F0", "0x7B807B80"), torch.float16: (7, "0x3F803F80", "0x5C005C00")}
+EMULATED_E4M3 = tl.constexpr("e4m3")
+"""In place of PTX: Triton arithmetic converts codes that are e4m3 values."""
 
 
 @cache
@@ -58,6 +65,32 @@ def conversion(bits: int, dtype: torch.dtype, scaled: bool, shifted: bool, apart
     return " ".join([*lines, "}"])
 
 
+@cache
+def conversion_e4m3(dtype: torch.dtype, apart: bool = False) -> str:
+    """As `conversion`, of codes that are e4m3 values; shift and scale are ignored. The NaNs of e4m3 become 480, which no matrix
+    holds."""
+    (distance, mask, power), kind = _E4M3[dtype], _MAGIC[dtype][1]
+    codes, results = ("$4", ["r0", "r1"]) if apart else ("$2", ["$0", "$1"])
+    lines = [f"{{ .reg .b32 c, t, power, r0, r1; mov.b32 power, {power};"]
+    for index, result in enumerate(results):
+        sign = codes if index else "c"
+        moved = f"shr.b32 t, {codes}, {8 - distance};" if index else f"shl.b32 t, {codes}, {distance};"
+        if not index:
+            lines.append(f"shl.b32 c, {codes}, 8;")
+        lines.append(f"{moved} and.b32 t, t, {mask}; lop3.b32 t, {sign}, 0x80008000, t, 0xEA;")
+        lines.append(f"mul.rn.{kind} {result}, t, power;")
+        if apart:
+            lines.append(f"mov.b32 {{${index}, ${2 + index}}}, {result};")
+    return " ".join([*lines, "}"])
+
+
+@triton.jit
+def from_e4m3(code):
+    """The e4m3 value in the lower eight bits of code int32 as float32; small ones are subnormal in both."""
+    bits = (code & 0x80) << 24 | (code & 0x7F) << 20
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
 def shift_of(bits: int, dtype: torch.dtype) -> float:
     """The constant that `conversion` adds to a code (its unshifted result is code + constant). 8-bit codes are signed."""
     if bits == 8:
@@ -68,7 +101,7 @@ def shift_of(bits: int, dtype: torch.dtype) -> float:
 @triton.jit
 def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):
     """Convert p int16 [...] to its codes as floats, one tensor per code in bit order. shift, scale: shaped like p."""
-    if PTX != "":
+    if PTX != "" and PTX != EMULATED_E4M3:
         # inline_asm_elementwise takes result types as literals only.
         operands = [p, shift, scale]
         two: tl.constexpr = "=&r,=&r,r,r,r"
@@ -83,7 +116,9 @@ def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.cons
         else:
             return tl.inline_asm_elementwise(PTX, four, operands, (tl.float16,) * 4, True, 2)
     words, s, z = p.to(tl.int32), scale.to(tl.float32), shift.to(tl.float32)
-    if BITS == 8:
+    if PTX == EMULATED_E4M3:
+        return from_e4m3(words).to(TYPE), from_e4m3(words >> 8).to(TYPE)
+    elif BITS == 8:
         c0 = (((words << 24) >> 24).to(tl.float32) - z) * s
         c1 = (((words << 16) >> 24).to(tl.float32) - z) * s
         return c0.to(TYPE), c1.to(TYPE)
@@ -179,6 +214,9 @@ def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> d
     scaled, signed = matrix.group < matrix.d_in, matrix.bits == 8
     width = 8 if signed else 4
     emulated = dtype not in _MAGIC or not matrix.codes.is_cuda
+    if matrix.scaling == "e4m3":
+        ptx = EMULATED_E4M3.value if emulated else conversion_e4m3(dtype, vectors)
+        return {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": width, "PTX": ptx}
     shift = (0.0 if emulated else shift_of(width, dtype)) - (128.0 if signed else 0.0) * (matrix.zeros is not None)
     if matrix.zeros is None and not signed:
         shift += 1 << matrix.bits - 1
@@ -216,7 +254,7 @@ def dequantize_kernel(
     points.
 
     GROUP: inputs per scale; 0: one scale per row. SHIFT: constant offset of the codes (without the zero point if ZEROS). PTX: see
-    `conversion`; "" uses Triton arithmetic instead.
+    `conversion`; "" and EMULATED_E4M3 use Triton arithmetic instead.
     """
     PER: tl.constexpr = 16 // BITS
     TYPE: tl.constexpr = out_ptr.dtype.element_ty

@@ -1,7 +1,7 @@
 // out^T = W x^T for integer weights and up to 64 tokens, on Hopper. ops/triton/integer_stream.py describes its use and defines
 // BATCH (tokens), GROUPS (consumer groups of four warps), STEP (inputs of a stage), STAGES, SIDES (2: gate and up), EACH (programs
-// per SM), BITS, GROUP (inputs per scale; 0: one per row), ZEROS (whether groups have zero points), ZERO (the common one otherwise)
-// and TYPE. SUM_NAMES and similar: pairs.py.
+// per SM), BITS, GROUP (inputs per scale; 0: one per row), ZEROS (whether groups have zero points), ZERO (the common one otherwise),
+// E4M3 (codes are e4m3 values, with one float32 scale per row) and TYPE. SUM_NAMES and similar: pairs.py.
 //
 // A program computes ROWS rows of the weight (with an activation half of them of gate, half of up); `split` programs share these
 // rows' inputs. A producer warp fills a ring with codes and x. Each consumer group multiplies 64 rows. The 16 bytes that a thread
@@ -58,9 +58,11 @@ __device__ __forceinline__ float from(unsigned short x) {
 // Dequantization. A code in the low mantissa bits of a bfloat16 with exponent field 0 (subnormal) has the value code * 2^-133. This
 // also holds for 8 bits, because the exponent field 1 continues the range. One fused multiply-add scales it and subtracts the zero
 // point's part, which is exact if the zero point is a power of two. Its result is the weight times 2^-DOWN, so that no scale
-// overflows. float16 has too few such bits: there codes are placed above 1,024, which is subtracted before scaling.
+// overflows. float16 has too few such bits: there codes are placed above 1,024, which is subtracted before scaling. Parts of an e4m3
+// code are moved to their places in the float, and a product with POWER adds the difference of the exponents' biases.
 constexpr bool BRAIN = sizeof(TYPE) == 5;
-constexpr u32 DOWN = BRAIN ? 22 : 0;
+constexpr u32 DOWN = BRAIN && !E4M3 ? 22 : 0;
+constexpr u32 MOVED = BRAIN ? 4 : 7, PARTS = BRAIN ? 0x07F007F0 : 0x3F803F80, POWER = BRAIN ? 0x7B807B80 : 0x5C005C00;
 constexpr u32 MAGIC = (BITS == 8 ? 0x00800080 : 0) | (BRAIN ? 0 : 0x64006400);
 constexpr bool TWICE = GROUP && (ZEROS || !BRAIN);  // the scale is a separate instruction
 
@@ -95,6 +97,12 @@ __device__ __forceinline__ Spot spot(unsigned short scale_bits, unsigned char ze
 template <u32 J>
 __device__ __forceinline__ u32 widened(u32 c, const Spot& s, u32 magic) {
   u32 t;
+  if (E4M3) {
+    t = (J ? c >> (8 - MOVED) : c << MOVED) & PARTS;
+    t |= (J ? c : c << 8) & 0x80008000;
+    asm("mul.rn." TYPE "x2 %0, %0, %1;" : "+r"(t) : "r"(POWER));
+    return t;
+  }
   constexpr u32 ODD = BITS == 4 ? J % 2 : 0;
   constexpr u32 MASK = BITS == 8 ? 0x00FF00FF : ODD ? 0x00F000F0 : 0x000F000F;
   if (BITS * J / 8) c >>= 8;
@@ -346,7 +354,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
 #pragma unroll
           for (u32 side = 0; side < SIDES; ++side) {
             v[j][side][k] *= (float)(1 << DOWN);
-            if (!GROUP) v[j][side][k] *= from_half(__ldg(scales + side * features + feature));
+            const u32 row = side * features + feature;
+            if (!GROUP) v[j][side][k] *= E4M3 ? __ldg((const float*)scales + row) : from_half(__ldg(scales + row));
             if (bias) v[j][side][k] += from(__ldg(bias + side * features + feature));
           }
           r[k] = SIDES == 2 ? activated(v[j][0][k], v[j][SIDES - 1][k], kind) : v[j][0][k];

@@ -1,4 +1,4 @@
-"""Products with integer weights for 2 to 64 tokens on Hopper, in CUDA C++ (integer_stream.cu).
+"""Products with integer or e4m3 weights for 2 to 64 tokens on Hopper, in CUDA C++ (integer_stream.cu).
 
 Dequantization is bound by instruction issue. With codes in the low mantissa bits of bfloat16, one "and" yields two floats, and one
 fused multiply-add scales them and removes the zero point. The result is rounded once, as in integer_matrix. This takes 9
@@ -34,14 +34,17 @@ SMALLEST_STEP = 128
 @dataclass(frozen=True, slots=True)
 class Form:
     """Compile-time format of a matrix. group: inputs per scale, 0: one scale per row. zero: common zero point; None: one per
-    group."""
+    group. is_e4m3: codes are e4m3 values, with one float32 scale per row."""
 
     bits: int
     group: int
     zero: int | None
+    is_e4m3: bool = False
 
     @classmethod
     def of(cls, matrix: IntMatrix) -> Form:
+        if matrix.scaling == "e4m3":
+            return cls(8, 0, 0, True)
         bits, zero = 8 if matrix.bits == 8 else 4, 1 << matrix.bits - 1
         return cls(bits, matrix.group if matrix.group < matrix.d_in else 0, zero if matrix.zeros is None else None)
 
@@ -69,6 +72,7 @@ def source(tile: IntStreamTile, form: Form, dtype: torch.dtype, sides: int) -> s
         "GROUP": form.group,
         "ZEROS": int(form.zero is None),
         "ZERO": f"{form.zero or 0}.0f",
+        "E4M3": int(form.is_e4m3),
     }
     return pairs.text(
         "integer_stream.cu", {"SUM": sums}, **numbers, **{name: f'"{word}"' for name, word in words.items()}

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ridgeline.ops.table import FloatInput, IntMatrix, Normed
 from ridgeline.ops.triton.activation import KINDS, gated
-from ridgeline.ops.triton.integer_matrix import constants
+from ridgeline.ops.triton.integer_matrix import EMULATED_E4M3, constants, from_e4m3
 from ridgeline.ops.triton.integer_shapes import IntVectorTile
 from ridgeline.ops.triton.launch import await_inputs, overlap
 
@@ -103,7 +103,7 @@ def _floats(word, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.
     operands = [word, shift, scale]
     four: tl.constexpr = "=h,=h,=h,=h,r,h,h"
     eight: tl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,r,h,h"
-    if PTX != "":
+    if PTX != "" and PTX != EMULATED_E4M3:
         # inline_asm_elementwise takes result types as literals only.
         if BITS == 8:
             if tl.bfloat16 == TYPE:
@@ -120,7 +120,11 @@ def _floats(word, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.
             code = (word << (24 - 8 * index)) >> 24
         else:
             code = word >> (4 * index) & 15
-        floats = floats + (((code.to(tl.float32) - shift) * scale).to(TYPE),)  # type: ignore[assignment]
+        if PTX == EMULATED_E4M3:
+            value = from_e4m3(code)
+        else:
+            value = (code.to(tl.float32) - shift) * scale
+        floats = floats + (value.to(TYPE),)  # type: ignore[assignment]
     return floats
 
 

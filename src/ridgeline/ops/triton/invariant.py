@@ -38,7 +38,7 @@ from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.experts import TritonExperts
 from ridgeline.ops.triton.fp8_shapes import Small
 from ridgeline.ops.triton.gemm_small import _biased, matrix_product
-from ridgeline.ops.triton.integer import widened
+from ridgeline.ops.triton.integer import widened, with_e4m3
 from ridgeline.ops.triton.invariant_attention import InvariantAttention
 from ridgeline.ops.triton.launch import await_inputs, overlap
 from ridgeline.ops.triton.norm import rms_norm
@@ -299,6 +299,7 @@ INVARIANT = replace(
         TRITON.matmul,
         unquantized=_UNQUANTIZED,
         fp8=FP8_INVARIANT,
+        fp8_weight=with_e4m3(_INTEGER),
         integer=_INTEGER,
         mixed=mixed_inputs(_INTEGER, _UNQUANTIZED, TRITON.tokenwise, round_inliers),
         blocks=widened_blocks(blocks.pack, blocks.dequantize, blocks.pieces, _UNQUANTIZED, TRITON.tokenwise),

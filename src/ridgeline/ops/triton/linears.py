@@ -130,6 +130,7 @@ def int_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | N
 
 
 INT_TRITON = IntOps(integer.pack, int_linear, int_linear_add, int_linear_activate)
+FP8_WEIGHT_TRITON = integer.with_e4m3(INT_TRITON)
 
 
 # --- e4m3 -------------------------------------------------------------------------------------------------------------

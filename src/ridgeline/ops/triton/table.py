@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ridgeline.core.spec import QUANTIZED_KV
-from ridgeline.ops.reference import FP8_WEIGHT_REFERENCE, mixed_inputs
+from ridgeline.ops.reference import mixed_inputs
 from ridgeline.ops.table import (
     AttentionOps,
     LayerParts,
@@ -22,7 +22,7 @@ from ridgeline.ops.triton.attention import attention
 from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import TritonExperts
 from ridgeline.ops.triton.launch import gluon
-from ridgeline.ops.triton.linears import FP8_TRITON, INT_TRITON, UNQUANTIZED, W8A8_TRITON
+from ridgeline.ops.triton.linears import FP8_TRITON, FP8_WEIGHT_TRITON, INT_TRITON, UNQUANTIZED, W8A8_TRITON
 from ridgeline.ops.triton.norm import norm_add, place, rms_norm
 from ridgeline.ops.triton.qkv import qkv_write
 from ridgeline.ops.triton.rows import advance, from_host, gather, to_host
@@ -46,12 +46,11 @@ TRITON = Ops(
     matmul=MatmulOps(
         unquantized=UNQUANTIZED,
         fp8=FP8_TRITON,
-        fp8_weight=FP8_WEIGHT_REFERENCE,
+        fp8_weight=FP8_WEIGHT_TRITON,
         integer=INT_TRITON,
         w8a8=W8A8_TRITON,
         mixed=mixed_inputs(INT_TRITON, UNQUANTIZED, TOKENWISE, round_inliers),
         blocks=BLOCK_TRITON,
-        without_kernel=frozenset({"fp8_weight"}),
     ),
     adapters=lambda dtype: TritonAdapters(),
     sampler=SamplerOps(

@@ -1,0 +1,254 @@
+"""Products with e4m3 weights and unquantized inputs equal float64 products: on a GPU where there is one, else in Triton's
+interpreter, which is asked for float32 and float16 only (it computes a bf16 product wrongly)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ridgeline.ops.reference import FP8, FP8_WEIGHT_REFERENCE, REFERENCE, quantize
+from ridgeline.ops.table import Fp8Matrix, Normed
+from ridgeline.ops.triton.integer import as_codes, pack_e4m3
+from ridgeline.ops.triton.integer_matrix import EMULATED_E4M3, conversion_e4m3, dequantize, dequantize_kernel
+from ridgeline.ops.triton.integer_shapes import IntVectorTile
+from ridgeline.ops.triton.integer_vector import integer_vector_kernel, integer_vector_product
+from ridgeline.ops.triton.invariant import INVARIANT
+from ridgeline.ops.triton.linears import FP8_WEIGHT_TRITON
+from ridgeline.quant.format import LinearShape, Part, Share
+from ridgeline.quant.fp8 import Fp8Format
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+WORD = 1 << 32
+
+
+def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """Relative error in the 2-norm; 16-bit products of many tokens round each weight and the result, float32 ones neither."""
+    assert (out.shape, out.dtype) == (want.shape, dtype)
+    error = float((out.double() - want).norm() / want.norm())
+    assert error < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype], error
+
+
+def random_matrix(n: int, k: int) -> tuple[Fp8Matrix, torch.Tensor]:
+    """A packed matrix with every kind of number, and its weights, float64 [n, k]. Scales are no numbers of 16 bits."""
+    codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
+    values = torch.where(codes & 127 == 127, 0, codes).view(FP8).to(DEVICE)
+    scales = (torch.rand(n) + 0.5).div_(2000).to(DEVICE)
+    return pack_e4m3(values, scales), values.double() * scales.double().unsqueeze(1)
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def lookup(a: int, b: int, c: int, table: int) -> int:
+    """lop3 of three words."""
+    out = 0
+    for bits in range(8):
+        if table >> bits & 1:
+            out |= (a if bits & 4 else ~a) & (b if bits & 2 else ~b) & (c if bits & 1 else ~c)
+    return out % WORD
+
+
+def product(a: int, b: int, dtype: torch.dtype) -> int:
+    """mul of two words of two 16-bit floats."""
+    left, right = (torch.tensor([word], dtype=torch.uint32).view(dtype) for word in (a, b))
+    return int((left * right).view(torch.uint32).item())
+
+
+def executed(ptx: str, codes: int, dtype: torch.dtype) -> dict[str, int]:
+    """The registers after a conversion of a word of four codes."""
+    registers = {"$4" if "$3" in ptx else "$2": codes}
+    for line in filter(None, (part.strip() for part in ptx.strip("{ }").split(";"))):
+        name, rest = line.split(" ", 1)
+        if two := re.fullmatch(r"\{(.+), (.+)\}, (.+)", rest):
+            registers |= {two[1]: registers[two[3]] % (1 << 16), two[2]: registers[two[3]] >> 16}
+        elif name != ".reg":
+            target, *sources = rest.split(", ")
+            given = [registers[source] if source in registers else int(source, 0) for source in sources]
+            operations: dict[str, Callable[..., int]] = {
+                "mov": lambda a: a,
+                "shl": lambda a, b: (a << b) % WORD,
+                "shr": lambda a, b: a >> b,
+                "and": lambda a, b: a & b,
+                "lop3": lookup,
+                "mul": lambda a, b: product(a, b, dtype),
+            }
+            registers[target] = operations[name.split(".")[0]](*given)
+    return registers
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_instructions_convert_every_code(dtype: torch.dtype, apart: bool) -> None:
+    """Executed here one by one: each of the 254 numbers, in each byte of a word, to the bit."""
+    ptx = conversion_e4m3(dtype, apart)
+    for code in range(256):
+        bytes_of = [(code + 64 * place) % 256 for place in range(4)]
+        bytes_of = [0 if byte & 127 == 127 else byte for byte in bytes_of]
+        registers = executed(ptx, int.from_bytes(bytes(bytes_of), "little"), dtype)
+        made = torch.tensor([registers[f"${index}"] for index in range(4 if apart else 2)], dtype=torch.int64)
+        floats = made.to(torch.uint16).view(dtype) if apart else made.to(torch.uint32).view(dtype)[[0, 2, 1, 3]]
+        assert torch.equal(floats.float(), torch.tensor(bytes_of, dtype=torch.uint8).view(FP8).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(37, 264), (16, 512), (5, 1)])
+def test_whole_matrices(n: int, k: int, dtype: torch.dtype) -> None:
+    packed, weight = random_matrix(n, k)
+    close(dequantize(as_codes(packed, k), dtype), weight, dtype)
+
+
+def test_every_number_is_read() -> None:
+    """To the bit, also subnormal ones."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    codes = codes[codes & 127 != 127]
+    packed = pack_e4m3(codes.view(FP8).unsqueeze(0).expand(3, -1).contiguous(), torch.ones(3, device=DEVICE))
+    for dtype in DTYPES:
+        out = dequantize(as_codes(packed, len(codes)), dtype)
+        assert torch.equal(out.float(), codes.view(FP8).float().expand(3, -1))
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [(1, IntVectorTile(8, 1, 100)), (1, IntVectorTile(2, 4, 3)), (3, IntVectorTile(8, 2, 2))],
+    ids=str,
+)
+def test_few_tokens(tokens: int, tile: IntVectorTile) -> None:
+    """Edges in both directions, and all that stands around the product."""
+    dtype = torch.float16
+    packed, weight = random_matrix(22, 264)
+    matrix, gain = as_codes(packed, 264), random(264, dtype=dtype)
+    x, bias, stream = random(tokens, 264, dtype=dtype), random(22, dtype=dtype), random(tokens, 22, dtype=dtype)
+    plain = x.double() @ weight.T
+    close(integer_vector_product(x, matrix, bias, tile, stream.clone()), plain + bias + stream.double(), dtype)
+    gated = REFERENCE.tokenwise.activate(plain, "silu")
+    close(integer_vector_product(x, matrix, None, tile, kind="silu"), gated, dtype)
+    normed = REFERENCE.tokenwise.rms_norm(x.double(), gain.double(), 1e-5, True)
+    close(integer_vector_product(Normed(x, gain, 1e-5, True), matrix, None, tile), normed @ weight.T, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(48, 256), (70, 136)])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5, 17, 64, 65, 300])
+def test_operations_are_those_of_float64(tokens: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Whatever kernels the shape leads to, with a norm that is still to be done."""
+    packed, weight = random_matrix(n, k)
+    x = Normed(random(tokens, k, dtype=dtype), random(k, dtype=dtype), 1e-5, False)
+    bias, stream = random(n, dtype=dtype), random(tokens, n, dtype=dtype)
+    values = REFERENCE.tokenwise.rms_norm(x.x, x.weight, x.eps, x.offset)
+    want = values.double() @ weight.T + bias.double()
+    outs = (
+        FP8_WEIGHT_TRITON.linear(x, packed, bias, dtype),
+        FP8_WEIGHT_TRITON.linear_add(values, packed, bias, stream.clone()),
+        FP8_WEIGHT_TRITON.linear_activate(x, packed, bias, dtype, "silu"),
+    )
+    wants = want, want + stream.double(), REFERENCE.tokenwise.activate(want, "silu")
+    for out, expected in zip(outs, wants, strict=True):
+        assert isinstance(out, torch.Tensor) and out.shape == expected.shape
+        if tokens:
+            close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_is_the_same_among_any_number_of_tokens(dtype: torch.dtype) -> None:
+    """Batch-invariant operations: they widen the matrix and multiply as with floats, to the bit."""
+    packed, weight = random_matrix(70, 136)
+    ops, plain = INVARIANT.matmul.fp8_weight, INVARIANT.matmul.unquantized
+    widened = plain.pack(dequantize(as_codes(packed, 136), dtype))
+    x, stream = random(20, 136, dtype=dtype), random(20, 70, dtype=dtype)
+    whole = ops.linear_add(x, packed, None, stream.clone())
+    close(whole, x.double() @ weight.T + stream.double(), dtype)
+    for part in (slice(0, 1), slice(3, 20)):
+        assert torch.equal(ops.linear(x[part], packed, None, dtype), plain.linear(x[part], widened, None))
+
+
+# --- the format -------------------------------------------------------------------------------------------------------
+
+
+def loaded(
+    shape: LinearShape, share: Share, weight: torch.Tensor, form: Fp8Format
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's term of the product of a fixed x, and the memory of its values."""
+    linear = form.create(shape, share)
+    for part, rows in enumerate(weight.split([part.rows for part in shape.parts])):
+        linear.load(part, "weight", rows)
+    x = torch.randn(3, shape.d_in, generator=torch.Generator().manual_seed(5)).to(DEVICE, form.dtype)
+    columns = share.span(shape.d_in, shape.in_units) if shape.split == "in" else slice(0, shape.d_in)
+    mine = linear.tensors()[0]
+    return linear.apply(x[:, columns]) if not shape.of_expert else x, mine
+
+
+FORM = Fp8Format(FP8_WEIGHT_TRITON, torch.float16, torch.device(DEVICE), inputs=False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_have_slices_of_the_whole(size: int) -> None:
+    """Outputs side by side, inputs as terms of a sum; slices of the inputs are no multiple of what the layout orders."""
+    weight = torch.randn(40, 96)
+    for split, parts in (("out", (Part(24, 4), Part(16, 4))), ("in", (Part(40, 1),))):
+        shape = LinearShape(96, parts, split=split, in_units=4)  # type: ignore[arg-type]
+        plain = replace(FORM, ops=FP8_WEIGHT_REFERENCE, dtype=torch.float32)
+        want = loaded(shape, Share(), weight, plain)[0].double()
+        terms = [loaded(shape, Share(rank, size), weight, FORM)[0].double() for rank in range(size)]
+        if split == "in":
+            whole = torch.stack(terms).sum(0)
+        else:
+            pieces = [term.split([24 // size, 16 // size], 1) for term in terms]
+            whole = torch.cat([piece[part] for part in range(2) for piece in pieces], 1)
+        assert (whole - want).norm() < 2e-3 * want.norm()
+
+
+def test_experts_stay_as_they_are_stored() -> None:
+    """The kernels of experts read rows of values, not the layout of linears; a device without them multiplies by linears."""
+    weight = torch.randn(16, 64)
+    values, shape = quantize(weight).values, LinearShape(64, (Part(16, 1),), of_expert=True)
+    grouped, alone = (replace(FORM, groups_experts=device_groups) for device_groups in (True, False))
+    assert torch.equal(loaded(shape, Share(), weight, grouped)[1].cpu().float(), values.float())
+    assert not torch.equal(loaded(shape, Share(), weight, alone)[1].cpu().float(), values.float())
+
+
+# --- compilation ------------------------------------------------------------------------------------------------------
+
+
+def compile_for_hopper(dtype: torch.dtype) -> None:
+    """The vector kernel with all that may stand around a product, and the conversion of a whole matrix; no GPU is asked."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    ptx = EMULATED_E4M3.value if dtype == torch.float32 else conversion_e4m3(dtype, True)
+    constants: dict[str, object] = {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": 8, "PTX": ptx, "PDL": True}
+    around = {"BIAS": True, "ADD": False, "NORM": True, "OFFSET": True, "KIND": 1, "PRECISION": "tf32"}
+    vector = around | {"TOKENS": 1, "ROWS": 8, "SETS": 2, "WARPS": 4}
+    matrix = {"ROWS": 32, "BLOCK": 256, "PTX": ptx if dtype == torch.float32 else conversion_e4m3(dtype)}
+    for kernel, more in ((integer_vector_kernel, vector), (dequantize_kernel, matrix)):
+        fixed = constants | more
+        words = "*i32" if kernel is integer_vector_kernel else "*i16"
+        types = {"w_ptr": words, "scale_ptr": "*fp32", "zero_ptr": "*fp32", "eps": "fp32"}
+        signature = {
+            arg: "constexpr" if arg in fixed else types.get(arg, f"*{name}" if arg.endswith("_ptr") else "i32")
+            for arg in kernel.arg_names
+        }
+        source = ASTSource(kernel, signature, {(kernel.arg_names.index(arg),): value for arg, value in fixed.items()})
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        assert "cvt.rn.f16x2.e4m3x2" not in made.asm["ptx"], "instructions for e4m3 are missing on GPUs before Ada"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernels_compile(apart: Callable[..., None], dtype: torch.dtype) -> None:
+    apart(compile_for_hopper, dtype)
