@@ -12,6 +12,7 @@ from ridgeline.cli.flags import parser_for, read_flags
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.fit import Deployment, Space, size
+from ridgeline.core.quantization import quantized
 from ridgeline.core.resolve import CONFIGS, resolve
 from ridgeline.core.sizing import GIB, Memory
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
@@ -55,12 +56,12 @@ def test_the_one_command_works(
     except DoesNotFit as error:
         advice = advised(error.message)
     if advice is None:
-        smallest = min(replace(LLAMA_8B, quantization=name).weight_bytes for name in ("", *formats))
+        smallest = min(quantized(LLAMA_8B, name).weight_bytes for name in ("", *formats))
         assert memory < smallest / 0.8 + 2 * GIB
         return
     asked, changed = advice
     assert asked.model == "my model"
     length = asked.max_model_len or spec.max_len
-    served = replace(spec, dtype=asked.dtype, max_len=length, quantization=asked.quantization)
+    served = replace(quantized(spec, asked.quantization), dtype=asked.dtype, max_len=length)
     plan = size(Deployment(served, changed, device, asked))
     assert plan.sequences >= 1 and plan.total_bytes <= plan.usable_bytes

@@ -400,7 +400,7 @@ def test_fit_prints_the_best_command_and_the_alternatives(capsys: pytest.Capture
     )
     assert "A context below 131072 is a loss of function" in out and "awq-int4-g128" in out
     served = run(capsys, "fit", model, "--on", "a100", *command[1].split())
-    assert "36.79 GiB in int4, embedding and head in bfloat16" in served and "as given" in served
+    assert "35.81 GiB in int4, head in int8, embedding in bfloat16" in served and "as given" in served
     assert f"fits  ridgeline serve {model} {command[1]}" in served
 
 

@@ -39,7 +39,7 @@ def test_operations_refuse_a_format_that_they_do_not_know(tmp_path: Path, name: 
     spec = replace(model.spec, kv_format=name)
     weights = UnquantizedFormat(REFERENCE.matmul.unquantized, torch.float32, CPU)
     with pytest.raises(ConfigError, match=f"{name} is not supported by the operations 'reference'.*: use float32"):
-        Decoder(Build(spec, UNQUANTIZED, weights, ONE_DEVICE, torch.float32, CPU), spec.max_len)
+        Decoder(Build(spec, UNQUANTIZED, weights, ONE_DEVICE, torch.float32, CPU), spec.max_len, weights)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from ridgeline.engine import rank, sleep
 from ridgeline.engine.local import LocalEngine
 from ridgeline.engine.weight_memory import WeightMemory
 from ridgeline.models.build import build
+from ridgeline.models.decoder import Decoder
 from ridgeline.models.hub import resolve_model
+from ridgeline.ops import native_cpu
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.wire.messages import Control, Submit
 from tests.models.gguf_files import Options, write
@@ -77,6 +79,33 @@ def test_expanded_linears_follow_the_stored_ones(tmp_path: Path, both_forms: lis
     assert tokens(engine, "updated") == tokens(other, "again")
     assert all(ours.equal(theirs) for ours, theirs in zip(memory.expanded, fresh.expanded, strict=True))
     assert [tensor.data_ptr() for tensor in memory.expanded] == addresses
+    engine.close()
+    other.close()
+
+
+@pytest.mark.parametrize("head", [Kind.F32, Kind.Q8_0, None])
+def test_the_last_logits_are_those_of_the_weights_that_were_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: Kind | None
+):
+    if native_cpu.load()[0] is None:
+        pytest.skip("needs the native operations")
+    made = list[Decoder]()
+    monkeypatch.setattr(
+        rank, "WeightMemory", lambda decoder, *rest: made.append(decoder) or WeightMemory(decoder, *rest)
+    )
+    first, second = folder(tmp_path / "first", head=head), folder(tmp_path / "second", 0.3, head=head)
+    config = EngineConfig(device="cpu", max_num_seqs=2, kv_cache_memory=8 << 20, enable_sleep_mode=True, threads=1)
+    engine, other = (LocalEngine.start(ModelConfig(str(place), dtype="bfloat16"), config) for place in (first, second))
+    served, expected = made
+    hidden = torch.randn(3, served.spec.d_model, dtype=torch.bfloat16)
+    before = served.logits(hidden).clone()
+    assert before.shape[1] % 16  # the last block of a packed head is padded
+    for level in ("1", "2"):
+        order(engine, "sleep", level)
+        order(engine, "wake_up")
+        assert served.logits(hidden).equal(before)
+    order(engine, "update_weights", str(second))
+    assert served.logits(hidden).equal(expected.logits(hidden)) and not before.equal(expected.logits(hidden))
     engine.close()
     other.close()
 

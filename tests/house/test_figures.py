@@ -33,7 +33,6 @@ NOT_MEASURED = re.compile(
 SMALLEST = 20
 """Smaller whole numbers are counts ("4 bits", "16 requests"), not measurements."""
 ELSEWHERE: dict[tuple[str, str], str] = {
-    ("README.md", "13.0"): "the version of CUDA",
     ("docs/compression.md", "512"): "a length of prompts, of the command in pruned.json",
     ("docs/compression.md", "40%"): "the share of zeros from which packing pays, of the log",
     ("docs/compression.md", "160"): "million tokens of training, of training/README.md",
@@ -41,6 +40,8 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("docs/compression.md", "27%"): "cited: Llama-2-7B, Wanda",
     ("docs/compression.md", "88"): "right answers of 183, a share in tasks.json",
     ("docs/compression.md", "95%"): "the level of intervals",
+    ("docs/figures.md", "13.0"): "the version of CUDA",
+    ("docs/figures.md", "120"): "joules of the products of a prompt; a test below adds them up",
     ("docs/kv.md", "131,072"): "counted from the shape",
     ("docs/kv.md", "4,096"): "the 4k of row names",
     ("docs/measures.md", "512"): "a length of prompts, of the command in curves.json",
@@ -186,7 +187,7 @@ def test_figures_are_those_of_the_result_files(page: str) -> None:
     assert not absent, f"{page}: not in the cited result files: {absent}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/compression.md", "docs/speculation.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/figures.md", "docs/compression.md", "docs/speculation.md"])
 def test_figures_that_are_off_are_noticed(page: str) -> None:
     """If all measurements were a twentieth larger, many would have no place in the files (fewer among ratios near 1)."""
     noticed = total = 0
@@ -203,12 +204,19 @@ def rows(name: str) -> dict[str, dict[str, Any]]:
     return {row["row"]: row for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))}
 
 
-def test_deterministic_serving_costs_what_the_readme_says() -> None:
+def test_deterministic_serving_costs_what_the_page_says() -> None:
     times = rows("deterministic.json")
     plain, kept = (
         times[f"llama-3.1-8b-bfloat16-gpu-{mode}-b64-tpot-ms"]["value"] for mode in ("plain", "deterministic")
     )
     assert COMPUTED["28%"] == f"{kept / plain - 1:.0%}"
+
+
+def test_the_products_of_a_prompt_take_the_joules_that_the_page_says() -> None:
+    products = ("norm+qkv", "out+sum", "norm+gate+up+act", "down+sum")
+    joules = [rows("ledger.json")[f"llama-3.1-8b-prefill:8192-{name}"]["joules"] for name in products]
+    (printed,) = re.findall(r"about 140 J, (\d+) of\s+them in", (ROOT / "docs/figures.md").read_text(encoding="utf-8"))
+    assert round(sum(joules)) == int(printed)
 
 
 def test_sparse_products_are_the_sums_of_a_layer() -> None:

@@ -87,7 +87,7 @@ def model(factors: Sequence[float]) -> tuple[LoadedModel, ScaledFormat]:
     """The same random weights for any factors, one for each device row."""
     spec = read_spec({**CONFIG, "torch_dtype": "float32"})
     form = ScaledFormat(UnquantizedFormat(REFERENCE.matmul.unquantized, torch.float32, CPU), torch.tensor(factors))
-    decoder = Decoder(Build(spec, REFERENCE, form, ONE_DEVICE, torch.float32, CPU), spec.max_len)
+    decoder = Decoder(Build(spec, REFERENCE, form, ONE_DEVICE, torch.float32, CPU), spec.max_len, form.base)
     load_dummy(decoder, ModelConfig().seed)
     decoder.finish_loading()
     return LoadedModel(spec, decoder, GenerationDefaults(), REFERENCE), form

@@ -64,8 +64,11 @@ def test_two_ranks_are_one_device(case: str, folder: Path, ranks: list[dict[str,
     model = load(folder, case)
     want = logits(model)
     first, second = (rank[case] for rank in ranks)
-    # Rounding is relative to the summands, not to their sum: an absolute bound alone would depend on the processor's kernels.
-    torch.testing.assert_close(first, want, rtol=1e-5, atol=1e-5 * max(1.0, float(want.abs().max())))
+    # Rounding is relative to the summands, not to their sum: an absolute bound alone would depend on the processor's kernels. Those
+    # of integers round inputs to 2^-15 of the largest, so that a difference in an input's last bit may become as large.
+    _, quantization, compiled = CASES[case]
+    bound = 1e-4 if quantization and compiled else 1e-5
+    torch.testing.assert_close(first, want, rtol=bound, atol=bound * max(1.0, float(want.abs().max())))
     assert torch.equal(first, second)
     drawn = slice(-2 * DECODED, None)
     assert torch.equal(first[drawn].argmax(-1), want[drawn].argmax(-1))

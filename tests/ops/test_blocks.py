@@ -10,6 +10,7 @@ import torch
 from ridgeline.core.formats import NUMBER_FORMATS, NumberFormat
 from ridgeline.ops import blocks as formulas
 from ridgeline.ops.blocks import SCALINGS, Blocks, arrays, chained, pack_six
+from ridgeline.ops.native.arena import LANES
 from ridgeline.ops.reference import REFERENCE, block_pack, block_unpack
 from ridgeline.ops.table import Normed, Ops
 from ridgeline.quant.blocks import round_to_blocks
@@ -64,7 +65,8 @@ def test_native_products(name: str, tokens: int, ops: Ops) -> None:
     for outputs, inputs in ((48, 512), (40, 256)):
         blocks = random_blocks(NUMBER_FORMATS[name], outputs, inputs)
         matrix, bias = ops.matmul.blocks.pack(blocks), torch.randn(outputs)
-        assert sum(tensor.nbytes for tensor in arrays(matrix)) == NUMBER_FORMATS[name].matrix_bytes(outputs, inputs)
+        padded = -(-outputs // LANES) * LANES
+        assert sum(tensor.nbytes for tensor in arrays(matrix)) == NUMBER_FORMATS[name].matrix_bytes(padded, inputs)
         x = torch.randn(tokens, inputs)
         expected = in_float64(blocks, x) + bias
         assert close(ops.matmul.blocks.linear(x, matrix, bias), expected, 1e-4)

@@ -66,7 +66,7 @@ def test_the_first_remedy_of_a_planted_bottleneck_is_its_cure() -> None:
         "batching policy: continuous": (situation(streams, EngineConfig(batching="static:4"), batching="static:4"), "e2e"),
         "requests at once: 16": (situation(streams, limits=Limits(4, 8448, 16_384)), "e2e"),
         "memory for the KV cache: 4 times as much": (
-            situation(streams, EngineConfig(kv_cache_memory=20 * SERVER.layout.page_bytes), pages=20), "e2e",
+            situation(streams, EngineConfig(kv_cache_memory=16 * SERVER.layout.page_bytes), pages=16), "e2e",
         ),
         "prompt chunk: 2112 tokens": (situation(long, limits=Limits(256, 16_896, 16_896)), "stall"),
         "CUDA graphs or compiled operations: on": (situation(streams, EngineConfig(enforce_eager=True), cost=slow), "e2e"),

@@ -28,7 +28,7 @@ from ridgeline.quant.layouts import Published, encode
 from ridgeline.text.tokenizer import Tokenizer
 from tests.models.families import FAMILIES, save
 from tests.models.paged import PagedRows
-from tests.quant.test_checkpoints import LLAMA
+from tests.quant.test_checkpoints import LLAMA, with_head
 
 CPU = torch.device("cpu")
 LINEAR = "_proj.weight"
@@ -101,7 +101,10 @@ def test_predicted_bytes_equal_real_tensors(place: int, name: str, tmp_path: Pat
 @pytest.mark.parametrize("quantization", NAMES)
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mha-bias", "qwen3", "gemma3"])
 def test_logits_are_those_of_the_rounded_weights(name: str, quantization: str, tmp_path: Path) -> None:
-    """Of the same model stored in the floats that its codes stand for; one step or many, plain operations or compiled."""
+    """Of the same model stored in the floats that its codes stand for; one step or many, plain operations or compiled.
+
+    Its head is compared in test_heads.
+    """
     save(name, tmp_path)
     model = load(tmp_path, quantization=quantization)
     native = build(tmp_path, model=ModelConfig(quantization=quantization), ops=choose(CPU, torch.float32), device=CPU)
@@ -113,7 +116,7 @@ def test_logits_are_those_of_the_rounded_weights(name: str, quantization: str, t
         return {name: dequantized(*round_to_nearest(tensor, numbers), numbers.bits, numbers.group or tensor.shape[1])}
 
     rewrite(tmp_path, back, {})
-    want = run(load(tmp_path))
+    want = run(with_head(load(tmp_path), model))
     assert (out - want).norm() < 1e-4 * want.norm() and (parts - want).norm() < 1e-3 * want.norm()
 
 
@@ -131,7 +134,7 @@ def test_logits_are_those_of_the_rounded_weights(name: str, quantization: str, t
 def test_published_equals_quantized_while_loading(config: dict[str, Any], form: Published, tmp_path: Path) -> None:
     save("llama-gqa", tmp_path)
     name = read_spec(LLAMA | {"quantization_config": config}).quantization
-    want, numbers = run(load(tmp_path, quantization=name)), NUMBER_FORMATS[name]
+    want, numbers = run(with_head(load(tmp_path, quantization=name), load(tmp_path))), NUMBER_FORMATS[name]
 
     def publish(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         made = encode(form, *round_to_nearest(tensor, numbers))

@@ -91,7 +91,7 @@ class LateLane(EarlyLane):
 
 
 def model(form: WeightFormat, spec: ModelSpec) -> LoadedModel:
-    decoder = Decoder(Build(spec, REFERENCE, form, ONE_DEVICE, F32, CPU), spec.max_len)
+    decoder = Decoder(Build(spec, REFERENCE, form, ONE_DEVICE, F32, CPU), spec.max_len, form)
     load_dummy(decoder, ModelConfig().seed)
     decoder.finish_loading()
     return LoadedModel(spec, decoder, GenerationDefaults(), REFERENCE)

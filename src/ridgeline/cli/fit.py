@@ -167,8 +167,8 @@ def _formats(spec: ModelSpec) -> str:
         return f"{spec.quantization} (experts) and {spec.dtype}"
     layers = dict.fromkeys((spec.quantization, *chain.from_iterable(layer.formats for layer in spec.layers)))
     rest = "the rest" if "" in layers else "embedding" if spec.head_format else "embedding and head"
-    names = filter(None, dict.fromkeys((*layers, spec.head_format)))
-    return f"{', '.join(names)}, {rest} in {spec.dtype}"
+    head = f", head in {spec.head_format}" if spec.head_format and spec.head_format not in layers else ""
+    return f"{', '.join(filter(None, layers))}{head}, {rest} in {spec.dtype}"
 
 
 def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:

@@ -20,6 +20,7 @@ from ridgeline.core.cost import CostModel, WorkMeter
 from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.host_weights import least_host_bytes
 from ridgeline.core.plural import counted
+from ridgeline.core.quantization import quantized
 from ridgeline.core.sizing import GIB, MIN_CONTEXT, DrafterMemory, Memory, MemoryPlan, Planner, hardware_defaults
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, ModelSpec
 
@@ -214,8 +215,9 @@ def _formats(spec: ModelSpec, space: Space) -> Iterator[tuple[ModelSpec, dict[st
 
 
 def _served(spec: ModelSpec, change: Mapping[str, str]) -> ModelSpec:
-    fields = {"dtype": "dtype", "quantization": "quantization", "kv_cache_dtype": "kv_format"}
-    return replace(spec, **{fields[option]: name for option, name in change.items()})  # type: ignore[arg-type]
+    if weights := change.get("quantization"):
+        spec = quantized(spec, weights)
+    return replace(spec, dtype=change.get("dtype", spec.dtype), kv_format=change.get("kv_cache_dtype", spec.kv_format))
 
 
 def _candidates(

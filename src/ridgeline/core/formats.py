@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """How the layers' weight matrices are stored.
+    """How a weight matrix is stored.
 
     bits: per element. row: rows of elements are padded to multiples of it. group: inputs of one output channel that share a scale
     of `scale_bytes`; 0: all inputs; the last group may be shorter. zeros: each group also has a zero point of one byte. ordered:
@@ -87,7 +87,7 @@ NUMBER_FORMATS = {
     "q6_k": NumberFormat(6, 16, scale_bytes=1, scaling="super_8bit", super_bytes=2, row=SUPER, published=True),
     "mxfp4": NumberFormat(4, 32, scale_bytes=1, scaling="e8m0", published=True, experts=True),
 }
-"""Formats by their name in the option `quantization`. Embedding, head, norms and biases stay in the model's dtype."""
+"""Formats by their name in the option `quantization`. Embedding, norms and biases stay in the model's dtype."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 
 

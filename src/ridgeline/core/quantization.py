@@ -1,12 +1,18 @@
-"""Checks the option `quantization` at start-up, against the formats and a checkpoint."""
+"""Checks the option `quantization` at start-up, against the formats and a checkpoint, and says what it quantizes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import NUMBER_FORMATS
+from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 
 _CHECKPOINT_FORMATS = ("gptq", "awq", "compressed-tensors")
 """Names that other engines use for quantized checkpoints. They mean: the format that the checkpoint stores."""
+
+HEAD_FORMAT = "int8"
+"""Of the head beside layers in any format of the option. A step reads the whole head. Eight bits with a scale per token of the
+vocabulary change the logits little beside what any of these formats changes (benchmarks/results/heads.json)."""
 
 
 def check_format(requested: str) -> None:
@@ -15,12 +21,17 @@ def check_format(requested: str) -> None:
         raise _unknown_format(requested)
 
 
-def resolve_format(stored: str, requested: str) -> str:
-    """The number format to serve a model with.
+def quantized(spec: ModelSpec, name: str) -> ModelSpec:
+    """A model in floating point with layers in a format of NUMBER_FORMATS and a head in HEAD_FORMAT; "": as it is."""
+    return replace(spec, quantization=name, head_format=HEAD_FORMAT if name else "")
 
-    stored: the checkpoint's format, "" for none. requested: the option `quantization`. Raises ConfigError for an unknown format, or
-    for one that differs from the checkpoint's.
+
+def with_format(spec: ModelSpec, requested: str) -> ModelSpec:
+    """The model of a checkpoint as it is served with the option `quantization`.
+
+    Raises ConfigError for an unknown format, or for one that differs from the checkpoint's.
     """
+    stored = spec.quantization
     known = ("", *NUMBER_FORMATS, *(_CHECKPOINT_FORMATS if stored else ()))
     if requested not in known or (not stored and requested in NUMBER_FORMATS and NUMBER_FORMATS[requested].published):
         raise _unknown_format(requested)
@@ -30,7 +41,7 @@ def resolve_format(stored: str, requested: str) -> str:
             "the unquantized model.",
             param="quantization",
         )
-    return stored or requested
+    return spec if stored else quantized(spec, requested)
 
 
 def _offered() -> list[str]:

@@ -13,7 +13,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.expert_parallel import whole_experts
 from ridgeline.core.gpu_blocks import converted
 from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
-from ridgeline.core.quantization import resolve_format
+from ridgeline.core.quantization import with_format
 from ridgeline.core.selection import select_pages
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
 from ridgeline.core.stages import stage_spec
@@ -70,7 +70,7 @@ def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> Model
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} cannot be served: use one of {', '.join(DTYPES)}.", param="dtype")
-    quantization = resolve_format(spec.quantization, model.quantization)
+    quantized = with_format(spec, model.quantization)
     longest = model.max_model_len or spec.max_len
     if not 1 <= longest <= spec.max_len:
         raise ConfigError(
@@ -81,11 +81,10 @@ def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> Model
     if model.expert_parallel:
         layers = whole_experts(layers, model)
     served = replace(
-        spec,
+        quantized,
         dtype=dtype,
         max_len=longest,
         layers=layers,
-        quantization=quantization,
         host_bytes=int(model.cpu_offload_gb * (1 << 30)),
     )
     served = replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
@@ -109,19 +108,19 @@ def _kv_format(spec: ModelSpec, name: str) -> str:
     return "" if name == spec.dtype else name
 
 
-def _weight_format(spec: ModelSpec, ops: Ops, device: torch.device, stored: StoredAs) -> WeightFormat:
-    """Weight format of the layers' linears. Raises ConfigError if the device does not support it."""
+def _weight_format(name: str, spec: ModelSpec, ops: Ops, device: torch.device, stored: StoredAs) -> WeightFormat:
+    """Weight format of linears in `name` of NUMBER_FORMATS; "": unquantized. Raises ConfigError if the device lacks it."""
     dtype, matmul = DTYPES[spec.dtype], ops.matmul
-    if not spec.quantization:
+    if not name:
         return UnquantizedFormat(matmul.unquantized, dtype, device)
-    if spec.quantization == "fp8-weight":
+    if name == "fp8-weight":
         return Fp8Format(
             matmul.fp8_weight, dtype, device, stored.scales, inputs=False, groups_experts=bool(ops.experts)
         )
-    if spec.quantization != "fp8":
-        numbers = NUMBER_FORMATS[spec.quantization]
+    if name != "fp8":
+        numbers = NUMBER_FORMATS[name]
         if stored.blocks or numbers.in_blocks:
-            held = {spec.quantization, *(name for layer in spec.layers for name in layer.formats)}
+            held = {spec.quantization, spec.head_format, *(name for layer in spec.layers for name in layer.formats)}
             forms = {
                 (form.bits, form.scaling)
                 for name, form in NUMBER_FORMATS.items()
@@ -150,7 +149,7 @@ def _host(spec: ModelSpec, ops: Ops, mesh: Mesh, stored: StoredAs) -> Host | Non
         return None
     if (host := host_ops()) is None:
         return None
-    host_format = _weight_format(spec, host.ops, torch.device("cpu"), stored)
+    host_format = _weight_format(spec.quantization, spec, host.ops, torch.device("cpu"), stored)
     return Host(host, host_format, ops.tokenwise.rms_norm, ops.from_host, spec.activation, DTYPES[spec.dtype])
 
 
@@ -210,10 +209,11 @@ def load(
     dummy = model.load_format == "dummy" or device.type == "meta"
     stored = StoredAs() if dummy else stored_as(model_dir)
     weight_format, host_times = streamed(
-        _weight_format(spec, ops, device, stored), spec, device, _host(spec, ops, mesh, stored)
+        _weight_format(spec.quantization, spec, ops, device, stored), spec, device, _host(spec, ops, mesh, stored)
     )
     weight_format, ops = adapted(weight_format, ops, plan_adapters(model), dtype, device)
-    decoder = Decoder(Build(spec, ops, weight_format, mesh, dtype, device), spec.max_len)
+    shared = Build(spec, ops, weight_format, mesh, dtype, device)
+    decoder = Decoder(shared, spec.max_len, _weight_format(spec.head_format, spec, ops, device, stored))
     if dummy:
         load_dummy(decoder, model.seed, progress)
     elif model.load_format == "auto":

@@ -11,7 +11,6 @@ from itertools import pairwise
 import torch
 
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.spec import NUMBER_FORMATS, Rope
 from ridgeline.models.building import Build
 from ridgeline.models.experts import Experts
 from ridgeline.models.layers import DecoderLayer
@@ -20,17 +19,16 @@ from ridgeline.ops.divided import split_requests
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.striped import split_tokens
 from ridgeline.ops.table import LayerParts, RunLayers, apply_norm
-from ridgeline.quant.blocks import BlockFormat
-from ridgeline.quant.format import LinearShape, Part, Share
+from ridgeline.quant.format import BLOCKS, LinearShape, Part, Share, WeightFormat
 from ridgeline.quant.unquantized import UnquantizedFormat
 
 
 class Decoder:
     """Embedding, layers, final norm, head. For inference; it never synchronizes with the host, so CUDA graphs can capture it.
 
-    The embedding is not quantized. A head in blocks of its checkpoint stays in them (quant.blocks). Ranks divide the
-    rows of both (Shoeybi et al. 2019, section 3). A tied head uses the embedding matrix. A stage of a pipeline has its layers only:
-    the first stage embeds, the last one has norm and head.
+    The embedding is not quantized. Ranks divide the rows of embedding and head (Shoeybi et al. 2019, section 3). A tied head uses
+    the embedding matrix, or has a copy of it in a format of its own. A stage of a pipeline has its layers only: the first stage
+    embeds, the last one has norm and head.
     """
 
     __slots__ = (
@@ -42,14 +40,15 @@ class Decoder:
         "final_norm",
         "head",
         "scale",
+        "copies_embedding",
         "_build",
         "_unquantized",
         "_run",
         "_parts",
     )
 
-    def __init__(self, build: Build, max_len: int) -> None:
-        """Allocates weights on build.device, and rotary tables for max_len + SPARE_POSITIONS positions.
+    def __init__(self, build: Build, max_len: int, head: WeightFormat) -> None:
+        """Allocates weights on build.device, and rotary tables for max_len + SPARE_POSITIONS positions. head: its format.
 
         Raises ConfigError for a KV format that the operations do not support, and for layers that the mesh cannot split.
         """
@@ -61,20 +60,23 @@ class Decoder:
             )
         self.spec, self._build, self.stage = spec, build, build.mesh.stage
         layers = spec.layers[self.stage.layers]
-        tables: dict[Rope, torch.Tensor] = {}
-        for rope in {layer.rope for layer in layers}:
-            tables[rope] = rope_table(rope, max_len + SPARE_POSITIONS, build.device)
+        longest = max_len + SPARE_POSITIONS
+        tables = {rope: rope_table(rope, longest, build.device) for rope in {layer.rope for layer in layers}}
         self.layers = tuple(DecoderLayer(build, layer, tables[layer.rope]) for layer in layers)
-        embeds = self.stage.first or (self.stage.last and spec.shares_embedding)
         rows = spec.on_rank(build.mesh.size, build.mesh.attention.size).vocabulary_rows
-        self.embedding = torch.empty(rows * embeds, spec.d_model, dtype=build.dtype, device=build.device)
+        shares = self.stage.last and spec.shares_embedding
+        self.embedding = torch.empty(
+            rows * (self.stage.first or shares), spec.d_model, dtype=build.dtype, device=build.device
+        )
         self.positions = build.vector(spec.positions * self.stage.first * spec.d_model).view(-1, spec.d_model)
         self.final_norm = build.norm()
         self._unquantized = UnquantizedFormat(build.ops.matmul.unquantized, build.dtype, build.device)
-        headless = spec.shares_embedding or not self.stage.last
-        stored = BlockFormat(build.ops.matmul, build.dtype, build.device, NUMBER_FORMATS.get(spec.head_format))
-        form = stored if spec.head_format else self._unquantized
-        self.head = None if headless else form.create(LinearShape(spec.d_model, (Part(rows, rows),)), Share())
+        shape = LinearShape(spec.d_model, (Part(rows, rows),))
+        self.head = head.create(shape, Share()) if self.stage.last and not shares else None
+        self.copies_embedding = (
+            self.head is not None and spec.tied and BLOCKS not in self.head.expects[0, "weight"].dtypes
+        )
+        """A tied head in blocks is a tensor of its checkpoint, too."""
         # Gemma rounds the embedding scale to the dtype of the weights.
         self.scale = torch.tensor(spec.embed_scale, dtype=build.dtype).item()
         self._run = self._divided(self._run_layers)
@@ -82,9 +84,11 @@ class Decoder:
         """What runs the layers from one index to another; see `divide`."""
 
     def load_embedding(self, tensor: torch.Tensor) -> None:
-        """Load the embedding [vocab, d_model]. A tied head shares its memory if the operations support it."""
-        self.embedding.copy_(self._held(tensor))
-        if self.spec.shares_embedding and self.stage.last:
+        """Load the embedding [vocab, d_model], and a tied head. That shares its memory if the operations support it."""
+        self.embedding.copy_(self._held(tensor)[: len(self.embedding)])
+        if self.copies_embedding:
+            self.load_head(tensor)
+        elif self.spec.shares_embedding and self.stage.last:
             self.head = self._unquantized.adopt(self.embedding)
 
     def load_head(self, tensor: torch.Tensor) -> None:

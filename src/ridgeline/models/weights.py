@@ -87,13 +87,13 @@ def targets(decoder: Decoder) -> dict[str, Target]:
     """Every tensor that the decoder needs, by its name in checkpoints without prefix."""
     spec, stage = decoder.spec, decoder.stage
     tensor_targets: dict[str, Target] = {}
-    if len(decoder.embedding):
+    if len(decoder.embedding) or decoder.copies_embedding:
         tensor_targets[EMBEDDING] = Target(Expected((spec.vocab_size, spec.d_model)), "weight", decoder.load_embedding)
     if len(decoder.positions):
         tensor_targets[POSITIONS] = Target(Expected(tuple(decoder.positions.shape)), "weight", decoder.positions.copy_)
     if stage.last:
         tensor_targets.update(_norms("norm", decoder.final_norm))
-    if decoder.head is not None and not spec.shares_embedding:
+    if decoder.head is not None and not (spec.shares_embedding or decoder.copies_embedding):
         dtypes = decoder.head.expects[0, "weight"].dtypes
         tensor_targets[HEAD] = Target(Expected((spec.vocab_size, spec.d_model), dtypes), "weight", decoder.load_head)
     for index, layer in enumerate(decoder.layers, stage.layers.start or 0):
@@ -239,7 +239,7 @@ def load_checkpoint(decoder: Decoder, folder: Path, progress: Progress | None = 
                 target = wanted.pop(key, None)
                 if target is None:
                     elsewhere = (
-                        (key == HEAD and decoder.spec.shares_embedding)
+                        (key == HEAD and decoder.spec.tied)
                         or _of_another_rank(key, decoder)
                         or predicts(key, decoder.spec)
                     )

@@ -192,6 +192,13 @@ class NativeOps:
         kernels.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs)
         return packed[:outputs]
 
+    def memory(self, packed: torch.Tensor) -> torch.Tensor:
+        """See FloatOps."""
+        if packed.dtype not in self._kernels or packed.device.type != "cpu":
+            return packed
+        outputs, inputs = packed.shape
+        return packed.as_strided((-(-outputs // LANES) * LANES, inputs), packed.stride())
+
     def pack_pruned(self, weight: torch.Tensor) -> torch.Tensor:
         """As pack, or in the layout of native/sparse.h if enough bfloat16 weights are 0. That is a tensor of dtype SPARSE, whose
         rows have no meaning of their own."""
@@ -444,7 +451,7 @@ def _table(library: Library, fixed: bool) -> Ops:
     arena = Arena(library)
     ops, rows = NativeOps(library, arena, fixed), NativeRows(library)
     tokenwise = TokenwiseOps(ops.rms_norm, norm_then_add(ops.rms_norm), ops.activate, ops.place, ops.embed)
-    unquantized = FloatOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate, ops.pack_pruned)
+    unquantized = FloatOps(ops.pack, ops.linear, ops.linear_add, ops.linear_activate, ops.pack_pruned, ops.memory)
     integers = partial(int_ops, library, arena, tokenwise, unquantized)
     integer = integers()
     return Ops(

@@ -26,14 +26,14 @@ class NativeFp8:
         self._fixed, self._weight_only = fixed, weight_only
 
     def pack(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
-        """values e4m3 [out, in] -> a matrix with blocks of 16 outputs."""
+        """values e4m3 [out, in] -> a matrix with blocks of 16 outputs, the last of which is padded."""
         if values.device.type != "cpu":  # the meta device: only sizes are needed
             return fp8_pack(values, scales)
         outputs, inputs = values.shape
         packed = self._arena.take(-(-outputs // LANES) * LANES, -(-inputs // PAD_INPUTS) * PAD_INPUTS, FP8)
         values = values.contiguous()
         self._pack(values.data_ptr(), packed.data_ptr(), outputs, inputs)
-        return fp8_pack(packed[:outputs], scales.contiguous())
+        return fp8_pack(packed, scales.contiguous())
 
     def linear(self, x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """See reference.fp8_linear."""
@@ -61,7 +61,7 @@ class NativeFp8:
             return self._in_float32(x, matrix, bias, stream).to(dtype)
         source = source if source.is_contiguous() else source.contiguous()
         rows, inputs = source.shape
-        outputs = matrix.values.shape[0]
+        outputs = matrix.scales.shape[0]
         out = source.new_empty((rows, outputs)) if stream is None else stream
         self._kernels[dtype].fp8_linear(
             source.data_ptr(),

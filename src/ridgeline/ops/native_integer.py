@@ -41,12 +41,12 @@ class NativeInteger:
         return IntMatrix(packed, laid, laid_zeros, bits, group, outputs, inputs, None, self._inputs)
 
     def _packed(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
-        """Codes [out, in] in the layout of integer.h."""
+        """Codes [out, in] in the layout of integer.h, with the outputs padded."""
         outputs, inputs = codes.shape
         rows, width = -(-outputs // LANES) * LANES, -(-inputs // ROW_CODES) * ROW_CODES * bits // 8
         packed, codes = self._arena.take(rows, width, torch.uint8), codes.contiguous()
         self._pack(codes.data_ptr(), packed.data_ptr(), outputs, inputs, bits)
-        return packed[:outputs]
+        return packed
 
     def pack_blocks(self, blocks: Blocks) -> IntMatrix:
         """See MatmulOps.blocks."""
@@ -58,13 +58,13 @@ class NativeInteger:
         return replace(matrix, scaling=blocks.scaling, extra=extra)
 
     def _blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Reorder [out, groups] to memory [out / 16, groups, 16]; the shape stays."""
+        """Reorder [out, groups] to memory [out / 16, groups, 16], as a tensor of the padded outputs."""
         outputs, groups = values.shape
         rows = -(-outputs // LANES) * LANES
         packed = self._arena.take(rows, groups, values.dtype)
         padded = torch.nn.functional.pad(values, (0, 0, 0, rows - outputs))
         packed.view(-1, groups, LANES).copy_(padded.view(-1, LANES, groups).transpose(1, 2))
-        return packed[:outputs]
+        return packed
 
     def linear(self, x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         """See reference.int_linear."""

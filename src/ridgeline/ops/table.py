@@ -1,7 +1,6 @@
 """The interface between a decoder and a device's operations: a table that `choose` selects at start-up.
 
-Every operation exists on every device. Where a device has no kernel, its table holds the reference or a default.
-Shapes: T query tokens, D = d_model. x has the model's dtype.
+A device without a kernel has the reference or a default. Shapes: T query tokens, D = d_model. x has the model's dtype.
 """
 
 from __future__ import annotations
@@ -93,9 +92,9 @@ class IntMatrix:
 
     weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], g = k // group. group >= d_in: one scale per output channel.
 
-    codes: uint8 in the layout of IntOps.pack, out * ceil(d_in / 32) * 4 * bits bytes (memory after them may pad the outputs).
-    scales: float16 [out, groups] in the device's memory order, of either sign. Published scales of both 16-bit dtypes fit float16.
-    zeros: uint8 [out, groups] in the same order. None: 2^(bits - 1) everywhere.
+    codes: uint8 [rows, ceil(d_in / 32) * 4 * bits] in the layout of IntOps.pack. rows: out, which the device may pad.
+    scales: float16 [rows, groups] in the device's memory order, of either sign. Published scales of both 16-bit dtypes fit float16.
+    zeros: uint8 [rows, groups] in the same order. None: 2^(bits - 1) everywhere.
     kept: of LLM.int8(), inputs whose codes are those of 0: their numbers int32 [n], their columns [out, n] in floating point in the
         layout of FloatOps.pack, and bool [in], whether an input is kept.
     inputs: how the product that `pack` made this for reads x: "float", or in 8 bits with a step per token ("rounded"), except
@@ -163,8 +162,8 @@ def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 class Fp8Matrix:
     """The weights of a linear in 8 bits: weight[n, k] = values[n, k] * scales[n].
 
-    values: float8_e4m3fn [out, in], in the layout of Fp8Ops.pack. scales: float32 [out]. counters: int32, arrivals of the programs
-    that share an output tile. Zero between products, empty if no kernel needs them.
+    values: float8_e4m3fn [out, in], where the device may pad both and order inputs. scales: float32 [out]. counters: int32, arrivals
+    of the programs that share an output tile. Zero between products, empty if no kernel needs them.
     """
 
     values: torch.Tensor
@@ -176,8 +175,8 @@ class Fp8Matrix:
 class FloatOps:
     """Linears in floating point.
 
-    pack(weight [out, in]) -> packed weight in the device's layout.
-    pack_pruned: likewise, smaller if many weights are 0. None: the device has no such layout.
+    pack(weight [out, in]) -> packed weight in the device's layout. memory(packed) -> all of its memory, with rows that pad it.
+    pack_pruned: as pack, smaller if many weights are 0. None: the device has no such layout.
     linear(x [T, in], packed, bias) -> [T, out]. x may be Normed. A kernel that fuses the norm keeps it in float32, whereas the
         separate norm rounds to x's dtype.
     linear_add(x, packed, bias, stream [T, out]) -> stream + linear(x). May overwrite the stream with the result.
@@ -189,6 +188,7 @@ class FloatOps:
     linear_add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
     linear_activate: Callable[[FloatInput, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
     pack_pruned: Callable[[torch.Tensor], torch.Tensor] | None = None
+    memory: Callable[[torch.Tensor], torch.Tensor] = lambda packed: packed
 
 
 @dataclass(frozen=True, slots=True)

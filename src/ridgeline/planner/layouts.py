@@ -82,8 +82,8 @@ def _divisors(number: int) -> list[int]:
 class Stage:
     """The layers of one pipeline stage on one of its tensor-parallel ranks.
 
-    spec: without a vocabulary where the stage has no head, so that its work has none. embedding_bytes: of the embedding where the
-    head is in another stage. first, last: whether it embeds tokens, and draws them.
+    spec: without a vocabulary where the stage has no head, so that its work has none. embedding_bytes: of the embedding,
+    less what `spec` counts for it. first, last: whether it embeds tokens, and draws them.
     """
 
     spec: ModelSpec
@@ -151,10 +151,11 @@ def stages(spec: ModelSpec, layout: Layout) -> tuple[Stage, ...]:
 def _stage(part: ModelSpec, layers: tuple[LayerSpec, ...], first: bool, last: bool) -> Stage:
     if first and last:
         return Stage(part, 0, True, True, WorkMeter(part))
-    # tied: of embedding and head, a stage has at most one.
-    spec = replace(part, layers=layers, vocab_size=part.vocab_size if last else 0, tied=True, head_format="")
-    embedding = part.embedding_params * DTYPE_BYTES[part.dtype] if first else 0
-    return Stage(spec, embedding, first, last, WorkMeter(spec))
+    # tied: of embedding and head, a stage has at most one. Beside a head in a format of its own the spec counts an embedding.
+    spec = replace(part, layers=layers, vocab_size=part.vocab_size if last else 0, tied=True)
+    embedding = part.embedding_params * DTYPE_BYTES[part.dtype]
+    counted = embedding if last and part.head_format else 0
+    return Stage(spec, embedding * first - counted, first, last, WorkMeter(spec))
 
 
 def stage_sizes(spec: ModelSpec, count: int) -> list[int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.quantization import quantized
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KV_FORMATS, ModelSpec, kv_layout
 from ridgeline.core.workload import RequestSpec, Workload
@@ -45,7 +46,7 @@ def _weights(now: Situation, name: str) -> Situation:
             f"--quantization: the recorded server has weights in {now.spec.quantization} already, which cannot be changed back.",
             param="quantization",
         )
-    return _as(now, replace(now.spec, quantization=name), replace(now, model=replace(now.model, quantization=name)))
+    return _as(now, quantized(now.spec, name), replace(now, model=replace(now.model, quantization=name)))
 
 
 def _as(now: Situation, spec: ModelSpec, changed: Situation) -> Situation:

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from ridgeline.core.fit import Risk, cache_risk, format_risk
 from ridgeline.core.host_weights import LINK_SHARE
+from ridgeline.core.quantization import quantized
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import KV_FORMATS, kv_layout
 from ridgeline.hardware.serving import KV_FORMATS_SERVED, PREFERRED, weight_formats
@@ -62,7 +63,7 @@ def _weights(now: Situation) -> Iterator[Change]:
     if now.spec.quantization:
         return
     for name in [name for name in weight_formats(now.kind, now.row) if name in PREFERRED[now.kind]]:
-        spec = replace(now.spec, quantization=name)
+        spec = quantized(now.spec, name)
         if spec.layer_bytes < now.spec.layer_bytes:
             model = replace(now.model, quantization=name)
             unknown = "the step times of weights in host memory are not simulated" if spec.host_bytes else ""

@@ -346,5 +346,5 @@ class BlockWeight(Weight):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         packed = self._packed
-        kept = arrays(packed) if isinstance(packed, IntMatrix) else [packed]
+        kept = arrays(packed) if isinstance(packed, IntMatrix) else [self._form.ops.unquantized.memory(packed)]
         return tuple(kept if self._bias is None else [*kept, self._bias])

@@ -25,6 +25,8 @@ SMALLEST_SCALE = 2.0**-24
 """The smallest positive float16 (subnormal)."""
 LARGEST_SCALE = 65504.0
 """The largest finite float16."""
+ROUNDED = 1 << 26
+"""Weights that are rounded at once: each takes some 16 bytes meanwhile, and a head may have a billion."""
 
 
 def round_to_nearest(
@@ -43,6 +45,15 @@ def round_to_nearest(
     Raises:
         UnsupportedModel: values are NaN, infinite or too large for a float16 scale.
     """
+    if weight.numel() > ROUNDED and len(weight) > 1:
+        pieces = [round_to_nearest(piece, form) for piece in weight.split(max(1, ROUNDED // weight.shape[1]))]
+        codes, scales, zeros = zip(*pieces, strict=True)
+        return torch.cat(codes), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
+    return _rounded(weight, form)
+
+
+def _rounded(weight: torch.Tensor, form: NumberFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """See round_to_nearest."""
     rows, inputs = weight.shape
     group, max_code = form.group or inputs, (1 << form.bits) - 1
     pad = -inputs % group
@@ -236,8 +247,7 @@ class IntWeight(Weight):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         assert self._matrix is not None
-        kept, columns, _ = self._kept or (None, None, None)
-        optional = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order, kept, columns)
+        optional = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order)
         return tuple(tensor for tensor in optional if tensor is not None)
 
 

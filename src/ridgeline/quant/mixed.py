@@ -59,7 +59,7 @@ class MixedWeight(Weight):
     chooses among the inputs that it holds.
     """
 
-    __slots__ = ("expects", "_cut", "_form", "_integers", "_missing", "_pending")
+    __slots__ = ("expects", "_cut", "_form", "_integers", "_kept", "_missing", "_pending")
 
     def __init__(self, form: MixedFormat, shape: LinearShape, share: Share) -> None:
         integers = IntFormat(form.ops.matmul.mixed, form.numbers, form.dtype, form.device)
@@ -67,6 +67,7 @@ class MixedWeight(Weight):
         self.expects: Mapping[tuple[int, str], Expected] = self._integers.expects
         self._missing = {part for part, name in self.expects if name == "weight"}
         self._pending: dict[int, torch.Tensor] = {}
+        self._kept: tuple[torch.Tensor, ...] = ()
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         if name != "weight":
@@ -94,7 +95,8 @@ class MixedWeight(Weight):
         ]
         kept_columns = form.ops.matmul.unquantized.pack(torch.cat(rows).to(form.dtype))
         is_kept = torch.zeros(inputs, dtype=torch.bool, device=form.device).index_fill_(0, kept, True)
-        self._integers.keep(kept.int(), kept_columns, is_kept)
+        self._kept = kept.int(), form.ops.matmul.unquantized.memory(kept_columns)
+        self._integers.keep(self._kept[0], kept_columns, is_kept)
         for part, weight in enumerate(parts):
             self._integers.load(part, "weight", weight.index_fill(1, kept + columns.start, 0.0))
 
@@ -111,4 +113,4 @@ class MixedWeight(Weight):
         return self._integers.matrix()
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self._integers.tensors()
+        return (*self._integers.tensors(), *self._kept)

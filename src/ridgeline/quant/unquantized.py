@@ -80,4 +80,5 @@ class UnquantizedWeight(Weight):
         return None if self._missing else Matrix(self._matrix, self._bias)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self._matrix,) if self._bias is None else (self._matrix, self._bias)
+        matrix = self._matrix if self._missing else self._ops.memory(self._matrix)
+        return (matrix,) if self._bias is None else (matrix, self._bias)
