@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -78,6 +79,26 @@ def test_every_token_is_counted(endpoint: str, load: LoadConfig) -> None:
     assert {row.counted for row in run.rows} == {"server"}
     assert all(row.ttft_s is not None and row.ttft_s >= FAST.ttft_s for row in run.rows)
     assert run.facts["model"] == "mock" and run.facts["chat"] == (endpoint == "chat")
+
+
+def test_progress_is_reported_from_the_warm_up_on() -> None:
+    """Its first report comes before the warm-up request has an answer."""
+    slow, reports = Speed(ttft_s=1.0, itl_s=0.001), list[tuple[float, int, int]]()
+    asked = BenchConfig(workload=replace(SMALL, max_requests=1), load=LoadConfig(concurrency=1, warmup=1))
+
+    def report(done: int, total: int) -> None:
+        reports.append((time.perf_counter(), done, total))
+
+    async def work() -> float:
+        async with MockServer(FAST) as server, Session(asked, server.url, report) as session:
+            server.speed = slow
+            began = time.perf_counter()
+            await session.measure()
+            return began
+
+    began = asyncio.run(work())
+    at, done, total = reports[0]
+    assert (done, total) == (0, 1) and at - began < slow.ttft_s
 
 
 def test_several_tokens_per_chunk() -> None:

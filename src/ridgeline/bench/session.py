@@ -89,20 +89,15 @@ class Session:
         if not workload.timed and concurrency is None:
             concurrency = DEFAULT_CONCURRENCY
         writer = Writer(self.client.address, self.dialect, self._prompts("run"))
-        with Alarm() as clock:
-            if load.warmup:
-                warmup_workload = replace(workload.first(load.warmup), timed=False)
-                warmup_writer = Writer(self.client.address, self.dialect, self._prompts("warm"))
-                await send_all(Plan(warmup_workload, load.warmup, label="warm"), self.client, warmup_writer, clock)
-            if not workload.timed:
-                await self.client.warm(min(concurrency or 1, len(workload.requests)))
-            # The time makes ids unique in the server's ledger.
-            label_of_ids = f"bench-{time.time_ns() // 1_000_000:x}-{self._runs}"
-            plan = Plan(workload, concurrency, load.duration, label_of_ids, self._config.workload.run_ids, partial)
-            total = len(workload.requests)
-            state = ServerState(self.client, label_of_ids, total, lambda done: self._progress(done, total))
-            before = await self._counters()
-            async with _repeated(lambda: self._progress(state.done, total)):
+        # The time makes ids unique in the server's ledger.
+        label_of_ids = f"bench-{time.time_ns() // 1_000_000:x}-{self._runs}"
+        plan = Plan(workload, concurrency, load.duration, label_of_ids, self._config.workload.run_ids, partial)
+        total = len(workload.requests)
+        state = ServerState(self.client, label_of_ids, total, lambda done: self._progress(done, total))
+        async with _repeated(lambda: self._progress(state.done, total)):
+            with Alarm() as clock:
+                await self._warm_up(workload, load, concurrency, clock)
+                before = await self._counters()
                 sent = await send_all(plan, self.client, writer, clock, state.watch)
             after = await self._counters()
         self._runs += 1
@@ -113,6 +108,15 @@ class Session:
                 f"interrupted after {len(sent.rows)} of {total} requests; those in flight are not counted"
             )
         return Run(facts, sent.rows, sent.seconds, dropped, sent.loop_lag_s, sent.cpu_s, self._slo)
+
+    async def _warm_up(self, workload: Workload, load: LoadConfig, concurrency: int | None, clock: Alarm) -> None:
+        """Send the warm-up requests, and open as many connections as the run needs at once."""
+        if load.warmup:
+            first = replace(workload.first(load.warmup), timed=False)
+            writer = Writer(self.client.address, self.dialect, self._prompts("warm"))
+            await send_all(Plan(first, load.warmup, label="warm"), self.client, writer, clock)
+        if not workload.timed:
+            await self.client.warm(min(concurrency or 1, len(workload.requests)))
 
     async def _counters(self) -> dict[str, float] | None:
         """Read the counters of the server's work. None for other servers than Ridgeline, and for older ones."""

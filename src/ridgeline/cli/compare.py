@@ -25,8 +25,9 @@ from rich.table import Table
 
 from ridgeline.cli.flags import Arguments, Parser, check_output_paths, finite_number, parser_for, whole_number
 from ridgeline.cli.hosted import Hosted, private
+from ridgeline.cli.progress import find_model
 from ridgeline.cli.serve import resolve_arguments
-from ridgeline.cli.show import Stages
+from ridgeline.cli.show import Stages, announcer
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
 from ridgeline.core.plural import counted
@@ -370,7 +371,7 @@ class Sides:
         source = self._options.get(side)
         if source is None or source.startswith(_SCHEMES) or (side == "reference" and self._stored is not None):
             raise _NoFolder
-        return resolve_model(self._model(side))
+        return find_model(self._model(side), announcer("text"))
 
     def _tokenizer_folder(self) -> Path:
         if "tokenizer" in self._options:

@@ -25,7 +25,8 @@ from rich.table import Column, Table
 from ridgeline.cli.drafter import train
 from ridgeline.cli.flags import Arguments, Parser, check_output_paths, finite_number, parser_for, whole_number
 from ridgeline.cli.hosted import Hosted, private
-from ridgeline.cli.show import Stages, bytes_text
+from ridgeline.cli.progress import find_model
+from ridgeline.cli.show import Stages, announcer, bytes_text
 from ridgeline.cli.students import add_options, check_options, student_of, teacher_of
 from ridgeline.compress.card import ServedFigures, card, write_card
 from ridgeline.compress.checkpoint import Checkpoint
@@ -53,7 +54,7 @@ from ridgeline.core.errors import ConfigError, RidgelineError
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import resolve
 from ridgeline.hardware.probe import probe
-from ridgeline.models.hub import resolve_model, shipped_model
+from ridgeline.models.hub import shipped_model
 from ridgeline.quality.drift import Drift
 from ridgeline.quality.served import Endpoint, decode_rate
 from ridgeline.quality.tasks import Question, ask, count, read_tasks, shipped_tasks
@@ -147,7 +148,7 @@ def run(args: Arguments) -> int:
         raise ConfigError("The folder for the result is missing: give --out FOLDER.", param="out")
     check_output_paths(options, "out", folder=True)
     out = Path(options["out"])
-    folder = resolve_model(ModelConfig(model=args.flags.get("model", "")))
+    folder = find_model(ModelConfig(model=args.flags.get("model", "")), announcer("text"))
     source = Checkpoint(folder, needs_weights="teacher_url" not in options)
     device = _device(args.flags.get("device", "auto"))
     _check_counts(options, source.spec.max_len)

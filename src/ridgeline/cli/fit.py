@@ -15,8 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ridgeline.cli.flags import Arguments, Parser, parser_for
+from ridgeline.cli.progress import Lines, find_model
 from ridgeline.cli.serve import resolve_arguments
-from ridgeline.cli.show import bytes_text, count_text
+from ridgeline.cli.show import announcer, bytes_text, count_text
 from ridgeline.core.adapters import plan_adapters, with_adapters
 from ridgeline.core.calibration import load_calibration
 from ridgeline.core.compatibility import check_together
@@ -27,7 +28,7 @@ from ridgeline.core.fit import REQUEST_TOKENS, Deployment, Risk, alternatives, c
 from ridgeline.core.formats import NUMBER_FORMATS
 from ridgeline.core.host_weights import LINK_SHARE, HostTimes, streamed_s
 from ridgeline.core.plural import counted
-from ridgeline.core.resolve import parse
+from ridgeline.core.resolve import Resolved, parse
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.policy import admission
@@ -36,7 +37,6 @@ from ridgeline.hardware.probe import Device, probe, resolve_accelerator
 from ridgeline.hardware.serving import kind_on, search_space
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
-from ridgeline.models.hub import resolve_model
 from ridgeline.speculation.build import choice_of, memory_of_drafters
 
 
@@ -52,10 +52,17 @@ def parser() -> Parser:
 
 
 def run(args: Arguments) -> int:
-    resolved = resolve_arguments(args)
-    model, engine = resolved.model, resolved.engine
+    resolved, say = resolve_arguments(args), announcer("text")
     # "dummy" fetches only the small files of a hub model; sizes of weights follow from config.json.
-    folder = resolve_model(replace(model, load_format="dummy"))
+    folder = find_model(replace(resolved.model, load_format="dummy"), say)
+    with Lines(say, lambda: "measuring the device"):
+        deployment, device = _deployment(args, resolved, folder)
+    return _report(deployment, device)
+
+
+def _deployment(args: Arguments, resolved: Resolved, folder: Path) -> tuple[Deployment, Device]:
+    """The model as it would be served, and the device to plan for, whose rates are measured if it is this machine."""
+    model, engine = resolved.model, resolved.engine
     checkpoint, _ = read_model(folder)
     device = _device(args, engine.device)
     spec = served_spec(
@@ -74,7 +81,7 @@ def run(args: Arguments) -> int:
         calibrated = load_calibration(Path(engine.calibration), spec).cost
         link = device.accelerator.host_link * LINK_SHARE if device.accelerator is not None else 0.0
         space = replace(space, cost=partial(_recalibrated, calibrated, link))
-    return _report(Deployment(spec, engine, memory, model, beside, space), device)
+    return Deployment(spec, engine, memory, model, beside, space), device
 
 
 def _recalibrated(calibrated: CostModel, link: float, spec: ModelSpec) -> CostModel:

@@ -19,8 +19,9 @@ from rich.table import Table
 
 import ridgeline
 from ridgeline.cli.flags import Arguments, Parser, check_output_paths, parser_for, whole_number
+from ridgeline.cli.progress import find_model
 from ridgeline.cli.serve import resolve_arguments
-from ridgeline.cli.show import Stages, bytes_text
+from ridgeline.cli.show import Stages, announcer, bytes_text
 from ridgeline.compress.texts import default_calibration, evaluation_windows, split
 from ridgeline.core.config import EngineConfig
 from ridgeline.core.errors import ConfigError
@@ -29,7 +30,6 @@ from ridgeline.core.sampling import MAX_LOGPROBS
 from ridgeline.hardware.probe import probe
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
-from ridgeline.models.hub import resolve_model
 from ridgeline.planner.svg import document
 from ridgeline.quality.ladder import RungWorkload, chart, measure_rung, rows, rungs
 from ridgeline.quality.texts import read_texts
@@ -73,7 +73,7 @@ def run(args: Arguments) -> int:
     if "enforce_eager" in args.flags:
         raise ConfigError("The first rung is always eager: leave --enforce-eager out.", param="enforce_eager")
     counts = {name: _count(name, options.get(name.replace("-", "_"), default)) for name, default in TOKENS.items()}
-    folder = resolve_model(resolved.model)
+    folder = find_model(resolved.model, announcer("text"))
     checkpoint = read_model(folder)[0]
     if checkpoint.quantization:
         raise ConfigError(

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
@@ -23,6 +23,7 @@ import uvloop
 from rich.console import Console
 
 from ridgeline.cli.flags import Arguments, Parser, parser_for
+from ridgeline.cli.progress import Lines, find_model
 from ridgeline.cli.show import Stages, announcer, configuration, engine_options, server_console, stages_text
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.logs import configure_logging
@@ -31,7 +32,6 @@ from ridgeline.core.resolve import CONFIGS, Resolved, resolve
 from ridgeline.engine.hosts import check_hosts, run_host
 from ridgeline.engine.policy import admission
 from ridgeline.hardware.probe import nvidia_gpus
-from ridgeline.models.hub import resolve_model
 from ridgeline.service.address import Address
 from ridgeline.service.batches.settings import DayWindow, read_impact
 from ridgeline.service.keys.settings import check_keys
@@ -93,13 +93,14 @@ class Announcer:
 class LogAnnouncer:
     """Logs the progress of the start, for --log-format json."""
 
-    def __init__(self) -> None:
-        self._say = announcer("json")
+    def __init__(self, say: Callable[[str], None], lines: Lines) -> None:
+        self._say, self._lines = say, lines
 
     def listening(self, url: str) -> None:
         self._say(f"listening on {url}; /health answers 503 until the model is loaded")
 
-    def loading(self, stage: str, done: int, total: int) -> None: ...
+    def loading(self, stage: str, done: int, total: int) -> None:
+        self._lines(stage, done, total)
 
     def restarting(self, reason: str) -> None:
         self._say(f"restarting the engine: {reason}; requests get 503 until it is ready")
@@ -108,6 +109,7 @@ class LogAnnouncer:
         self._say(f"ready again: {url}/v1")
 
     def ready(self, url: str, facts: Mapping[str, Any]) -> None:
+        self._lines.__exit__(None, None, None)
         self._say(f"ready: {url}/v1")
 
 
@@ -175,23 +177,26 @@ def run(args: Arguments) -> int:
     if resolved.service.models:
         return _serve_models(args, resolved)
     check(resolved)
+    say = announcer(resolved.service.log_format)
     if resolved.service.join:
         run_engine_host = import_module("ridgeline.service.remote_engines").run_engine_host
         return int(run_engine_host(resolved, lambda line: print(line, file=sys.stderr)))
     if resolved.engine.node_rank:
-        return run_host(resolved.engine, resolve_model(resolved.model), lambda line: print(line, file=sys.stderr))
+        return run_host(resolved.engine, find_model(resolved.model, say), lambda line: print(line, file=sys.stderr))
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]
-        folder = _find_models(resolved)
+        folder = _find_models(resolved, say)
         engines = begin_engines(resolved)
         for engine in engines:
             cleanup.callback(engine.process.kill)  # no effect if the service has stopped it
         # Imported late, so that this import runs while the engine process imports torch.
         server = import_module("ridgeline.service.server")
-        announce: Announcer | LogAnnouncer = LogAnnouncer()
+        announce: Announcer | LogAnnouncer
         if resolved.service.log_format == "text":
             console = server_console()
             announce = Announcer(args, folder, console, cleanup.enter_context(Stages(console)), started)
+        else:
+            announce = LogAnnouncer(say, cleanup.enter_context(Lines(say)))
         uvloop.run(with_rare_collections(server.serve(resolved, folder, listeners, engines, announce)))
     return 0
 
@@ -210,16 +215,16 @@ def _serve_models(args: Arguments, resolved: Resolved) -> int:
 
     with ExitStack() as cleanup:
         listeners = [cleanup.enter_context(sock) for sock in bind(resolved.service.host, resolved.service.port)]
-        placed = [(entry, resolve_model(entry.resolved.model)) for entry in entries]
+        placed = [(entry, find_model(entry.resolved.model, say)) for entry in entries]
         serve_models = import_module("ridgeline.service.models.serve").serve_models
         uvloop.run(with_rare_collections(serve_models(resolved.service, placed, listeners, announce)))
     return 0
 
 
-def _find_models(resolved: Resolved) -> Path:
+def _find_models(resolved: Resolved, say: Callable[[str], None]) -> Path:
     """Folder of the served model. Raises ConfigError if it or the reference model (--shadow-model) is not available."""
-    folder = resolve_model(resolved.model)
+    folder = find_model(resolved.model, say)
     if (reference := resolved.service.shadow_model) and not resolved.service.shadow_url:
         # Checked here, so that an invalid name is an error now and not a warning later.
-        resolve_model(replace(resolved.model, model=reference, revision=None))
+        find_model(replace(resolved.model, model=reference, revision=None), say)
     return folder

@@ -6,12 +6,14 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ridgeline.cli.progress import Lines
 from ridgeline.core.plural import counted
 from ridgeline.core.resolve import Resolved
 
@@ -66,9 +68,12 @@ def announcer(log_format: str) -> Callable[[str], None]:
 
 
 class Stages:
-    """Progress bars, one per stage of a start-up (weights, graphs, ...). Draws on a terminal only."""
+    """Progress of stages (weights, graphs, ...): a bar for each on a terminal, else a line every few seconds."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, every_s: float | None = None) -> None:
+        """every_s: seconds between two lines; None: progress.LINE_S."""
+        say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+        self._lines = None if console.is_terminal else Lines(say, every_s=every_s)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -76,20 +81,28 @@ class Stages:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Stages:
-        self._progress.start()
+        if self._lines is not None:
+            self._lines.__enter__()
+        else:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._lines is not None:
+            self._lines.__exit__(kind, error, trace)
+        else:
+            self._progress.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._lines is not None:
+            self._lines(stage, done, total)
+            return
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._tasks[stage], completed=done, total=total)

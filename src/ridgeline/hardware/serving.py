@@ -32,7 +32,7 @@ PREFERRED: Mapping[str, tuple[str, ...]] = {
 PRODUCT_TIMES: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "cuda": {
         "fp8": (0.57, 0.56), "int8": (0.55, 1.12), "llm-int8": (0.90, 1.34), "w8a8": (0.55, 0.78), "int4": (0.47, 1.16),
-        "int3": (0.47, 1.16),
+        "int3": (0.47, 1.16), "fp8-weight": (0.71, 1.16),
     },
     "cpu": {
         "int8": (0.63, 1.20), "fp8": (1.09, 1.08), "fp8-weight": (0.99, 1.01), "llm-int8": (0.68, 0.95), "w8a8": (0.66, 0.82),
@@ -43,7 +43,7 @@ PRODUCT_TIMES: Mapping[str, Mapping[str, tuple[float, float]]] = {
 
 GPU, one token: fp8 by benchmarks/results/h200.json (8B, without the output layer), int8 by diagnose.json, int4 by shapes.json
 (relative to fp8 on Qwen3-4B; int3 as int4), the others by their ratio to fp8 in products_w8a8.json. Thousands: products_w8a8.json
-(8,192 tokens), and products_int.json for int4. CPU: cpu_formats.json."""
+(8,192 tokens), and products_int.json for int4. fp8-weight: fp8_weight.json (2,048 tokens). CPU: cpu_formats.json."""
 
 
 def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:

@@ -114,9 +114,8 @@ def _weight_format(name: str, spec: ModelSpec, ops: Ops, device: torch.device, s
     if not name:
         return UnquantizedFormat(matmul.unquantized, dtype, device)
     if name == "fp8-weight":
-        return Fp8Format(
-            matmul.fp8_weight, dtype, device, stored.scales, inputs=False, groups_experts=bool(ops.experts)
-        )
+        grouped = bool(ops.experts)
+        return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, inputs=False, groups_experts=grouped)
     if name != "fp8":
         numbers = NUMBER_FORMATS[name]
         if stored.blocks or numbers.in_blocks:

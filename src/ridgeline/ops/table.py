@@ -162,7 +162,7 @@ def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 class Fp8Matrix:
     """The weights of a linear in 8 bits: weight[n, k] = values[n, k] * scales[n].
 
-    values: float8_e4m3fn [out, in], where the device may pad both and order inputs. scales: float32 [out]. counters: int32,
+    values: float8_e4m3fn [out, in] in the layout of Fp8Ops.pack, which may pad both. scales: float32 [out]. counters: int32,
     arrivals of the programs that share an output tile. Zero between products, empty if no kernel needs them.
     """
 
