@@ -129,7 +129,7 @@ def _weight_format(name: str, spec: ModelSpec, ops: Ops, device: torch.device, s
         if numbers.kept:
             return MixedFormat(ops, numbers, dtype, device)
         integer = matmul.w8a8 if numbers.inputs_8bit else matmul.integer
-        return IntFormat(integer, numbers, dtype, device, stored.integers)
+        return IntFormat(integer, numbers, dtype, device, stored.integers, matmul.unquantized)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_FP8:
         raise ConfigError(
             "--quantization fp8 needs a GPU of compute capability 8.9 or newer (L4, RTX 4090, H100): use another format.",

@@ -328,7 +328,12 @@ def int_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | N
     return activate(int_linear(x, matrix, bias), kind)
 
 
-INT_REFERENCE = IntOps(int_pack, int_linear, int_linear_add, int_linear_activate)
+def int_weights(matrix: IntMatrix) -> Iterator[torch.Tensor]:
+    """See IntOps.weights."""
+    yield int_dequantized(matrix)
+
+
+INT_REFERENCE = IntOps(int_pack, int_linear, int_linear_add, int_linear_activate, int_weights)
 
 
 def block_pack(blocks: Blocks) -> IntMatrix:

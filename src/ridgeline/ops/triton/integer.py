@@ -8,9 +8,12 @@ not faster here. e4m3 weights lie as codes of 8 bits do, and the same kernels mu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
+from ridgeline.ops.blocks import pieces_of
 from ridgeline.ops.reference import FP8
 from ridgeline.ops.table import (
     Activation,
@@ -80,6 +83,11 @@ def with_e4m3(ops: IntOps) -> Fp8Ops:
         return ops.linear_activate(*given(x, matrix), bias, kind).to(dtype)
 
     return Fp8Ops(pack_e4m3, linear, linear_add, linear_activate)
+
+
+def weights(matrix: IntMatrix) -> Iterator[torch.Tensor]:
+    """See IntOps."""
+    return (dequantize(piece, torch.float32) for piece in pieces_of(matrix))
 
 
 def widened(ops: FloatOps) -> IntOps:
