@@ -224,8 +224,8 @@ class BlockFormat:
 def _name_of(matrix: IntMatrix) -> str:
     """In NUMBER_FORMATS."""
     form = matrix.bits, matrix.scaling
-    own = (name for name, has in NUMBER_FORMATS.items() if has.in_blocks and (has.bits, has.scaling) == form)
-    return next(own, f"int{matrix.bits}")
+    names = (name for name, has in NUMBER_FORMATS.items() if has.in_blocks and (has.bits, has.scaling) == form)
+    return next(names, f"int{matrix.bits}")
 
 
 class BlockWeight(Weight):
