@@ -113,11 +113,10 @@ def _weight_format(name: str, spec: ModelSpec, ops: Ops, device: torch.device, s
     dtype, matmul = DTYPES[spec.dtype], ops.matmul
     if not name:
         return UnquantizedFormat(matmul.unquantized, dtype, device)
-    if name == "fp8-weight":
-        grouped = bool(ops.experts)
-        return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, inputs=False, groups_experts=grouped)
+    numbers = NUMBER_FORMATS[name]
+    if name in ("fp8-weight", "fp8-block"):
+        return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, False, numbers.group, bool(ops.experts))
     if name != "fp8":
-        numbers = NUMBER_FORMATS[name]
         if stored.blocks or numbers.in_blocks:
             held = {spec.quantization, spec.head_format, *(name for layer in spec.layers for name in layer.formats)}
             forms = {

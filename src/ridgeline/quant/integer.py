@@ -7,21 +7,20 @@ integers (quant.layouts). Scales are computed over unsharded rows and groups, so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.gpu_blocks import most_rows
 from ridgeline.core.spec import NumberFormat
-from ridgeline.ops.reference import ROW_CODES, rms_norm
+from ridgeline.ops.reference import rms_norm
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, FloatInput, FloatOps, IntMatrix, IntOps, Matrix, Scaled, apply_norm
 from ridgeline.quant.both_forms import Expanded
-from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, adds_bias, expected_tensors
+from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, adds_bias, expected_tensors, rank_group
 from ridgeline.quant.layouts import Decoded, Published, decode
 
 SMALLEST_SCALE = 2.0**-24
@@ -132,7 +131,7 @@ class IntWeight(Weight):
         self.expects: Mapping[tuple[int, str], Expected] = _expected_tensors(shape, form.published)
         self._missing = set(self.expects)
         self._cut, self._adds_bias = Cut.of(shape, share), adds_bias(shape, share)
-        self._group = _rank_group(form.numbers.group or shape.d_in, shape, share)
+        self._group = rank_group(form.numbers.group or shape.d_in, shape, share)
         rows, _ = self._cut.size
         self._bias = torch.zeros(rows, dtype=form.dtype, device=form.device) if shape.bias else None
         self._pending: dict[int, dict[str, torch.Tensor]] = {}
@@ -283,21 +282,3 @@ def _expected_tensors(shape: LinearShape, published: Published | None) -> dict[t
             {(index, name): expected for name, expected in published.expected_tensors(part.rows, shape.d_in).items()}
         )
     return tensors
-
-
-def _rank_group(group: int, shape: LinearShape, share: Share) -> int:
-    """Return the group size on one rank.
-
-    It is smaller than `group` if a rank's inputs start inside a group. The scale of the group is then repeated.
-    """
-    cut = Cut.of(shape, share)
-    if cut.size[1] == shape.d_in or group >= shape.d_in:
-        return group
-    rank_inputs = cut.size[1]
-    rank_group = math.gcd(group, rank_inputs)
-    if rank_group % ROW_CODES:
-        raise ConfigError(
-            f"Groups of {group} inputs cannot be split over {share.size} devices, which hold {rank_inputs} of {shape.d_in} "
-            f"inputs each: use fewer devices, or a group size that divides {rank_inputs}."
-        )
-    return rank_group
