@@ -57,7 +57,7 @@ def json_response(value: Any) -> web.Response:
 async def health(request: web.Request) -> web.Response:
     """200 while the engine makes progress or is idle, otherwise 503 with the reason.
 
-    batch_rows: rows that it runs now. cache_tokens: those that its prefix cache holds.
+    batch_rows: choices of batch rows that it may run now. cache_tokens: those that its prefix cache holds.
     """
     front = request.app[FRONT]
     if front.trouble is not None:
