@@ -95,11 +95,10 @@ MODELS = {
     "gemma-3-4b": model_config("gemma3_text", (2560, 10_240, 34, 8, 4, 256, 262_208), **_GEMMA, sliding_window=1024),
 }
 BOTH = "-both"
-"""End of the name of a model whose linears in blocks are in 16 bits too."""
+"""End of the name of a model whose quantized linears are in 16 bits too: llama-3.1-8b-both:int8."""
 for _kind in ("q4_k", "q6_k"):
     _blocks: dict[str, object] = {"quant_method": "gguf", "format": _kind, "layers": [], "head": "q6_k"}
-    for _end in ("", BOTH):
-        MODELS[f"llama-3.1-8b-{_kind}{_end}"] = MODELS["llama-3.1-8b"] | {"quantization_config": _blocks}
+    MODELS[f"llama-3.1-8b-{_kind}"] = MODELS["llama-3.1-8b"] | {"quantization_config": _blocks}
 # Not powers of two alone: gate and up of 448 rows once took 1.6 times what 512 took.
 STEPS = (
     *(f"decode:{rows}x256" for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 448)),
@@ -122,7 +121,8 @@ def load(name: str, layers: int, device: torch.device) -> LoadedModel:
     """A model "NAME" or "NAME:FORMAT" of so many layers at most, with random weights. NAME: of MODELS, or a folder with a
     config.json."""
     base, _, quantization = name.partition(":")
-    facts = MODELS[base] if base in MODELS else json.loads((Path(base) / "config.json").read_text())
+    known = MODELS.get(base.removesuffix(BOTH))
+    facts = known or json.loads((Path(base) / "config.json").read_text())
     facts = facts | {"num_hidden_layers": min(layers, int(str(facts["num_hidden_layers"])))}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(facts))

@@ -136,6 +136,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/gpu_blocks.py": "start-up: which weights a GPU converts or expands",
     "core/host_weights.py": "start-up: weights that stay in host memory",
     "core/logs.py": "log lines",
+    "core/loop_time.py": "limits of the service on others",
     "core/memory.py": "memory of the grammar processes",
     "core/operations.py": "calculators",
     "core/plural.py": "messages of commands",

@@ -56,7 +56,8 @@ def test_nothing_is_kept_where_the_blocks_alone_do_not_fit():
 
 def test_a_linear_reads_its_blocks_for_as_many_rows_as_all_its_formats_allow():
     assert most_rows(["q4_k", "q6_k"]) == min(most_rows(["q4_k"]), most_rows(["q6_k"])) > 0
-    for formats in ([], [""], ["q4_k", ""], ["q4_k", "int8-g32"], ["mxfp4"], ["int4"]):
+    assert most_rows(["int4-g64-zp"]) == most_rows(["int4"]) > most_rows(["q4_k", "int8-g32"]) == most_rows(["q4_k"])
+    for formats in ([], [""], ["q4_k", ""], ["mxfp4"], ["fp8"], ["w8a8"], ["llm-int8"]):
         assert most_rows(formats) == 0
 
 
@@ -65,9 +66,11 @@ def test_bytes_are_those_of_the_linears_in_blocks():
     assert expanded_bytes(spec) == 2 * (32 * LINEARS + HEAD)
     assert expanded_bytes(replace(spec, tied=True, head_format="")) == 2 * 32 * LINEARS  # the head is the embedding
     assert expanded_bytes(replace(spec, head_format="")) == 2 * 32 * LINEARS
-    assert expanded_bytes(replace(spec, quantization="int4-g32", head_format="")) == 0
-    # Queries, keys and values in several formats: one matrix, which integers or floats keep in one form.
-    for name, lost in (("q6_k", 0), ("int8-g32", 6144), ("", 6144)):
+    assert expanded_bytes(replace(spec, quantization="int4-g32")) == expanded_bytes(spec)
+    assert expanded_bytes(replace(spec, quantization="fp8", head_format="int8")) == 2 * HEAD
+    assert expanded_bytes(replace(spec, quantization="int4-g32", dtype="float32")) == 0
+    # Queries, keys and values in several formats: one matrix, which floats keep in one form.
+    for name, lost in (("q6_k", 0), ("int8-g32", 0), ("", 6144)):
         formats = ("q4_k", "q4_k", name, *["q4_k"] * 4)
         layers = (replace(spec.layers[0], formats=formats), *spec.layers[1:])
         assert expanded_bytes(replace(spec, layers=layers)) == expanded_bytes(spec) - 2 * 4096 * lost

@@ -209,7 +209,7 @@ def test_a_format_without_invariant_products_is_refused_by_name(loaded: list[Ops
     library = loaded[0]
     if library is None:
         pytest.skip("the native operations are not built")
-    without = replace(library, matmul=replace(library.matmul, without_kernel=frozenset({"fp8_weight"})))
+    without = replace(library, matmul=replace(library.matmul, without_kernel=frozenset({"fp8-weight"})))
     loaded.append(without)
     with pytest.raises(
         ConfigError,

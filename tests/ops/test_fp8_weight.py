@@ -3,7 +3,6 @@ interpreter, which is asked for float32 and float16 only (it computes a bf16 pro
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,7 +29,6 @@ from ridgeline.quant.fp8 import Fp8Format
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-WORD = 1 << 32
 
 
 def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -53,57 +51,6 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
-
-
-def lookup(a: int, b: int, c: int, table: int) -> int:
-    """lop3 of three words."""
-    out = 0
-    for bits in range(8):
-        if table >> bits & 1:
-            out |= (a if bits & 4 else ~a) & (b if bits & 2 else ~b) & (c if bits & 1 else ~c)
-    return out % WORD
-
-
-def product(a: int, b: int, dtype: torch.dtype) -> int:
-    """mul of two words of two 16-bit floats."""
-    left, right = (torch.tensor([word], dtype=torch.uint32).view(dtype) for word in (a, b))
-    return int((left * right).view(torch.uint32).item())
-
-
-def executed(ptx: str, codes: int, dtype: torch.dtype) -> dict[str, int]:
-    """The registers after a conversion of a word of four codes."""
-    registers = {"$4" if "$3" in ptx else "$2": codes}
-    for line in filter(None, (part.strip() for part in ptx.strip("{ }").split(";"))):
-        name, rest = line.split(" ", 1)
-        if two := re.fullmatch(r"\{(.+), (.+)\}, (.+)", rest):
-            registers |= {two[1]: registers[two[3]] % (1 << 16), two[2]: registers[two[3]] >> 16}
-        elif name != ".reg":
-            target, *sources = rest.split(", ")
-            given = [registers[source] if source in registers else int(source, 0) for source in sources]
-            operations: dict[str, Callable[..., int]] = {
-                "mov": lambda a: a,
-                "shl": lambda a, b: (a << b) % WORD,
-                "shr": lambda a, b: a >> b,
-                "and": lambda a, b: a & b,
-                "lop3": lookup,
-                "mul": lambda a, b: product(a, b, dtype),
-            }
-            registers[target] = operations[name.split(".")[0]](*given)
-    return registers
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_instructions_convert_every_code(dtype: torch.dtype, apart: bool) -> None:
-    """Executed here one by one: each of the 254 numbers, in each byte of a word, to the bit."""
-    ptx = conversion_e4m3(dtype, apart)
-    for code in range(256):
-        bytes_of = [(code + 64 * place) % 256 for place in range(4)]
-        bytes_of = [0 if byte & 127 == 127 else byte for byte in bytes_of]
-        registers = executed(ptx, int.from_bytes(bytes(bytes_of), "little"), dtype)
-        made = torch.tensor([registers[f"${index}"] for index in range(4 if apart else 2)], dtype=torch.int64)
-        floats = made.to(torch.uint16).view(dtype) if apart else made.to(torch.uint32).view(dtype)[[0, 2, 1, 3]]
-        assert torch.equal(floats.float(), torch.tensor(bytes_of, dtype=torch.uint8).view(FP8).float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

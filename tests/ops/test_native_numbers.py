@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.reference import FP8, FP8_REFERENCE, FP8_WEIGHT_REFERENCE, quantize
+from ridgeline.ops.reference import FP8, FP8_REFERENCE, FP8_WEIGHT_REFERENCE, quantize, rms_norm
 from ridgeline.ops.sample import sample
 from ridgeline.ops.table import Normed, Ops
 
@@ -52,6 +54,29 @@ def test_fp8_weights_alone(ops: Ops, threads: int, rows: int) -> None:
     assert (
         ops.matmul.fp8_weight.linear_add(x, matrix, None, stream.clone()).double() - want
     ).norm() < 5e-3 * want.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 12, 16, 17, 40])
+@pytest.mark.parametrize(
+    "outputs, inputs, group", [(49, 300, 128), (64, 256, 128), (33, 200, 64), (16, 70, 32), (7, 33, 64)]
+)
+def test_fp8_weights_with_scales_of_groups(
+    ops: Ops, threads: int, rows: int, outputs: int, inputs: int, group: int
+) -> None:
+    """Scales span the range of float32, so that a wrong one is seen; outputs that fill no block, and groups that are not whole."""
+    values = quantize(torch.randn(outputs, inputs)).values
+    scales = torch.rand(outputs, -(-inputs // group)).add_(0.5) * 10.0 ** torch.randint(-6, 6, (outputs, 1))
+    weight = values.double() * scales.double()[:, torch.arange(inputs) // group]
+    x, stream, norm = torch.randn(rows, inputs).to(BF16), torch.randn(rows, outputs), torch.rand(inputs).to(BF16)
+    for weight_format in (ops.matmul.fp8_weight, FP8_WEIGHT_REFERENCE):
+        matrix = replace(weight_format.pack(values, scales), group=group)
+        assert matrix.scales.nbytes == scales.nbytes
+        for given in (x, Normed(x, norm, 1e-5, True)):
+            x_f64 = x.double() if given is x else rms_norm(x.double(), norm.double(), 1e-5, True)
+            errors = weight_format.linear(given, matrix, None, BF16) - x_f64 @ weight.T
+            assert (errors.abs() < 8e-3 * (x_f64.abs() @ weight.abs().T)).all()  # inputs, weights and sums are rounded
+        errors = weight_format.linear_add(x.float(), matrix, None, stream.clone()) - (x.double() @ weight.T + stream)
+        assert (errors.abs() < 4e-3 * (x.double().abs() @ weight.abs().T + stream.abs())).all()
 
 
 def test_every_e4m3_number_is_read(ops: Ops) -> None:

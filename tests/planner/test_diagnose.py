@@ -56,7 +56,7 @@ def test_a_snapshot_with_unknown_figures_is_read() -> None:
 @pytest.mark.parametrize(("running", "weights"), [(24.0, 5e9), (25.0, 15e9)])
 def test_many_requests_share_the_bytes_of_the_dtype(running: float, weights: float) -> None:
     """Where linears are in both forms, steps of many rows read more than what is stored."""
-    facts = {"weight_bytes": 5e9, "expanded_bytes": 15e9}
+    facts = {"weight_bytes": 5e9, "expanded_bytes": 15e9, "quantization": "q4_k"}
     snapshot = {"now": {"running": running}, "figures": {}, "facts": facts, "ceilings": {}, "latencies": {}}
     assert observe(snapshot).weight_bytes == weights
 

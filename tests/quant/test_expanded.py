@@ -1,4 +1,4 @@
-"""Linears in blocks that are there in 16 bits too: equal to weights that were converted when they were read, and chosen by rows."""
+"""Quantized linears that are there in 16 bits too: equal to weights that were converted when they were read, and chosen by rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from ridgeline.core.formats import NUMBER_FORMATS
-from ridgeline.core.gpu_blocks import MOST_ROWS
+from ridgeline.core.gpu_blocks import MOST_ROWS, most_rows
 from ridgeline.ops import blocks as formulas
 from ridgeline.ops.blocks import chained
-from ridgeline.ops.reference import REFERENCE
+from ridgeline.ops.reference import INT_REFERENCE, REFERENCE, int_dequantized
 from ridgeline.ops.table import MatmulOps, Normed
 from ridgeline.quant.blocks import BlockFormat, BlockWeight, round_to_blocks
 from ridgeline.quant.format import LinearShape, Part, Share, Weight
+from ridgeline.quant.integer import IntFormat, round_to_nearest
 from ridgeline.quant.unquantized import UnquantizedFormat
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -63,7 +64,7 @@ def test_expanded_weights_are_those_of_a_device_that_keeps_no_blocks(names: tupl
     assert weight.expand().equal(dense.tensors()[0])
 
 
-@pytest.mark.parametrize("name", [name for name in MOST_ROWS if name not in ("q4_1", "q5_0", "q5_1")])
+@pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k"])
 def test_weights_from_tiles_are_exact(name: str, monkeypatch: pytest.MonkeyPatch):
     """On a GPU: from the layout of the kernels, in pieces."""
     pytest.importorskip("triton")
@@ -93,14 +94,73 @@ def spied(calls: list[str]) -> MatmulOps:
 
         return replace(ops, **{name: named(name) for name in ("linear", "linear_add", "linear_activate")})
 
-    return replace(matmul, blocks=spy("blocks", matmul.blocks), unquantized=spy("expanded", matmul.unquantized))
+    forms = {"blocks": matmul.blocks, "integer": matmul.integer}
+    spied_forms = {name: spy("blocks", ops) for name, ops in forms.items()}
+    return replace(matmul, **spied_forms, unquantized=spy("expanded", matmul.unquantized))
 
 
-@pytest.mark.parametrize("names", [("q4_k",) * 3, ("q4_k", "q4_k", "q6_k")])
+def floats(shape: LinearShape, seed: int = 0) -> dict[tuple[int, str], torch.Tensor]:
+    """A checkpoint in floating point."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors: dict[tuple[int, str], torch.Tensor] = {}
+    for index, part in enumerate(shape.parts):
+        tensors[index, "weight"] = torch.randn(part.rows, shape.d_in, generator=draw) * 0.02
+        tensors[index, "bias"] = torch.randn(part.rows, generator=draw)
+    return tensors
+
+
+def integers(name: str, matmul: MatmulOps = REFERENCE.matmul, device: torch.device = CPU) -> IntFormat:
+    return IntFormat(matmul.integer, NUMBER_FORMATS[name], BF16, device, None, matmul.unquantized)
+
+
+INTEGERS = ("int8", "int4", "int4-g64-zp", "int3-g32")
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_expanded_integers_are_their_dequantized_codes(name: str):
+    weight = loaded(integers(name), MERGED, floats(MERGED))
+    stored = [tensor.data_ptr() for tensor in weight.tensors()]
+    matrix, expanded = weight.matrix().packed, weight.expand()
+    assert expanded.equal(int_dequantized(matrix).to(BF16))
+    assert [tensor.data_ptr() for tensor in weight.tensors()] == stored
+    other = loaded(integers(name), MERGED, floats(MERGED, seed=1))
+    for tensor, value in zip(weight.tensors(), other.tensors(), strict=True):
+        tensor.copy_(value)
+    assert weight.expand().data_ptr() == expanded.data_ptr() and expanded.equal(other.expand())
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_of_the_kernels_layout_are_exact(name: str, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU: in pieces of some outputs."""
+    pytest.importorskip("triton")
+    from ridgeline.ops.triton.linears import INT_TRITON
+
+    monkeypatch.setattr(formulas, "MOST_WEIGHTS", 32 * 512)
+    assert INT_TRITON.weights is not None
+    numbers = NUMBER_FORMATS[name]
+    codes, scales, zeros = round_to_nearest(torch.randn(72, 512) * 0.02, numbers)
+    packed = [ops.pack(codes, scales, zeros, numbers.bits, numbers.group or 512) for ops in (INT_TRITON, INT_REFERENCE)]
+    pieces = list(INT_TRITON.weights(packed[0]))
+    assert [len(piece) for piece in pieces] == [32, 32, 8]
+    assert torch.cat(pieces).equal(int_dequantized(packed[1]))
+
+
+def test_integers_that_stay_in_one_form():
+    """8-bit inputs round x, and an engine in float32 has no second form."""
+    matmul = REFERENCE.matmul
+    w8a8 = IntFormat(matmul.w8a8, NUMBER_FORMATS["w8a8"], BF16, CPU, None, matmul.unquantized)
+    weight = loaded(w8a8, MERGED, floats(MERGED))
+    assert weight.expand() is None and weight.apply(torch.ones(512, 512, dtype=BF16)).shape == (512, 64)
+
+
+@pytest.mark.parametrize("names", [("q4_k",) * 3, ("q4_k", "q4_k", "q6_k"), ("int8",), ("int4-g64-zp",)])
 def test_rows_choose_the_form(names: tuple[str, ...]):
     calls = list[str]()
-    weight = loaded(BlockFormat(spied(calls), BF16, CPU), MERGED, checkpoint(MERGED, names))
-    most = min(MOST_ROWS[name] for name in names)
+    if names[0] in INTEGERS:
+        weight = loaded(integers(names[0], spied(calls)), MERGED, floats(MERGED))
+    else:
+        weight = loaded(BlockFormat(spied(calls), BF16, CPU), MERGED, checkpoint(MERGED, names))
+    most = most_rows(names)
     norm = torch.ones(512, dtype=BF16)
     for expands in (False, True):
         assert not expands or weight.expand() is not None
@@ -138,15 +198,15 @@ def test_linears_that_stay_in_one_form():
     form = BlockFormat(REFERENCE.matmul, BF16, CPU)
     mixed = form.create(shape, Share())
     mixed.load(0, "weight", torch.ones(16, 1, 144, dtype=torch.uint8))
-    mixed.load(1, "weight", torch.ones(16, 8, 34, dtype=torch.uint8))  # Q8_0
-    floats = form.create(shape, Share())
+    mixed.load(1, "weight", torch.ones(16, 256))
+    plain = form.create(shape, Share())
     for part in range(2):
-        floats.load(part, "weight", torch.ones(16, 256))
+        plain.load(part, "weight", torch.ones(16, 256))
     without = replace(REFERENCE.matmul, blocks=replace(REFERENCE.matmul.blocks, weights=None))
     blocks = BlockFormat(without, BF16, CPU).create(shape, Share())
     for part in range(2):
         blocks.load(part, "weight", torch.ones(16, 1, 144, dtype=torch.uint8))
-    for weight in (mixed, floats, blocks):
+    for weight in (mixed, plain, blocks):
         assert weight.expand() is None
         assert weight.apply(torch.ones(512, 256, dtype=BF16)).shape == (512, 32)
 
@@ -195,3 +255,24 @@ def test_rows_around_the_limit_on_a_gpu(names: tuple[str, ...], monkeypatch: pyt
     expanded.zero_()
     assert not weight.apply(torch.ones(most + 1, 512, dtype=BF16, device=device)).sub(weight.tensors()[-1]).any()
     assert weight.apply(torch.ones(most, 512, dtype=BF16, device=device)).sub(weight.tensors()[-1]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", INTEGERS)
+def test_rows_around_the_limit_of_integers_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch):
+    from ridgeline.ops.choose import choose
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    monkeypatch.setattr(formulas, "MOST_WEIGHTS", 32 * 512)
+    shape = replace(MERGED, parts=(Part(512, 2), Part(128, 1), Part(128, 1)))
+    exact = loaded(replace(integers(name), dtype=torch.float32), shape, floats(shape))
+    weight = loaded(integers(name, choose(device, BF16).matmul, device), shape, floats(shape))
+    expanded, most = weight.expand(), most_rows([name])
+    assert expanded.cpu().equal(exact.expand().to(BF16))
+    for rows in (1, most, most + 1, 300):
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(BF16)
+        ours, theirs = weight.apply(x.to(device)).cpu().float(), exact.apply(x.float())
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) < 2e-2, rows
+    expanded.zero_()
+    assert not weight.apply(torch.ones(most + 1, 512, dtype=BF16, device=device)).sub(weight.tensors()[-1]).any()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.ticket import Ticket
-from ridgeline.wire.client import EngineTimeouts
+from ridgeline.wire.client import SILENCE_S
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
     Cancel,
@@ -37,7 +37,8 @@ Script = Callable[[Submit, int], list[int]]
 @dataclass
 class Behaviour:
     """script: what is said. delay: seconds per step. per_step: tokens per step. stuck: requests get no answer.
-    beat_s: seconds between two beats of an engine that has nothing to do. timeouts: of the service with it.
+    beat_s: seconds between two beats of an engine that has nothing to do. silence_s: after which the service
+    takes it for stuck.
 
     die_after: tokens after which the engine goes, with a word (`last_word`) or without. cached: prompt tokens that count
     as hits, at most. joules: energy of an output token. fail_after: tokens after which a request ends with an error, fails_as: or
@@ -55,7 +56,7 @@ class Behaviour:
     cached: int = 16
     stuck: bool = False
     beat_s: float = 0.5
-    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)
+    silence_s: float = SILENCE_S
     loading: bool = False
     die_after: int | None = None
     last_word: str = ""

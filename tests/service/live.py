@@ -130,7 +130,7 @@ class FakeEngines:
             await self.allowed.wait()
             self.allowed.clear()
         engine, reader, writer = await FakeEngine.connect(self._plan)
-        client = EngineClient(reader, writer, on_step=self._metrics.on_step, timeouts=self._plan.timeouts)
+        client = EngineClient(reader, writer, on_step=self._metrics.on_step, silence_s=self._plan.silence_s)
         self.processes.append(FakeProcess(engine, client, writer))
         return self.processes[-1]
 

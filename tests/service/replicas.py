@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -144,6 +145,22 @@ async def begin(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-from": "replica"})
     await response.prepare(request)
     return response
+
+
+@asynccontextmanager
+async def starved(turn_s: float) -> AsyncIterator[None]:
+    """Every turn of the event loop takes turn_s, as if the process had a part of a core: what comes waits in the sockets."""
+
+    async def block() -> None:
+        while True:
+            time.sleep(turn_s)
+            await asyncio.sleep(0)
+
+    blocking = asyncio.create_task(block())
+    try:
+        yield
+    finally:
+        blocking.cancel()
 
 
 class Routed:

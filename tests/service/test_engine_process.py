@@ -20,7 +20,6 @@ from ridgeline.core.config import EngineConfig, ServiceConfig
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.service.launch import launch
 from ridgeline.service.supervisor import Supervisor
-from ridgeline.wire.client import EngineTimeouts
 
 from .live import EOS, MODEL, Live, Reply, tokenizer
 from .real import model_of, real_server, write_checkpoint
@@ -126,7 +125,7 @@ def test_a_stopped_process_is_silent_and_is_killed(tmp_path: Path):
 
     async def start() -> None:
         config = EngineConfig(device="cpu", max_num_seqs=4, threads=1)
-        begin = partial(launch, model_of(tmp_path), config, timeouts=EngineTimeouts(silence_s=2.0))
+        begin = partial(launch, model_of(tmp_path), config, silence_s=2.0)
         first = await begin()
         supervisor = Supervisor(first, begin, ServiceConfig())
         try:

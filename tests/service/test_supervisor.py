@@ -15,7 +15,7 @@ import pytest
 from ridgeline.core.config import ServiceConfig
 from ridgeline.core.errors import EngineFailed
 from ridgeline.service.supervisor import Supervisor
-from ridgeline.wire.client import EngineTimeouts
+from ridgeline.wire.client import SILENCE_S
 
 from .live import Live, behaviour, counts, live
 from .test_robust import begin, read_head
@@ -148,11 +148,11 @@ def test_a_loss_is_logged_at_once_also_when_idle(caplog: pytest.LogCaptureFixtur
 
 def test_a_silent_engine_is_killed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """It beats once and never again."""
-    plan = behaviour(counts, beat_s=3600, timeouts=EngineTimeouts(silence_s=0.2, grace_s=0.01))
+    plan = behaviour(counts, beat_s=3600, silence_s=0.2)
     with live(plan) as server:
         server.until(lambda: server.heard.words)
         assert "the engine has been silent" in caplog.text
-        plan.timeouts = EngineTimeouts()
+        plan.silence_s = SILENCE_S
         server.replace_engine()
         assert server.engines.processes[0].killed
         assert server.complete(max_tokens=3).status == 200

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
 
 from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, Unavailable
 from ridgeline.core.sampling import SamplingParams
-from ridgeline.wire.client import FAILURES, STALL_S, EngineClient, EngineTimeouts
+from ridgeline.wire.client import FAILURES, SILENCE_S, STALL_S, EngineClient
 from ridgeline.wire.frames import encode, read_body, up_decoder
 from ridgeline.wire.messages import (
     Cancel,
@@ -32,9 +31,6 @@ from ridgeline.wire.messages import (
 STATS = StepStats(7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 4, 0.0, 0.0, 0.0, 0.0)
 
 
-SILENCE_S = EngineTimeouts().silence_s
-
-
 class Peer:
     """The engine's end, by hand, and a clock that stands still."""
 
@@ -43,14 +39,13 @@ class Peer:
         self.steps: list[StepStats] = []
 
     @classmethod
-    async def start(cls, clock: Callable[[], float] | None = None, **options) -> Peer:
+    async def start(cls, **options) -> Peer:
+        """clock: of the client; by default that of the peer."""
         peer = cls()
         ours, theirs = socket.socketpair()
         peer.reader, peer.writer = await asyncio.open_connection(sock=theirs)
         reader, writer = await asyncio.open_connection(sock=ours)
-        peer.client = EngineClient(
-            reader, writer, on_step=peer.steps.append, clock=clock or (lambda: peer.now), **options
-        )
+        peer.client = EngineClient(reader, writer, on_step=peer.steps.append, **{"clock": lambda: peer.now, **options})
         return peer
 
     def send(self, *messages) -> None:
@@ -64,7 +59,7 @@ class Peer:
 
 @pytest.fixture
 async def peer():
-    made = await Peer.start(timeouts=EngineTimeouts(SILENCE_S, grace_s=0.3))
+    made = await Peer.start()
     yield made
     await made.client.close()
     made.writer.close()
@@ -307,20 +302,32 @@ async def test_a_stuck_engine_is_given_up(peer, stuck: str):
         peer.client.submit(request("b"))
 
 
-async def test_who_was_stopped_itself_reads_before_it_gives_up(peer):
-    """After a pause of this process the clock has gone on, and the engine's beats wait in the socket."""
+async def test_a_service_that_is_late_itself_blames_no_engine():
+    """Beats wait in the socket while the loop is blocked, again and again."""
+    peer = await Peer.start(clock=None, silence_s=0.4)
     await ready(peer)
-    peer.now += SILENCE_S + 1
-    peer.send(Heartbeat(1, False))
     waiting = asyncio.ensure_future(peer.client.wait_lost())
-    while peer.client.last_heard != peer.now:
-        await asyncio.sleep(0.01)
+    for turn in range(4):
+        peer.send(Heartbeat(turn, False))
+        await asyncio.sleep(0)
+        time.sleep(0.6)
+        assert peer.client.trouble is None, "nothing was read meanwhile"
+        await asyncio.sleep(0)
     peer.writer.close()
     assert await asyncio.wait_for(waiting, 10) == "the engine process has ended."
 
 
+async def test_an_order_whose_reply_waits_unread_has_not_failed(peer):
+    order = asyncio.create_task(peer.client.control("state", timeout=0.4))
+    message = await peer.hear()
+    peer.send(Reply(message.id, {"fine": 1}))
+    await asyncio.sleep(0)
+    time.sleep(0.6)
+    assert await order == {"fine": 1}
+
+
 async def test_silence_is_noticed_when_it_lasts_long_enough():
-    peer = await Peer.start(time.monotonic, timeouts=EngineTimeouts(silence_s=0.2, grace_s=0.01))
+    peer = await Peer.start(clock=None, silence_s=0.2)
     await ready(peer)
     assert "silent" in await asyncio.wait_for(peer.client.wait_lost(), 10)
     await peer.client.close()

@@ -74,6 +74,7 @@ def _integers() -> dict[str, NumberFormat]:
 NUMBER_FORMATS = {
     "fp8": NumberFormat(8, inputs_8bit=True, products="float8_e4m3", scale_bytes=4, row=1),
     "fp8-weight": NumberFormat(8, scale_bytes=4, row=1),
+    "fp8-block": NumberFormat(8, 128, scale_bytes=4, row=1, published=True),
     "w8a8": NumberFormat(8, inputs_8bit=True, products="int8"),
     # Outlier inputs of a token stay in floating point, so products are in the model's dtype (quant/mixed).
     "llm-int8": NumberFormat(8, inputs_8bit=True, kept=64),

@@ -1,7 +1,7 @@
-"""Which number formats of blocks a GPU keeps, which linears it has instead in the dtype (converted) or beside it too (expanded).
+"""Which number formats of blocks a GPU keeps, and which quantized linears it also has in the model's dtype (expanded).
 
-Products of few rows are bound by bytes and read the blocks. Products of many rows are bound by arithmetic and faster in 16 bits.
-Where memory allows it, a GPU that keeps a format therefore also has these linears in the model's dtype, expanded once.
+Products of few rows are bound by bytes and read the quantized weights. Products of many rows are bound by arithmetic and faster in
+16 bits. Where memory allows it, a GPU therefore also has these linears in the model's dtype, expanded once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ GPU_BLOCKS: Mapping[str, frozenset[str]] = {
 there than in 16 bits (benchmarks/results/products_int.json)."""
 KERNEL_DTYPES = ("bfloat16", "float16")
 """Dtypes of a model whose products have such kernels."""
-MOST_ROWS: Mapping[str, int] = dict.fromkeys(("q4_1", "q4_k", "q5_0"), 24) | dict.fromkeys(("q5_1", "q5_k", "q6_k"), 16)
-"""Most rows (tokens of a step) of a product that reads blocks of a format, if the linear is there in 16 bits too: the most for
+MOST_ROWS: Mapping[str, int] = {
+    **dict.fromkeys(("q4_1", "q4_k", "q5_0"), 24),
+    **dict.fromkeys(("q5_1", "q5_k", "q6_k"), 16),
+    **dict.fromkeys(("int3", "int4", "int8"), 128),
+}
+"""Most rows (tokens of a step) of a product that reads weights of a format, if the linear is there in 16 bits too: the most for
 which a step of an 8B takes less time (0.96 of bf16's in Q4_K with 24 rows, 1.09 with 32; in Q6_K 0.88 with 16, 1.04 with 24:
 benchmarks/results/shapes.json). The other formats follow the one whose layer takes about as long (products_int.json)."""
 EXPANDED_SHARE = 0.25
@@ -56,14 +60,15 @@ def converted(spec: ModelSpec, kind: str) -> ModelSpec:
 
 
 def most_rows(formats: Iterable[str]) -> int:
-    """Most rows of a product that reads the blocks of a linear whose parts have these formats. 0: it is never in both forms."""
-    return min((MOST_ROWS.get(name, 0) for name in formats), default=0)
+    """Most rows of a product that reads the quantized weights of a linear whose parts have these formats (int4-g64 is as int4).
+    0: it is never in both forms."""
+    return min((MOST_ROWS.get(name.partition("-")[0], 0) for name in formats), default=0)
 
 
 def expanded_bytes(spec: ModelSpec) -> int:
-    """Bytes that the linears in blocks take in the model's dtype, of the part of a model that a rank of a GPU holds (`converted`).
+    """Bytes that quantized linears take in the model's dtype, of the part of a model that a rank of a GPU holds (`converted`).
     Models with experts have one form: most of their weights are experts."""
-    if not spec.quantization or any(layer.experts for layer in spec.layers):
+    if not spec.quantization or spec.dtype not in KERNEL_DTYPES or any(layer.experts for layer in spec.layers):
         return 0
     counted = [(matrix, count) for layer, count in Counter(spec.layers).items() for matrix in spec.matrices(layer)]
     both = ((matrix, count) for matrix, count in [*counted, (spec.head, 1)] if most_rows(_formats(matrix, spec)))

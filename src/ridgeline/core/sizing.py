@@ -35,7 +35,7 @@ class MemoryPlan:
     """Bytes by purpose, and the limits that follow from them.
 
     n_pages: pages that can be leased; kv_bytes also includes the scratch page. weight_bytes: on the device. host_bytes: of weights
-    in host memory, whose buffers count as weight_bytes. expanded_bytes: of weight_bytes, linears in blocks that are in the model's
+    in host memory, whose buffers count as weight_bytes. expanded_bytes: of weight_bytes, quantized linears that are in the model's
     dtype too (core.gpu_blocks). workspace_bytes: activations, logits, device rows and, on a GPU, its context. max_rows: maximum
     requests that run at once.
     """
@@ -138,7 +138,7 @@ def hardware_defaults(device_kind: str, memory_bytes: int) -> dict[str, int]:
 class Planner:
     """Plans the memory of a model with given options on a device, for any context length.
 
-    expandable_bytes: what its linears in blocks take in the model's dtype, if the options allow both forms (core.gpu_blocks).
+    expandable_bytes: what its quantized linears take in the model's dtype, if the options allow both forms (core.gpu_blocks).
     """
 
     def __init__(

@@ -159,7 +159,7 @@ class ModelSpec:
     `head_format`: likewise of the head. A tied head that has one is kept beside the embedding, which is in `dtype`.
     `kv_format`: the format of the cache, a name of KV_FORMATS; "" means `dtype`.
     `vocabulary_ranks`: ranks that share the rows of embedding and head. `host_bytes`: of weights that stay in host memory.
-    `both_forms`: linears in blocks are in `dtype` too, which steps of many rows read (core.gpu_blocks); memory is not counted here.
+    `both_forms`: quantized linears are in `dtype` too, which steps of many rows read (core.gpu_blocks); memory is not counted here.
 
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 also norm the output of attention and
     feed-forward, before the residual addition. `embed_scale`: Gemma multiplies embeddings by sqrt(d_model), rounded to the

@@ -113,11 +113,10 @@ def _weight_format(name: str, spec: ModelSpec, ops: Ops, device: torch.device, s
     dtype, matmul = DTYPES[spec.dtype], ops.matmul
     if not name:
         return UnquantizedFormat(matmul.unquantized, dtype, device)
-    if name == "fp8-weight":
-        grouped = bool(ops.experts)
-        return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, inputs=False, groups_experts=grouped)
+    numbers = NUMBER_FORMATS[name]
+    if name in ("fp8-weight", "fp8-block"):
+        return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, False, numbers.group, bool(ops.experts))
     if name != "fp8":
-        numbers = NUMBER_FORMATS[name]
         if stored.blocks or numbers.in_blocks:
             held = {spec.quantization, spec.head_format, *(name for layer in spec.layers for name in layer.formats)}
             forms = {
@@ -129,7 +128,7 @@ def _weight_format(name: str, spec: ModelSpec, ops: Ops, device: torch.device, s
         if numbers.kept:
             return MixedFormat(ops, numbers, dtype, device)
         integer = matmul.w8a8 if numbers.inputs_8bit else matmul.integer
-        return IntFormat(integer, numbers, dtype, device, stored.integers)
+        return IntFormat(integer, numbers, dtype, device, stored.integers, matmul.unquantized)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_FP8:
         raise ConfigError(
             "--quantization fp8 needs a GPU of compute capability 8.9 or newer (L4, RTX 4090, H100): use another format.",

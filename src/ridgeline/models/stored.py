@@ -1,8 +1,9 @@
 """Reads quantization_config of config.json: the number format in which a checkpoint stores its linears. Fail closed.
 
-Supported are, for e4m3, float-quantized of compressed-tensors and "fp8", with a `weight_scale` per output channel or per tensor and
-dynamic quantization of activations; for integers, pack-quantized and int-quantized of compressed-tensors, GPTQ and AWQ (see
-quant.layouts); for blocks, which are kept as they are (quant.blocks), the section that gguf.config writes, and MXFP4 (gpt-oss).
+Supported are, for e4m3, float-quantized of compressed-tensors and "fp8", with a `weight_scale` per output channel, per tensor or
+per block of 128 outputs and inputs, and dynamic quantization of activations, which stay in 16 bits with scales of blocks; for
+integers, pack-quantized and int-quantized of compressed-tensors, GPTQ and AWQ (see quant.layouts); for blocks, which are kept
+(quant.blocks), the section that gguf.config writes, and MXFP4 (gpt-oss).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.core.spec import GROUPS, NUMBER_FORMATS
-from ridgeline.quant.fp8 import Stored
+from ridgeline.quant.fp8 import BLOCK, Stored
 from ridgeline.quant.layouts import BITS, Layout, Published
 
 KEY = "quantization_config"
@@ -96,14 +97,14 @@ def _compressed_tensors(section: Mapping[str, Any]) -> StoredAs:
     return readers[form](weights, inputs)
 
 
-def _eight_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kind: str) -> None:
-    """Require 8 bits of type `kind` for weights, and for inputs dynamic quantization per token. inputs None: not quantized."""
+def _eight_bits(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kind: str, by: str = "token") -> None:
+    """Require 8 bits of type `kind` for weights, and for inputs dynamic quantization per `by`. inputs None: not quantized."""
     for side, values in (("weights", weights), ("input_activations", inputs)):
         for key, wanted in (("num_bits", 8), ("type", kind), ("symmetric", True)):
             if values is not None and values.get(key) != wanted:
                 raise _refused(f"{side}.{key}", values.get(key), f". Supported: {wanted}")
-    if inputs is not None and (not inputs.get("dynamic") or inputs.get("strategy") != "token"):
-        raise _refused("input_activations", inputs, ". Supported: dynamic per token")
+    if inputs is not None and (not inputs.get("dynamic") or inputs.get("strategy") != by):
+        raise _refused("input_activations", inputs, f". Supported: dynamic per {by}")
 
 
 def _w8a8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
@@ -114,13 +115,13 @@ def _w8a8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
 
 
 def _floats(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
-    _eight_bits(weights, inputs or None, "float")
-    name, strategy = "fp8" if inputs else "fp8-weight", weights.get("strategy")
-    if strategy == "channel":
-        return StoredAs(name, "channel")
-    if strategy == "tensor":
-        return StoredAs(name, "tensor")
-    raise _refused("weights.strategy", strategy, ". Supported: channel and tensor")
+    strategy, blocks = weights.get("strategy"), weights.get("block_structure")
+    _eight_bits(weights, inputs or None, "float", "group" if strategy == "block" else "token")
+    if strategy not in ("channel", "tensor", "block"):
+        raise _refused("weights.strategy", strategy, ". Supported: channel, tensor and block")
+    if strategy == "block" and blocks != [BLOCK, BLOCK]:
+        raise _refused("weights.block_structure", blocks, f". Supported: [{BLOCK}, {BLOCK}]")
+    return StoredAs("fp8-block" if strategy == "block" else "fp8" if inputs else "fp8-weight", strategy)
 
 
 def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
@@ -143,15 +144,16 @@ def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredAs:
 
 
 def _fp8(section: Mapping[str, Any]) -> StoredAs:
-    if section.get("weight_block_size") is not None:
-        raise _refused("weight_block_size", section["weight_block_size"], ". Supported: null (one scale per tensor)")
+    blocks = section.get("weight_block_size")
+    if blocks not in (None, [BLOCK, BLOCK]):
+        raise _refused("weight_block_size", blocks, f". Supported: [{BLOCK}, {BLOCK}], null (one scale per tensor)")
     if section.get("activation_scheme") != "dynamic":
         raise _refused("activation_scheme", section.get("activation_scheme"), ". Supported: dynamic")
     if section.get("fmt", "e4m3") != "e4m3":
         raise _refused("fmt", section["fmt"], ". Supported: e4m3")
     for key in ("ignored_layers", "modules_to_not_convert"):
         _layers(section.get(key), key, head_is_unquantized=True)
-    return StoredAs("fp8", "tensor")
+    return StoredAs("fp8-block", "block") if blocks else StoredAs("fp8", "tensor")
 
 
 def _gguf(section: Mapping[str, Any]) -> StoredAs:
@@ -211,8 +213,11 @@ def _layers(names: Any, key: str, *, head_is_unquantized: bool) -> None:
 def _sparse(section: Mapping[str, Any]) -> bool:
     """Whether the checkpoint stores sparse floats: only the nonzero ones."""
     value = section.get("sparsity_config")
-    packed = isinstance(value, dict) and value.get("format") == "sparse-bitmask"
-    return packed and section.get("format") == "dense" and not section.get("config_groups")
+    return (
+        isinstance(value, dict)
+        and (value.get("format"), section.get("format")) == ("sparse-bitmask", "dense")
+        and not section.get("config_groups")
+    )
 
 
 def _dense(value: Any) -> bool:

@@ -120,7 +120,7 @@ def _separated(spec: ModelSpec, layout: Layout, name: str, get: Get) -> Tensors:
     if not parts:
         yield name, get
         return
-    _check(name, suffix)
+    _check(spec, name, suffix)
     tensor, layer = get(), spec.layers[0]
     heads = layer.n_heads, layer.n_kv_heads, layer.n_kv_heads
     sizes = [count * layer.head_dim for count in heads] if parts is _QKV else [layer.d_ff] * len(parts)
@@ -140,7 +140,7 @@ def _rotates(name: str) -> bool:
 def _pairs_apart(spec: ModelSpec, name: str, get: Get) -> torch.Tensor:
     """Reorder the outputs of each head: the first elements of all pairs, then the second ones. Queries and keys are reordered
     alike, so their products stay, and neighbours that rotated together become halves that rotate together."""
-    _check(name, name.rpartition(".")[2])
+    _check(spec, name, name.rpartition(".")[2])
     tensor, layer = get(), spec.layers[0]
     if tensor.numel() == 1:
         return tensor
@@ -149,8 +149,9 @@ def _pairs_apart(spec: ModelSpec, name: str, get: Get) -> torch.Tensor:
     return tensor.unflatten(0, (-1, layer.head_dim))[:, order].flatten(0, 1)
 
 
-def _check(name: str, suffix: str) -> None:
-    if suffix not in ROWS:
+def _check(spec: ModelSpec, name: str, suffix: str) -> None:
+    """Raise UnsupportedModel for a tensor without a row for each output."""
+    if suffix not in ROWS or spec.quantization == "fp8-block":
         raise UnsupportedModel(
             f"The tensor {name} is in a number format whose projections cannot be divided: use a checkpoint that is not quantized, "
             "with --quantization int8 or int4."

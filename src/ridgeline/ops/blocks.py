@@ -133,9 +133,9 @@ def pieces_of(matrix: IntMatrix) -> list[IntMatrix]:
     for part in parts_of(matrix):
         for first in range(0, part.out, rows):
             end = min(first + rows, part.out)
-            extra = None if part.extra is None else part.extra[first:end]
-            held = {"codes": part.codes[first:end], "scales": part.scales[first:end], "extra": extra}
-            made.append(replace(part, **held, out=end - first))  # type: ignore[arg-type]
+            names = ("codes", "scales", "zeros", "extra")
+            held = {name: array[first:end] for name in names if (array := getattr(part, name)) is not None}
+            made.append(replace(part, **held, out=end - first))
     return made
 
 

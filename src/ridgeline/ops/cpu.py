@@ -339,7 +339,7 @@ CPU = Ops(
         REFERENCE.matmul,
         unquantized=_UNQUANTIZED,
         mixed=mixed_inputs(INT_REFERENCE, _UNQUANTIZED, _TOKENWISE, round_inliers),
-        without_kernel=frozenset({"fp8", "fp8_weight", "integer"}),
+        without_kernel=frozenset({"fp8", "fp8-weight", "fp8-block", "integer"}),
     ),
     adapters=host_adapters(activate),
 )

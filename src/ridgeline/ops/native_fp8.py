@@ -1,5 +1,5 @@
 """8-bit (e4m3) linears of the compiled library; see native/fp8.cpp. Values and sums are those of the reference. Products quantize x
-while they read it, so norms and activations return unquantized tensors."""
+while they read it, so norms and activations return unquantized tensors. Scales of groups lie block by block of 16 outputs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class NativeFp8:
         self._fixed, self._weight_only = fixed, weight_only
 
     def pack(self, values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
-        """values e4m3 [out, in] -> a matrix with blocks of 16 outputs, the last of which is padded."""
+        """values e4m3 [out, in] -> a matrix with blocks of 16 outputs, the last of which is padded. Scales are not padded."""
         if values.device.type != "cpu":  # the meta device: only sizes are needed
             return fp8_pack(values, scales)
         outputs, inputs = values.shape
         packed = self._arena.take(-(-outputs // LANES) * LANES, -(-inputs // PAD_INPUTS) * PAD_INPUTS, FP8)
         values = values.contiguous()
         self._pack(values.data_ptr(), packed.data_ptr(), outputs, inputs)
-        return fp8_pack(packed, scales.contiguous())
+        return fp8_pack(packed, scales.contiguous() if scales.dim() == 1 else _in_blocks(scales))
 
     def linear(self, x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """See reference.fp8_linear."""
@@ -78,6 +78,7 @@ class NativeFp8:
             norm is not None and norm.offset,
             self._fixed,
             self._weight_only,
+            matrix.group,
         )
         return out
 
@@ -89,6 +90,12 @@ class NativeFp8:
         widened = Normed(source, x.weight.float(), x.eps, x.offset) if isinstance(x, Normed) else source
         added = None if stream is None else stream.float()
         return self._product(widened, matrix, None if bias is None else bias.float(), torch.float32, added)
+
+
+def _in_blocks(scales: torch.Tensor) -> torch.Tensor:
+    """Reorder [out, groups] to [groups, 16] for each block of 16 outputs; the last block may have fewer."""
+    blocks = [block.t().reshape(-1) for block in scales.split(LANES)]
+    return torch.cat(blocks).view(scales.shape)
 
 
 def _numbers(x: Activation) -> torch.Tensor:

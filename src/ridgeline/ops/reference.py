@@ -232,9 +232,14 @@ FP8_REFERENCE = Fp8Ops(fp8_pack, fp8_linear, fp8_linear_add, fp8_linear_activate
 
 
 def fp8_weight_linear(x: Activation, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """fp8_linear with unquantized x: only weights are in 8 bits."""
+    """fp8_linear with unquantized x: only weights are in 8 bits. Their scales may be of groups of inputs."""
     assert not isinstance(x, Scaled)
-    out = F.linear(apply_norm(x, rms_norm).float(), matrix.values.float()) * matrix.scales
+    x_f32, weight = apply_norm(x, rms_norm).float(), matrix.values.float()
+    if matrix.group:
+        groups = torch.arange(weight.shape[1], device=weight.device) // matrix.group
+        out = F.linear(x_f32, weight * matrix.scales[:, groups])
+    else:
+        out = F.linear(x_f32, weight) * matrix.scales
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
@@ -328,7 +333,12 @@ def int_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | N
     return activate(int_linear(x, matrix, bias), kind)
 
 
-INT_REFERENCE = IntOps(int_pack, int_linear, int_linear_add, int_linear_activate)
+def int_weights(matrix: IntMatrix) -> Iterator[torch.Tensor]:
+    """See IntOps.weights."""
+    yield int_dequantized(matrix)
+
+
+INT_REFERENCE = IntOps(int_pack, int_linear, int_linear_add, int_linear_activate, int_weights)
 
 
 def block_pack(blocks: Blocks) -> IntMatrix:

@@ -162,13 +162,15 @@ def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 class Fp8Matrix:
     """The weights of a linear in 8 bits: weight[n, k] = values[n, k] * scales[n].
 
-    values: float8_e4m3fn [out, in] in the layout of Fp8Ops.pack, which may pad both. scales: float32 [out]. counters: int32,
-    arrivals of the programs that share an output tile. Zero between products, empty if no kernel needs them.
+    values: float8_e4m3fn [out, in] in the layout of Fp8Ops.pack, which may pad both. scales: float32 [out], or [out, groups] of
+    `group` inputs (set after `pack`, for MatmulOps.fp8_weight only). counters: int32, arrivals of the programs that share a tile of
+    outputs. Zero between products, empty if no kernel needs them.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     counters: torch.Tensor
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ class Fp8Ops:
 
     A token's values are x * (448 / amax), rounded to nearest, ties to even; its scale is amax / 448 (448: the largest e4m3,
     Micikevicius et al. 2022). x is the unquantized operation's result in the model's dtype, amax its largest magnitude.
-    pack(values, scales) -> Fp8Matrix in the device's layout.
+    pack(values [out, in], scales float32 [out] or [out, groups]) -> Fp8Matrix in the device's layout.
     linear(x, matrix, bias, dtype) -> [T, out] in dtype: products and sums of the 8-bit values in float32, times both scales,
         plus bias, rounded once. An unquantized x is quantized first, after its norm if it is Normed.
     linear_add(x, matrix, bias, stream) -> stream + linear, in the stream's dtype. May overwrite the stream with the result.
@@ -236,7 +238,7 @@ class MatmulOps:
     plain: floating point. fp8: weights and inputs in e4m3. fp8_weight: weights only. integer: weights only. w8a8: 8-bit integer
     weights with one scale per output; inputs rounded to 8 bits with a scale per token (reference.in_8_bits). mixed: LLM.int8(): as
     w8a8, but kept inputs (IntMatrix.kept, set after `pack`) and outliers stay in floating point (reference.mixed_inputs). blocks:
-    weights only; `pack` takes an ops.blocks.Blocks. without_kernel: fields that use the reference on this device.
+    weights only; `pack` takes an ops.blocks.Blocks. without_kernel: formats in e4m3, or "integer": others, that use the reference.
     """
 
     unquantized: FloatOps
@@ -250,7 +252,7 @@ class MatmulOps:
 
     def has_kernel(self, quantization: str) -> bool:
         """Whether the device has kernels, not only the reference, for linears of this number format (--quantization)."""
-        return {"fp8": "fp8", "fp8-weight": "fp8_weight"}.get(quantization, "integer") not in self.without_kernel
+        return (quantization if quantization.startswith("fp8") else "integer") not in self.without_kernel
 
 
 Views = Callable[[torch.Tensor], Sequence[KvView]]
@@ -361,8 +363,7 @@ def unfused(parts: object, otherwise: Any) -> Any:
 class Programs:
     """Kernels that run all layers, or a whole draft, in one call.
 
-    layers(parts, run) -> a function that runs these layers: `run`, which runs them one by one, or a kernel that falls back to
-        `run` for steps that it does not support.
+    layers(parts, run) -> a function that runs these layers: `run`, one by one, or a kernel, and `run` for steps that it lacks.
     chain(parts, otherwise) -> a function that drafts chains with this decoder: `otherwise`, or a kernel.
     recurrent(parts, otherwise) -> a function that drafts with a recurrent draft model: the result of `otherwise()`, or a kernel.
     prunes_drafts: the kernel of `recurrent` returns how many of its nodes are worth verifying.
@@ -418,8 +419,7 @@ class TokenwiseOps:
     """Operations on each token's vector independently.
 
     rms_norm(x [T, D], weight [D], eps, offset) -> [T, D]: x / rms(x) * (weight + offset as 0 or 1), statistics in float32.
-    norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..): the end of a block with a post norm. May overwrite
-        the stream.
+    norm_add(x, weight, eps, offset, stream [T, D]) -> stream + rms_norm(x ..) of a post norm. May overwrite the stream.
     activate(gate_up [T, 2 F], kind) -> [T, F]: act(gate) * up.
     place(x, out [T, D]): write x, normed if it is Normed, to columns of a wider matrix.
     embed(table [V, D], ids int32 [T], scale) -> [T, D]: rows of the table, times scale.

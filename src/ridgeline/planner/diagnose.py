@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ridgeline.core.gpu_blocks import MOST_ROWS
+from ridgeline.core.gpu_blocks import most_rows
 from ridgeline.core.workload import endless_cache
 from ridgeline.planner.situation import blocked_share, cached_share, newest, workload_of
 
@@ -118,7 +118,7 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
     ceilings, latencies = snapshot["ceilings"], snapshot["latencies"]
     blocks = facts.get("blocks", 0) * facts.get("page_tokens", 0)
     running, weights = max(figures.get("mean_running", 0.0), now.get("running", 0.0)), facts.get("weight_bytes", 0.0)
-    if running > max(MOST_ROWS.values()):
+    if running > most_rows([facts.get("quantization", "")]):
         weights = max(weights, facts.get("expanded_bytes", 0.0))  # linears in both forms
 
     def median(name: str) -> float:

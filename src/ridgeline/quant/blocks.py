@@ -21,7 +21,8 @@ from ridgeline.core.gpu_blocks import most_rows
 from ridgeline.core.spec import NUMBER_FORMATS, NumberFormat
 from ridgeline.ops.blocks import E2M1, EXPONENT_BIAS, SUPER, Blocks, arrays, chained, pack_six, parts_of, stack
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, FloatInput, IntMatrix, MatmulOps, Matrix, Normed, Scaled
+from ridgeline.ops.table import Activation, FloatInput, IntMatrix, MatmulOps, Matrix, Scaled
+from ridgeline.quant.both_forms import Expanded
 from ridgeline.quant.format import (
     BLOCKS,
     Cut,
@@ -221,9 +222,10 @@ class BlockFormat:
 
 
 def _name_of(matrix: IntMatrix) -> str:
-    """In NUMBER_FORMATS; "" for the formats that are not in blocks only."""
+    """In NUMBER_FORMATS."""
     form = matrix.bits, matrix.scaling
-    return next((name for name, has in NUMBER_FORMATS.items() if has.in_blocks and (has.bits, has.scaling) == form), "")
+    names = (name for name, has in NUMBER_FORMATS.items() if has.in_blocks and (has.bits, has.scaling) == form)
+    return next(names, f"int{matrix.bits}")
 
 
 class BlockWeight(Weight):
@@ -238,7 +240,6 @@ class BlockWeight(Weight):
         "_expanded",
         "_form",
         "_missing",
-        "_most_rows",
         "_packed",
         "_parts",
         "_shape",
@@ -252,8 +253,7 @@ class BlockWeight(Weight):
         self._cut, self._adds_bias = Cut.of(shape, share), adds_bias(shape, share)
         self._bias = torch.zeros(self._cut.size[0], dtype=form.dtype, device=form.device) if shape.bias else None
         self._parts: dict[int, Blocks | torch.Tensor] = {}
-        self._expanded: torch.Tensor | None = None
-        self._most_rows = 0
+        self._expanded = Expanded()
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         rows = self._cut.rows[part]
@@ -300,22 +300,14 @@ class BlockWeight(Weight):
         packed, weights = self._packed, self._form.ops.blocks.weights
         if weights is None or not isinstance(packed, IntMatrix):
             return None
-        self._most_rows = most_rows(_name_of(part) for part in parts_of(packed))
-        if not self._most_rows:
-            return None
-        expanded, first = self._expanded, 0
-        if expanded is None:
-            expanded = torch.empty(self._cut.size, dtype=self._form.dtype, device=self._form.device)
-        for piece in weights(packed):
-            expanded[first : (first := first + len(piece))].copy_(piece)
-        self._expanded = expanded
-        return expanded
+        most = most_rows(_name_of(part) for part in parts_of(packed))
+        return self._expanded.write(weights(packed), most, self._cut.size, self._form.dtype) if most else None
 
     def _form_for(self, x: FloatInput) -> tuple[Any, IntMatrix | torch.Tensor]:
         """(operations, the form of the weights) for the rows of x."""
         ops, packed = self._form.ops, self._packed
-        if self._expanded is not None and len(x.x if isinstance(x, Normed) else x) > self._most_rows:
-            return ops.unquantized, self._expanded
+        if (expanded := self._expanded.for_rows(x)) is not None:
+            return ops.unquantized, expanded
         return ops.blocks if isinstance(packed, IntMatrix) else ops.unquantized, packed
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:

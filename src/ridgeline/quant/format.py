@@ -6,13 +6,16 @@ and how to multiply. The decoder and the loader do not know these details.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
+from ridgeline.core.errors import ConfigError
 from ridgeline.core.ranks import units_on_rank
+from ridgeline.ops.reference import ROW_CODES
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.table import Activation, Matrix
 
@@ -126,6 +129,24 @@ class Cut:
     def size(self) -> tuple[int, int]:
         """(outputs, inputs) of this rank."""
         return self.stacked_rows[-1].stop, self.columns.stop - self.columns.start
+
+
+def rank_group(group: int, shape: LinearShape, share: Share) -> int:
+    """Return the group size on one rank.
+
+    It is smaller than `group` if a rank's inputs start inside a group. The scale of the group is then repeated.
+    """
+    cut = Cut.of(shape, share)
+    if cut.size[1] == shape.d_in or group >= shape.d_in:
+        return group
+    rank_inputs = cut.size[1]
+    size = math.gcd(group, rank_inputs)
+    if size % ROW_CODES:
+        raise ConfigError(
+            f"Groups of {group} inputs cannot be split over {share.size} devices, which hold {rank_inputs} of {shape.d_in} "
+            f"inputs each: use fewer devices, or a group size that divides {rank_inputs}."
+        )
+    return size
 
 
 class Weight(Protocol):

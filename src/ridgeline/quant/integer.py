@@ -7,18 +7,20 @@ integers (quant.layouts). Scales are computed over unsharded rows and groups, so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from ridgeline.core.errors import ConfigError, UnsupportedModel
+from ridgeline.core.errors import UnsupportedModel
+from ridgeline.core.gpu_blocks import most_rows
 from ridgeline.core.spec import NumberFormat
-from ridgeline.ops.reference import ROW_CODES, rms_norm
+from ridgeline.ops.reference import rms_norm
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import Activation, FloatInput, IntMatrix, IntOps, Matrix, Scaled, apply_norm
-from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, adds_bias, expected_tensors
+from ridgeline.ops.table import Activation, FloatInput, FloatOps, IntMatrix, IntOps, Matrix, Scaled, apply_norm
+from ridgeline.quant.both_forms import Expanded
+from ridgeline.quant.format import Cut, Expected, LinearShape, Share, Weight, adds_bias, expected_tensors, rank_group
 from ridgeline.quant.layouts import Decoded, Published, decode
 
 SMALLEST_SCALE = 2.0**-24
@@ -93,6 +95,8 @@ class IntFormat:
     device: torch.device
     published: Published | None = None
     """Layout of a checkpoint in integers. None: the checkpoint is in floating point."""
+    floats: FloatOps | None = None
+    """Operations for linears in both forms. None: this format has one."""
     name: str = "integer"
 
     def create(self, shape: LinearShape, share: Share) -> IntWeight:
@@ -108,6 +112,7 @@ class IntWeight(Weight):
         "_codes",
         "_cut",
         "_adds_bias",
+        "_expanded",
         "_form",
         "_group",
         "_inputs",
@@ -126,7 +131,7 @@ class IntWeight(Weight):
         self.expects: Mapping[tuple[int, str], Expected] = _expected_tensors(shape, form.published)
         self._missing = set(self.expects)
         self._cut, self._adds_bias = Cut.of(shape, share), adds_bias(shape, share)
-        self._group = _rank_group(form.numbers.group or shape.d_in, shape, share)
+        self._group = rank_group(form.numbers.group or shape.d_in, shape, share)
         rows, _ = self._cut.size
         self._bias = torch.zeros(rows, dtype=form.dtype, device=form.device) if shape.bias else None
         self._pending: dict[int, dict[str, torch.Tensor]] = {}
@@ -134,6 +139,7 @@ class IntWeight(Weight):
         self._matrix: IntMatrix | None = None
         self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._order: torch.Tensor | None = None
+        self._expanded = Expanded()
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         if name == "bias":
@@ -222,18 +228,33 @@ class IntWeight(Weight):
         assert not isinstance(x, Scaled)
         return x if self._order is None else apply_norm(x, rms_norm).index_select(1, self._order)
 
+    def expand(self) -> torch.Tensor | None:
+        form, matrix = self._form, self._matrix
+        most = most_rows([f"int{form.numbers.bits}"])
+        if form.floats is None or form.ops.weights is None or matrix is None or not most:
+            return None
+        return self._expanded.write(form.ops.weights(matrix), most, self._cut.size, form.dtype)
+
+    def _form_for(self, x: FloatInput) -> tuple[Any, IntMatrix | torch.Tensor | None]:
+        """(operations, the form of the weights) for the rows of x."""
+        expanded = self._expanded.for_rows(x)
+        return (self._form.ops, self._matrix) if expanded is None else (self._form.floats, expanded)
+
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
-        assert self._matrix is not None
-        return self._form.ops.linear(self._in_group_order(x), self._matrix, self._bias)
+        x = self._in_group_order(x)
+        ops, matrix = self._form_for(x)
+        return ops.linear(x, matrix, self._bias)  # type: ignore[no-any-return]
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
-        assert self._matrix is not None and isinstance(x, torch.Tensor)
+        assert isinstance(x, torch.Tensor)
         x = x if self._order is None else x.index_select(1, self._order)
-        return self._form.ops.linear_add(x, self._matrix, self._bias, stream)
+        ops, matrix = self._form_for(x)
+        return ops.linear_add(x, matrix, self._bias, stream)  # type: ignore[no-any-return]
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> torch.Tensor:
-        assert self._matrix is not None
-        return self._form.ops.linear_activate(self._in_group_order(x), self._matrix, self._bias, kind)
+        x = self._in_group_order(x)
+        ops, matrix = self._form_for(x)
+        return ops.linear_activate(x, matrix, self._bias, kind)  # type: ignore[no-any-return]
 
     def keep(self, kept: torch.Tensor, columns: torch.Tensor, is_kept: torch.Tensor) -> None:
         """Multiply these inputs with `columns` in floating point; see IntMatrix.kept. Call this before the last `load`."""
@@ -261,21 +282,3 @@ def _expected_tensors(shape: LinearShape, published: Published | None) -> dict[t
             {(index, name): expected for name, expected in published.expected_tensors(part.rows, shape.d_in).items()}
         )
     return tensors
-
-
-def _rank_group(group: int, shape: LinearShape, share: Share) -> int:
-    """Return the group size on one rank.
-
-    It is smaller than `group` if a rank's inputs start inside a group. The scale of the group is then repeated.
-    """
-    cut = Cut.of(shape, share)
-    if cut.size[1] == shape.d_in or group >= shape.d_in:
-        return group
-    rank_inputs = cut.size[1]
-    rank_group = math.gcd(group, rank_inputs)
-    if rank_group % ROW_CODES:
-        raise ConfigError(
-            f"Groups of {group} inputs cannot be split over {share.size} devices, which hold {rank_inputs} of {shape.d_in} "
-            f"inputs each: use fewer devices, or a group size that divides {rank_inputs}."
-        )
-    return rank_group

@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from ridgeline.core.errors import RidgelineError
+from ridgeline.core.loop_time import LoopTimeout
 from ridgeline.service.call import Call, Usage
 from ridgeline.service.errors import as_ridgeline
 from ridgeline.service.piece import Piece
@@ -20,7 +21,7 @@ from ridgeline.service.state import Service
 from ridgeline.service.stream import pieces
 
 SLOW_WRITE_S = 60.0
-"""Seconds after which a client that reads nothing is disconnected."""
+"""Seconds after which a client that reads nothing is disconnected, in the time of the event loop."""
 
 _UNCHECKED_BYTES = 1 << 14
 """Buffered bytes below which a write never waits."""
@@ -113,7 +114,7 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
     if transport is not None and transport.get_write_buffer_size() + len(data) < _UNCHECKED_BYTES:
         await response.write(data)
         return
-    async with asyncio.timeout(SLOW_WRITE_S):
+    async with LoopTimeout(SLOW_WRITE_S):
         await response.write(data)
 
 

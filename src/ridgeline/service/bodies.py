@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import StreamReader, web
 
 from ridgeline.core.errors import BodyTooLarge, BodyTooSlow, Overloaded, RequestError
+from ridgeline.core.loop_time import LoopTimeout
 from ridgeline.service.json_values import decode_json
 
 _T = TypeVar("_T")
@@ -73,7 +74,7 @@ class Bodies:
         """
         async with AsyncExitStack() as reservation:
             try:
-                async with asyncio.timeout(self._patience_s):
+                async with LoopTimeout(self._patience_s):
                     body = await self._receive(request, reservation)
             except TimeoutError as error:
                 raise BodyTooSlow(

@@ -19,7 +19,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.handshake import derive
 from ridgeline.core.resolve import Resolved
 from ridgeline.core.ticket import NO_POOLS, Pools
-from ridgeline.wire.client import EngineClient, EngineTimeouts
+from ridgeline.wire.client import SILENCE_S, EngineClient
 from ridgeline.wire.config import encode_config
 from ridgeline.wire.messages import StepStats
 
@@ -145,7 +145,7 @@ def sharing_cores(engine: EngineConfig, count: int) -> EngineConfig:
 
 
 async def connect(
-    begun: Begun, on_step: Callable[[StepStats], None] | None = None, timeouts: EngineTimeouts = EngineTimeouts()
+    begun: Begun, on_step: Callable[[StepStats], None] | None = None, silence_s: float = SILENCE_S
 ) -> EngineProcess:
     """Connect a client to a started engine."""
     process, pipe, _ = begun
@@ -154,7 +154,7 @@ async def connect(
     async def last_words() -> str:
         return _describe(await asyncio.to_thread(process.wait))
 
-    client = EngineClient(reader, writer, on_step=on_step, last_words=last_words, timeouts=timeouts)
+    client = EngineClient(reader, writer, on_step=on_step, last_words=last_words, silence_s=silence_s)
     return EngineProcess(process, client)
 
 
@@ -162,13 +162,13 @@ async def launch(
     model: ModelConfig,
     engine: EngineConfig,
     on_step: Callable[[StepStats], None] | None = None,
-    timeouts: EngineTimeouts = EngineTimeouts(),
+    silence_s: float = SILENCE_S,
     pools: Pools = NO_POOLS,
 ) -> EngineProcess:
     """Start an engine and connect to it. If this is cancelled or fails, the process is killed."""
     begun = begin(model, engine, pools)
     try:
-        return await connect(begun, on_step, timeouts)
+        return await connect(begun, on_step, silence_s)
     except BaseException:
         begun.process.kill()
         begun.pipe.close()

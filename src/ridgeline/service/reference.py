@@ -17,6 +17,7 @@ import aiohttp
 
 from ridgeline.core.config import EngineConfig, ModelConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError, EngineFailed
+from ridgeline.core.loop_time import LoopTimeout
 from ridgeline.core.plan import TokenLogprobs
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.service.launch import EngineProcess, launch
@@ -62,7 +63,7 @@ class ServerReference:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self, facts: Mapping[str, Any]) -> int:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         return int(facts["max_len"])
 
     async def score(self, ids: list[int]) -> list[TopLogprobs]:
@@ -70,7 +71,7 @@ class ServerReference:
         body: dict[str, Any] = {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": TOP}
         if self._model:
             body["model"] = self._model
-        async with self._session.post(self._url, json=body) as answer:
+        async with LoopTimeout(_TIMEOUT_S), self._session.post(self._url, json=body) as answer:
             if answer.status != 200:
                 raise ValueError(f"{self._url} answered {answer.status}")
             positions = (await answer.json())["choices"][0].get("prompt_logprobs") or []

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ridgeline.core.errors import ConfigError, DoesNotFit, EngineFailed, RidgelineError, Unavailable, UnsupportedModel
+from ridgeline.core.loop_time import LoopTimeout, loop_clock
 from ridgeline.wire.frames import down_decoder, encode, read_body
 from ridgeline.wire.messages import (
     Cancel,
@@ -38,6 +37,9 @@ MAX_UNREAD = 8192
 
 FAILURES = 3
 """Consecutive failed steps after which the engine is unhealthy until a step succeeds."""
+
+SILENCE_S = 30.0
+"""Seconds without a message after which an engine counts as stuck, in the time of the event loop, as all limits here."""
 
 STALL_S = 300.0
 """Seconds that one iteration of the engine loop may take. A large step on a slow processor takes more than a minute."""
@@ -204,16 +206,6 @@ class Subscription:
             self._waiter.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTimeouts:
-    """After which silence an engine counts as stuck."""
-
-    silence_s: float = 30.0
-    """Seconds without a message after which the engine counts as stuck."""
-    grace_s: float = 1.0
-    """Seconds between the detection of a stuck engine and its failure. Messages read in this time can show progress."""
-
-
 class EngineClient:
     """The connection to one engine. Create it inside a running event loop; it reads until the stream ends or `close`."""
 
@@ -224,29 +216,32 @@ class EngineClient:
         *,
         on_step: Callable[[StepStats], None] | None = None,
         last_words: Callable[[], Awaitable[str]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        timeouts: EngineTimeouts = EngineTimeouts(),
+        clock: Callable[[], float] | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """Start to read.
 
         Args:
             on_step: Called with the record of every step.
             last_words: Called when the stream has ended; returns the reason.
-            clock: Monotonic time in seconds.
+            clock: Monotonic time in seconds. None: that of the event loop, which does not count the time in which this process
+                is late and has not read what the engine sent.
+            silence_s: Seconds without a message after which the engine counts as stuck.
         """
         self._reader = reader
         self._writer = writer
         self._on_step = on_step
         self._last_words = last_words
         self.max_unread = MAX_UNREAD
-        self._clock, self._timeouts = clock, timeouts
+        self._clock = clock or loop_clock().time
+        self._silence_s = silence_s
         self.ready = asyncio.Event()
         """Set when the engine serves, and also when it has failed: check `failure`."""
         self.facts: dict[str, Any] = {}
         self.loading: Loading | None = None
         self.failure: str | None = None
         self.stats: StepStats | None = None
-        self.last_heard = self.last_progress = clock()
+        self.last_heard = self.last_progress = self._clock()
         self.last_step = -1
         self.failed_steps = 0
         """Failed steps since the last successful one."""
@@ -306,7 +301,8 @@ class EngineClient:
         self._replies[name] = answer
         self.send(Control(name, order, argument))
         try:
-            return await asyncio.wait_for(answer, timeout)
+            async with LoopTimeout(timeout):
+                return await answer
         except TimeoutError:
             raise EngineFailed(
                 f"The engine did not answer the command {order!r} within {timeout:g} s: check its log."
@@ -340,20 +336,17 @@ class EngineClient:
         """
         await self.ready.wait()
         while self.failure is None:
-            if self._stuck() is None:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._lost.wait(), self._wait_s())
-                continue
-            # The service process may have been paused. First read the messages that arrived meanwhile.
-            await asyncio.sleep(self._timeouts.grace_s)
             if (reason := self._stuck()) is not None:
                 self._fail(reason)
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), self._wait_s())
         return self.failure
 
     def _stuck(self) -> str | None:
         """Why the serving engine is silent or makes no progress, or None."""
         now = self._clock()
-        if now - self.last_heard > self._timeouts.silence_s:
+        if now - self.last_heard > self._silence_s:
             return f"the engine has been silent for {now - self.last_heard:.0f} s"
         if self._open and now - self.last_progress > STALL_S:
             return f"requests wait, and the engine has not finished a step for {now - self.last_progress:.0f} s"
@@ -363,7 +356,7 @@ class EngineClient:
         """Seconds until the earliest time at which the engine can count as stuck."""
         now = self._clock()
         stalled = (self.last_progress if self._open else now) + STALL_S
-        return max(_SHORTEST_WAIT_S, min(self.last_heard + self._timeouts.silence_s, stalled) - now)
+        return max(_SHORTEST_WAIT_S, min(self.last_heard + self._silence_s, stalled) - now)
 
     def end_all(self, message: str, reason: str) -> None:
         """End every open request with an error delta."""
@@ -405,7 +398,8 @@ class EngineClient:
     async def _ask_why(self) -> str:
         if self._last_words is not None and self.failure is None:
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(self._last_words(), _LAST_WORDS_S)
+                async with LoopTimeout(_LAST_WORDS_S):
+                    return await self._last_words()
         return "the engine process has ended."
 
     def _take(self, message: Down) -> None:

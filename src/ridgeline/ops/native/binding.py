@@ -133,7 +133,8 @@ class Kernels:
     attention(view, q, out, cache, heads, q_stride, lse or 0).
     layers(layers, n, views, caches, stream, tokens, d_model, groups or 0). adapt(groups, adapters, x, y): see adapters.h.
     chain(arguments): see chain.cpp. recurrent(arguments): recurrent.cpp. draw(arguments): sample.cpp.
-    fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n, k, norm or 0, eps, offset, fixed, weight_only): see fp8.cpp.
+    fp8_linear(x, packed, scales, bias or 0, added or 0, out, m, n, k, norm or 0, eps, offset, fixed, weight_only, group or 0): see
+    fp8.cpp.
     int_linear(x, weights, bias or 0, added or 0, out, m, n, k, gate or 0, norm or 0, eps, offset): see integer.h.
     """
 
@@ -168,7 +169,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "chain": (ctypes.c_char_p,),
     "recurrent": (ctypes.c_char_p,),
     "draw": (ctypes.c_char_p,),
-    "fp8_linear": (*[c_void_p] * 6, *[c_int64] * 3, c_void_p, c_float, c_float, c_int, c_int),
+    "fp8_linear": (*[c_void_p] * 6, *[c_int64] * 3, c_void_p, c_float, c_float, c_int, c_int, c_int64),
     "int_linear": (*[c_void_p] * 5, *[c_int64] * 3, c_int, c_void_p, c_float, c_float),
 }
 """Argument types of the functions that steps call."""

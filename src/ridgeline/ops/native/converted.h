@@ -4,7 +4,8 @@
 // multiplied as bfloat16. Memory traffic is that of the stored weights, and the sums are those of bfloat16.
 //
 // Lines: the stored weights. lines.of(block) returns a reader of a block of 16 outputs; each call of it converts the next four
-// lines of the layout of bfloat16 (problem.h).
+// lines of the layout of bfloat16 (problem.h). lines.span(k): inputs of K that share scales, a multiple of 8. lines.factors(block,
+// i): the scales of a block's span i. Without scales, `SCALED` is false and a span is all inputs.
 #pragma once
 
 #include "product.h"
@@ -17,33 +18,45 @@ constexpr int LINES = 4;    // lines that a reader converts in a call
 // Bytes of a thread's converted weights.
 inline index converted_room(index k) { return GROUP * LANES * padded_k<bf16>(k) * index(sizeof(bf16)); }
 
+// The weights of a line times the scales of its 16 outputs, rounded to bfloat16.
+inline i32x16 scaled_line(i32x16 line, f32x16 factors) {
+    const i32x16 second = line & splat(std::int32_t(0xffff0000));
+    return pairs(floats_of(shift_left(line, 16)) * factors, floats_of(second) * factors);
+}
+
 // Sums of up to ROWS of x times one block, with weights converted in registers. Up to MOST_SPLIT sums along K hide the latency of
-// multiply-adds.
+// multiply-adds. Scales multiply the sums of their spans.
 template <int ROWS, int MOST_SPLIT, Form FORM, class Out, class Lines>
 void sum_converted(const Problem<bf16, Out>& p, const Lines& lines, const bf16* x, index block, f32x16 (&total)[FEW_ROWS]) {
     constexpr int SPLIT = std::clamp(SUMS / ROWS, 1, MOST_SPLIT);
-    const index wide = padded_k<bf16>(p.k);
+    const index wide = padded_k<bf16>(p.k), span = lines.span(wide);
     const bf16* rows[ROWS];
     for (int r = 0; r < ROWS; ++r) rows[r] = x + std::min<index>(r, p.m - 1) * wide;
     auto read = lines.of(block);
-    f32x16 sum[ROWS][SPLIT];
-    for (auto& of_row : sum)
-        for (auto& part : of_row) part = zeros();
-    for (index at = 0; at < wide; at += LINES * PAIR) {
-        i32x16 line[LINES];
-        read(line);
+    for (index first = 0, number = 0; first < wide; first += span, ++number) {
+        f32x16 sum[ROWS][SPLIT];
+        for (auto& of_row : sum)
+            for (auto& part : of_row) part = zeros();
+        for (index at = first; at < std::min(first + span, wide); at += LINES * PAIR) {
+            i32x16 line[LINES];
+            read(line);
 #pragma GCC unroll 4
-        for (int i = 0; i < LINES; ++i)
+            for (int i = 0; i < LINES; ++i)
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) {
-                const index k = at + i * PAIR;
-                const bf16* numbers = FORM == Form::MIXED ? x + k * LANES + r * PAIR : rows[r] + k;
-                sum[r][i % SPLIT] = step(sum[r][i % SPLIT], spread(numbers), line[i]);
-            }
-    }
-    for (int r = 0; r < ROWS && r < p.m; ++r) {
-        for (int part = 1; part < SPLIT; ++part) sum[r][0] = sum[r][0] + sum[r][part];
-        total[r] = sum[r][0];
+                for (int r = 0; r < ROWS; ++r) {
+                    const index k = at + i * PAIR;
+                    const bf16* numbers = FORM == Form::MIXED ? x + k * LANES + r * PAIR : rows[r] + k;
+                    sum[r][i % SPLIT] = step(sum[r][i % SPLIT], spread(numbers), line[i]);
+                }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            for (int part = 1; part < SPLIT; ++part) sum[r][0] = sum[r][0] + sum[r][part];
+            if constexpr (Lines::SCALED)
+                total[r] = fma(sum[r][0], lines.factors(block, number), first ? total[r] : zeros());
+            else
+                total[r] = sum[r][0];
+        }
     }
 }
 
@@ -76,12 +89,17 @@ template <class Out, class Lines> void in_registers(const Problem<bf16, Out>& p,
 }
 
 template <class Lines> void convert(const Lines& lines, Range blocks, index panel, bf16* to) {
+    const index wide = panel / LANES, span = lines.span(wide);
     for (index block = blocks.begin; block < blocks.end; ++block) {
         auto read = lines.of(block);
-        for (index at = 0; at < panel; at += LINES * LANES * PAIR, to += LINES * LANES * PAIR) {
-            i32x16 line[LINES];
-            read(line);
-            for (int i = 0; i < LINES; ++i) store_bits(to + i * LANES * PAIR, line[i]);
+        for (index first = 0, number = 0; first < wide; first += span, ++number) {
+            const f32x16 factors = lines.factors(block, number);
+            for (index at = first; at < std::min(first + span, wide); at += LINES * PAIR, to += LINES * LANES * PAIR) {
+                i32x16 line[LINES];
+                read(line);
+                for (int i = 0; i < LINES; ++i)
+                    store_bits(to + i * LANES * PAIR, Lines::SCALED ? scaled_line(line[i], factors) : line[i]);
+            }
         }
     }
 }

@@ -1,6 +1,8 @@
-// Products with e4m3 weights: y[m, n] = sum_k x8[m, k] w8[n, k] * row_scales[m] * scales[n]; x is quantized while it is read.
+// Products with e4m3 weights: y[m, n] = sum_k x8[m, k] w8[n, k] * row_scales[m] * scales[n]; x is quantized while it is read. With
+// groups y[m, n] = sum_k x[m, k] w8[n, k] scales[n, k / group].
 //
-// Every e4m3 number is also a bfloat16 number, to which weights are converted (converted.h).
+// Every e4m3 number is also a bfloat16 number, to which weights are converted (converted.h). With groups the sums of a few tokens are
+// scaled, and for more tokens the weights, which are rounded to bfloat16 once more.
 //
 // Packed layout: that of bfloat16, with 64 bytes for two of its lines, in the byte order that Widener needs.
 
@@ -58,18 +60,32 @@ template <class T> float narrow_row(const T* x, bf16* out, index k, const Norm<T
     return 1.0f;
 }
 
-// Arguments of a call. T: type of x and y. plain: x is not quantized.
+// Scales of groups of inputs, a multiple of 32. For each block of 16 outputs, of which the last may have fewer: [groups][outputs].
+struct Groups {
+    const float* scales;
+    index group, n, k;
+
+    f32x16 factors(index block, index number) const {
+        const index outputs = std::min<index>(LANES, n - block * LANES), groups = (k + group - 1) / group;
+        return load(scales + block * LANES * groups + number * outputs, first_lanes(outputs));
+    }
+};
+
+// Arguments of a call. T: type of x and y. plain: x is not quantized. groups.group 0: outputs have one scale, in `problem`.
 template <class T> struct Call8 {
     const T* x;
     const std::uint8_t* packed;
     Problem<bf16, T> problem;
     Norm<T> norm;
     bool plain;
+    Groups groups;
 };
 
-struct Fp8Lines {
+template <bool GROUPED> struct Fp8Lines {
+    static constexpr bool SCALED = GROUPED;
     const std::uint8_t* packed;
     index panel;
+    Groups groups;
     Widener widen;
 
     struct Reader {
@@ -84,6 +100,11 @@ struct Fp8Lines {
         }
     };
     Reader of(index block) const { return {packed + block * panel, widen}; }
+    index span(index wide) const { return GROUPED ? groups.group : wide; }
+    f32x16 factors(index block, index number) const {
+        if constexpr (GROUPED) return groups.factors(block, number);
+        return zeros();
+    }
 };
 
 template <class T> void linear(const Call8<T>& given) {
@@ -107,8 +128,11 @@ template <class T> void linear(const Call8<T>& given) {
         Problem<bf16, T> filled = c.problem;
         filled.k = wide;  // rows are padded already
         const bf16* x = prepare(filled, form, (bf16*)room.memory, team);
-        const Fp8Lines lines{c.packed, c.problem.panel(), {}};
-        converted_product(c.problem, lines, x, form, (bf16*)((char*)weights.memory + team.who * each), team);
+        bf16* const converted = (bf16*)((char*)weights.memory + team.who * each);
+        if (c.groups.group)
+            converted_product(c.problem, Fp8Lines<true>{c.packed, c.problem.panel(), c.groups, {}}, x, form, converted, team);
+        else
+            converted_product(c.problem, Fp8Lines<false>{c.packed, c.problem.panel(), {}, {}}, x, form, converted, team);
     }
 }
 
@@ -119,10 +143,10 @@ RIDGELINE_API void rl_fp8_pack(const std::uint8_t* values, std::uint8_t* packed,
 #define RIDGELINE_FP8(T, SUFFIX)                                                                                         \
     RIDGELINE_API void rl_fp8_linear_##SUFFIX(const T* x, const std::uint8_t* packed, const float* scales, const T* bias, \
                                               const T* added, T* out, index m, index n, index k, const T* norm,          \
-                                              float eps, float offset, int fixed, int plain) {                           \
+                                              float eps, float offset, int fixed, int plain, index group) {              \
         const Problem<bf16, T> p{nullptr, nullptr, bias, added, out, m, n, k, Gate::NONE, {nullptr, 0, 0}, fixed != 0,    \
-                                 scales, nullptr, 0};                                                                    \
-        linear(Call8<T>{x, packed, p, {norm, eps, offset}, plain != 0});                                                             \
+                                 group ? nullptr : scales, nullptr, 0};                                                  \
+        linear(Call8<T>{x, packed, p, {norm, eps, offset}, plain != 0, {scales, group, n, k}});                          \
     }
 
 RIDGELINE_FP8(bf16, bf16)

@@ -21,6 +21,7 @@ inline i32x16 expanded(const bf16* values, std::uint32_t mask) {
 #endif
 
 struct SparseLines {
+    static constexpr bool SCALED = false;
     const std::int64_t* starts;
     const std::uint32_t* masks;
     const bf16* values;
@@ -39,6 +40,8 @@ struct SparseLines {
         }
     };
     Reader of(index block) const { return {masks + block * lines, values + starts[block]}; }
+    index span(index wide) const { return wide; }
+    f32x16 factors(index, index) const { return zeros(); }
 };
 
 inline SparseLines sparse_lines(const void* packed, index n, index k) {

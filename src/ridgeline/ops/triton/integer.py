@@ -8,9 +8,13 @@ not faster here. e4m3 weights lie as codes of 8 bits do, and the same kernels mu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
+from ridgeline.core.errors import UnsupportedModel
+from ridgeline.ops.blocks import pieces_of
 from ridgeline.ops.reference import FP8
 from ridgeline.ops.table import (
     Activation,
@@ -56,6 +60,8 @@ def pack_e4m3(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
 
 def as_codes(matrix: Fp8Matrix, inputs: int) -> IntMatrix:
     """The memory of `pack_e4m3` as the kernels for integers read it. inputs: of the linear, without padding."""
+    if matrix.group:
+        raise UnsupportedModel("A GPU has no products with fp8-block yet: serve it on a CPU, or another checkpoint.")
     scales, outputs = matrix.scales.unsqueeze(1), len(matrix.scales)
     return IntMatrix(matrix.values, scales, None, 8, inputs, outputs, inputs, scaling="e4m3")
 
@@ -80,6 +86,11 @@ def with_e4m3(ops: IntOps) -> Fp8Ops:
         return ops.linear_activate(*given(x, matrix), bias, kind).to(dtype)
 
     return Fp8Ops(pack_e4m3, linear, linear_add, linear_activate)
+
+
+def weights(matrix: IntMatrix) -> Iterator[torch.Tensor]:
+    """See IntOps."""
+    return (dequantize(piece, torch.float32) for piece in pieces_of(matrix))
 
 
 def widened(ops: FloatOps) -> IntOps:

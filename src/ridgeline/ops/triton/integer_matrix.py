@@ -12,6 +12,7 @@ Source: Kim et al. 2022, "Who Says Elephants Can't Run".
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import torch
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.table import IntMatrix
-from ridgeline.ops.triton.launch import await_inputs, overlap
+from ridgeline.ops.triton.launch import OLDEST_CAPABILITY, await_inputs, overlap
 
 # Magic exponent per dtype. It converts the codes of one bit position in both halves of a register at a time.
 _MAGIC = {torch.bfloat16: ("0x43004300", "bf16x2"), torch.float16: ("0x64006400", "f16x2")}
@@ -82,6 +83,19 @@ def conversion_e4m3(dtype: torch.dtype, apart: bool = False) -> str:
         if apart:
             lines.append(f"mov.b32 {{${index}, ${2 + index}}}, {result};")
     return " ".join([*lines, "}"])
+
+
+def with_fused(ptx: str) -> str:
+    """A conversion for GPUs before Hopper, which multiply and subtract bfloat16 in fused operations only: a - b = b * -1 + a, and
+    a * b = a * b + -0. Each is rounded once, so results are the same."""
+    ptx = re.sub(r"sub\.rn\.bf16x2 (\S+), (\S+), (\S+);", r"fma.rn.bf16x2 \1, \3, minus, \2;", ptx)
+    ptx = re.sub(r"mul\.rn\.bf16x2 (\S+), (\S+), (\S+);", r"fma.rn.bf16x2 \1, \2, \3, zero;", ptx)
+    return ptx.replace("{", "{ .reg .b32 minus, zero; mov.b32 minus, 0xBF80BF80; mov.b32 zero, 0x80008000;", 1)
+
+
+@cache
+def _fuses(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY
 
 
 @triton.jit
@@ -214,8 +228,9 @@ def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> d
     scaled, signed = matrix.group < matrix.d_in, matrix.bits == 8
     width = 8 if signed else 4
     emulated = dtype not in _MAGIC or not matrix.codes.is_cuda
+    for_device = with_fused if _fuses(matrix.codes.device) else str
     if matrix.scaling == "e4m3":
-        ptx = EMULATED_E4M3.value if emulated else conversion_e4m3(dtype, vectors)
+        ptx = EMULATED_E4M3.value if emulated else for_device(conversion_e4m3(dtype, vectors))
         return {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": width, "PTX": ptx}
     shift = (0.0 if emulated else shift_of(width, dtype)) - (128.0 if signed else 0.0) * (matrix.zeros is not None)
     if matrix.zeros is None and not signed:
@@ -227,7 +242,7 @@ def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> d
         "GROUP": matrix.group if scaled else 0,
         "ZEROS": matrix.zeros is not None,
         "BITS": width,
-        "PTX": "" if emulated else conversion(width, dtype, each and scaled, each and shifted, vectors),
+        "PTX": "" if emulated else for_device(conversion(width, dtype, each and scaled, each and shifted, vectors)),
     }
 
 

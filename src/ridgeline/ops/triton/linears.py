@@ -129,7 +129,7 @@ def int_linear_activate(x: FloatInput, matrix: IntMatrix, bias: torch.Tensor | N
     return activate(int_linear(x, matrix, bias), kind)
 
 
-INT_TRITON = IntOps(integer.pack, int_linear, int_linear_add, int_linear_activate)
+INT_TRITON = IntOps(integer.pack, int_linear, int_linear_add, int_linear_activate, integer.weights)
 FP8_WEIGHT_TRITON = integer.with_e4m3(INT_TRITON)
 
 

@@ -18,6 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import structs
 
 from ridgeline.core.errors import BodyTooLarge, BodyTooSlow, NotFound, RequestError, UnsupportedField, shown
+from ridgeline.core.loop_time import LoopTimeout
 from ridgeline.service.batches.input import MAX_BYTES
 from ridgeline.service.batches.lane import Lane
 from ridgeline.service.batches.objects import Batch, StorageFull, StoredFile, new_id
@@ -141,7 +142,7 @@ async def _receive(request: web.Request, store: Store, file_id: str) -> tuple[di
 
 async def _in_time(work: Any) -> Any:
     try:
-        async with asyncio.timeout(_STALL_S):
+        async with LoopTimeout(_STALL_S):
             return await work
     except TimeoutError as error:
         raise BodyTooSlow(f"No data arrived for {_STALL_S:g} seconds: send the file faster.") from error

@@ -18,13 +18,11 @@ from ridgeline.service.batches.rows import LaneCounts, NoRoom
 from ridgeline.service.fleet.demand import CHUNK_TOKENS
 from ridgeline.service.fleet.follower import Follower
 from ridgeline.service.fleet.options import RouterConfig
-from ridgeline.service.fleet.upstream import KEYS_MISSING, Upstream
+from ridgeline.service.fleet.upstream import KEYS_MISSING, Connector, Upstream
 from ridgeline.service.listen import Probes
 from ridgeline.service.prefix_index import PrefixIndex
 from ridgeline.service.routing import POLICIES, Demand, Router, State, Ticket
 
-_CONNECT_S = 1.0
-"""Seconds in which a replica must accept a connection."""
 _KEEP_ALIVE_S = 30.0
 """Seconds for which an idle connection is kept, less than a server keeps it (75)."""
 _READ_BUFFER = 1 << 16
@@ -70,10 +68,11 @@ class Balancer:
         self._watches: dict[str, list[asyncio.Task[None]]] = {}
 
     async def __aenter__(self) -> Balancer:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=probed_socket)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=_READ_BUFFER
+            connector=Connector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=probed_socket),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            read_bufsize=_READ_BUFFER,
         )
         self._clock = asyncio.get_running_loop().time
         return self

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from ridgeline.core.errors import RidgelineError
+from ridgeline.core.loop_time import LoopTimeout
 from ridgeline.metrics.exposition import gauge, head, sample
 from ridgeline.metrics.metrics import PREFIX
 from ridgeline.service.autoscale import Arrivals, Autoscaler, Decision, Load
@@ -228,7 +229,7 @@ class Fleet:
         try:
             router.expected += 1
             try:
-                async with asyncio.timeout(self._file.fleet.ready_s):
+                async with LoopTimeout(self._file.fleet.ready_s):
                     running = member.running = await self._launcher.start(member.name, member.place)
                     self._balancer.add(member.name, running.url)
                     await self._ready(member.name, running)
@@ -275,7 +276,8 @@ class Fleet:
     async def _until_up(self, member: Member) -> None:
         """Raises RidgelineError after ready_s."""
         try:
-            await asyncio.wait_for(member.up.wait(), self._file.fleet.ready_s)
+            async with LoopTimeout(self._file.fleet.ready_s):
+                await member.up.wait()
         except TimeoutError:
             raise RidgelineError(f"The new replica {member.name} does not become ready: the old ones stay.") from None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import aiohttp
 
+from ridgeline.core.loop_time import LoopTimeout
 from ridgeline.service.prompt_log import SILENCE_S, unpack
 
 PATH = "/admin/prompts"
@@ -37,14 +38,11 @@ class Follower:
 
     async def run(self) -> None:
         """Follow until cancelled. A lost connection goes on after its last event."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_AGAIN_S, sock_read=_LOST_S)
         while True:
             pause = _AGAIN_S
             try:
                 query = {"after": self._last}
-                async with self._session.get(
-                    self._url, params=query, headers=self._headers, timeout=timeout, allow_redirects=False
-                ) as reply:
+                async with await self._ask(query) as reply:
                     if reply.status == 200:
                         await self._read(reply)
                     elif reply.status != 503:
@@ -52,6 +50,10 @@ class Follower:
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 log.debug("the prompts of %s: %s", self._url, error)
             await asyncio.sleep(pause)
+
+    async def _ask(self, query: Mapping[str, str]) -> aiohttp.ClientResponse:
+        async with LoopTimeout(_LOST_S):
+            return await self._session.get(self._url, params=query, headers=self._headers, allow_redirects=False)
 
     async def _read(self, reply: aiohttp.ClientResponse) -> None:
         async for text in _events(reply.content):
@@ -63,11 +65,16 @@ class Follower:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The text of each event. Raises ValueError for one that is too long."""
+    """The text of each event. Raises ValueError for one that is too long, TimeoutError after a silence of _LOST_S."""
     rest = b""
-    async for chunk in content.iter_any():
+    while chunk := await _part(content):
         *whole, rest = (rest + chunk).split(b"\n\n")
         if len(rest) > _MAX_EVENT:
             raise ValueError("an event is too long")
         for event in whole:
             yield event.decode(errors="replace")
+
+
+async def _part(content: aiohttp.StreamReader) -> bytes:
+    async with LoopTimeout(_LOST_S):
+        return await content.readany()

@@ -9,7 +9,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 
+from ridgeline.core.loop_time import LoopTimeout, loop_clock
 from ridgeline.service.errors import ENGINE
 from ridgeline.service.fleet.options import RouterConfig
 from ridgeline.service.progress import Progress
@@ -17,12 +20,12 @@ from ridgeline.service.routing import State
 
 CHECK_S = 0.25
 """Seconds between health checks."""
+CONNECT_S = 1.0
+"""Seconds in which a replica must accept a connection, in the time of the event loop, as all limits here."""
 MOVE_S = 2.0
 """Seconds of silence after which requests without an answer yet are taken from a replica."""
 GIVE_UP_S = 10.0
 """Seconds of silence after which answers that have begun are given up."""
-_TURNS = 20
-"""Turns of the event loop, at least, in which a health check may be answered."""
 _SWEEP_CHECKS = 4
 """Health checks between two looks at every answer."""
 _ALIVE = frozenset({200, 204, 404, 405})
@@ -44,22 +47,14 @@ class ReplicaLost(Exception):
         self.reached = reached
 
 
-@asynccontextmanager
-async def patience(seconds: float) -> AsyncIterator[None]:
-    """As asyncio.timeout, but the event loop itself gets at least _TURNS turns: a router that has too much to do must not take its
-    replicas for dead, whose answers it has not read."""
+class Connector(aiohttp.TCPConnector):
+    """Makes the connections to replicas. One that is not made within CONNECT_S raises aiohttp.ConnectionTimeoutError."""
 
-    async def end(scope: asyncio.Timeout) -> None:
-        for _ in range(_TURNS):
-            await asyncio.sleep(seconds / _TURNS)
-        scope.reschedule(0.0)
-
-    async with asyncio.timeout(None) as scope:
-        ending = asyncio.create_task(end(scope))
-        try:
-            yield
-        finally:
-            ending.cancel()
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        async with LoopTimeout(CONNECT_S):
+            return await super().connect(req, traces, timeout)
 
 
 class Exchange:
@@ -97,13 +92,14 @@ class Upstream:
         self._session, self._keyless = session, keyless
         self._stall_s, self._idle_s = config.stall_s, config.idle_s
         self._progress = Progress(config.stall_s)
+        self._clock = loop_clock()
         self._silent_since: float | None = None
         """Time of the first of the last health checks without any answer."""
 
     @property
     def silent_s(self) -> float:
         """Seconds since its first health check without an answer, if it does not answer now."""
-        return 0.0 if self._silent_since is None else asyncio.get_running_loop().time() - self._silent_since
+        return 0.0 if self._silent_since is None else self._clock.time() - self._silent_since
 
     @asynccontextmanager
     async def exchange(
@@ -119,6 +115,8 @@ class Upstream:
                         yield exchange, reply
                 finally:
                     self.exchanges.discard(exchange)
+        except aiohttp.ConnectionTimeoutError:
+            raise ReplicaLost(f"it accepts no connection within {CONNECT_S:g} s", reached=False) from None
         except TimeoutError:
             raise ReplicaLost("it makes no progress") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -142,19 +140,18 @@ class Upstream:
 
     async def watch(self, changed: Callable[[State], None]) -> None:
         """Check its health until cancelled. changed: called after every check."""
-        clock = asyncio.get_running_loop().time
         checks = 0
         while True:
-            self.state = await self._check(clock)
+            self.state = await self._check()
             changed(self.state)
             checks += 1
             if checks % _SWEEP_CHECKS == 0 or self._silent_since is not None:
-                self._sweep(clock())
+                self._sweep(self._clock.time())
             await asyncio.sleep(CHECK_S)
 
     async def get(self, path: str, headers: Sequence[tuple[str, str]], timeout_s: float) -> Any:
         """The decoded body of a small answer with status 200. Raises aiohttp.ClientError, OSError or msgspec.DecodeError."""
-        async with asyncio.timeout(timeout_s), self._session.get(self.url + path, headers=headers) as reply:
+        async with LoopTimeout(timeout_s), self._session.get(self.url + path, headers=headers) as reply:
             reply.raise_for_status()
             return msgspec.json.decode(await reply.read())
 
@@ -162,13 +159,13 @@ class Upstream:
         """Whether it requires a key and the router has none. Raises aiohttp.ClientError or OSError."""
         if not self._keyless:
             return False
-        async with patience(self._stall_s), self._session.get(self.url + _GUARDED) as reply:
+        async with LoopTimeout(self._stall_s), self._session.get(self.url + _GUARDED) as reply:
             return reply.status == 401
 
-    async def _check(self, clock: Callable[[], float]) -> State:
+    async def _check(self) -> State:
         received = self.received
         try:
-            async with patience(self._stall_s), self._session.get(self.url + "/health") as reply:
+            async with LoopTimeout(self._stall_s), self._session.get(self.url + "/health") as reply:
                 body = await reply.read()
             refused = self.state not in _SERVING and reply.status in _ALIVE and await self.refuses_router()
         except (aiohttp.ClientError, OSError) as error:
@@ -179,7 +176,7 @@ class Upstream:
                 return self.state
             self.row_limit = 0
             if self._silent_since is None:
-                self._silent_since = clock()
+                self._silent_since = self._clock.time()
             name = "no answer" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
             self.trouble = f"its health check failed ({name})"
             return self._progress.failed()
@@ -192,7 +189,7 @@ class Upstream:
         if refused:
             self.trouble = KEYS_MISSING
             return self._progress.failed()
-        state = self._progress.checked(clock(), _number(body, "step"), self.received, len(self.exchanges))
+        state = self._progress.checked(self._clock.time(), _number(body, "step"), self.received, len(self.exchanges))
         self.trouble = f"no step and no byte for {self._stall_s:g} s" if state is State.STALLED else ""
         return state
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ridgeline.core.config import ServiceConfig
+from ridgeline.core.loop_time import LoopTimeout
 from ridgeline.service.moderation.judges import Judge, Verdict, make_judge
 from ridgeline.service.piece import CONTENT_FILTER, Piece, Withdrawal
 
@@ -98,7 +99,7 @@ class Moderator(Moderation):
     async def _verdict(self, text: str) -> Verdict | None:
         """None: the judge gave no verdict, and the text may not pass without."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with LoopTimeout(self._timeout_s):
                 verdict = await self._judge.judge(text)
         except Exception as error:  # whatever a judge raises
             reason = f"no verdict after {self._timeout_s:g} s" if isinstance(error, TimeoutError) else repr(error)
