@@ -46,6 +46,8 @@ def test_lines_follow_the_stages_and_end() -> None:
         heard.wait_for("layers: 3 of 28; ")
         lines("layers", 28, 28)
         heard.wait_for("layers: done; ")
+        lines.show("simulating TP2")
+        assert heard.wait_for("simulating TP2; ").endswith(" s so far")
     said = len(heard)
     lines.__exit__(None, None, None)
     time.sleep(5 * SOON_S)

@@ -97,6 +97,16 @@ def plan(rate: float | None, limits: Limits = Limits(), count: int = 8) -> Searc
     return search(task, [offer], single)
 
 
+def test_a_search_says_what_it_does() -> None:
+    """Rates are searched for minutes before the first simulation by the scheduler."""
+    said = list[str]()
+    task = Task(Demand(200, 8, 1.0, Slo.parse("ttft=1s")), REQUESTS, EngineConfig(), sample=60)
+    scope = Scope(lambda _: [Variant(SPEC, COST)], lambda layout: layout.replica == 1, finalists=1, say=said.append)
+    search(task, [Offer(replace(CLUSTER, count=1), 2.0, owned=True)], scope)
+    assert said[0].startswith("searching the highest rate of ") and CLUSTER.device.name in said[0]
+    assert said[-1].startswith("simulating ") and CLUSTER.device.name in said[-1]
+
+
 def test_as_few_copies_as_the_rate_needs() -> None:
     best = plan(None).proposals[0]
     assert best.copies == 8 and best.rate == best.capacity
@@ -134,7 +144,7 @@ def test_surrogates_rank_layouts_as_the_scheduler_does(monkeypatch: pytest.Monke
     scope = Scope(lambda _: [Variant(SPEC, COST)], lambda layout: layout.replica <= 2, finalists=3)
     fast = search(task, [offer], scope).proposals
     monkeypatch.setattr(
-        searching, "_estimated", lambda task, unit: propose(task, unit, highest(task, unit, fast=False))
+        searching, "_estimated", lambda task, unit, say: propose(task, unit, highest(task, unit, fast=False))
     )
     monkeypatch.setattr(searching, "_simulated", lambda task, estimate, say: estimate)
     slow = search(task, [offer], scope).proposals

@@ -36,7 +36,9 @@ from ridgeline.cli.plan_options import (
 )
 from ridgeline.cli.plan_proposals import proposal_facts, show_proposals
 from ridgeline.cli.plan_start import layout_command, start
+from ridgeline.cli.progress import Lines
 from ridgeline.cli.serve import resolve_arguments
+from ridgeline.cli.show import announcer
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import Resolved
@@ -109,15 +111,10 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
         made = read_variants(checkpoint, resolved.model, offer.cluster.device, resolved.engine, options)
         return [replace(variant, spec=with_context(variant.spec, longest)) for variant in made]
 
-    console = Console(stderr=True)
-    say = (
-        (lambda text: console.print(f"simulating {text}", highlight=False))
-        if console.is_terminal
-        else lambda text: None
-    )
-    scope = Scope(variants, read_sizes(args, DIVIDING), "split" in options, options.get("finalists", FINALISTS), say)
+    layouts, most = read_sizes(args, DIVIDING), options.get("finalists", FINALISTS)
     task = Task(demand, workload, _one_rank(resolved.engine), *read_limits(args), options.get("sample", MOST))
-    result = search(task, offers, scope)
+    with Lines(announcer("text"), lambda: "ranking layouts") as lines:
+        result = search(task, offers, Scope(variants, layouts, "split" in options, most, lines.show))
     notes += expanded_notes([proposal.unit.coarse for proposal in result.proposals[: options["top"]]])
     _print(result, task, notes, resolved, (options, run))
     return 0 if any(not proposal.verdict for proposal in result.proposals) else 1

@@ -49,6 +49,10 @@ class Lines:
         """From now on the lines say how much of a stage is done."""
         self._text = partial(_stage_text, stage, done, total)
 
+    def show(self, text: str) -> None:
+        """From now on the lines say this text."""
+        self._text = lambda: text
+
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
             self._say(f"{self._text()}; {time.monotonic() - self._began:.0f} s so far")

@@ -37,7 +37,7 @@ class SearchResult:
 @dataclass(frozen=True, slots=True)
 class Scope:
     """What a search looks at. variants: number formats on the devices of an offer. sizes: which layouts of a replica. ratios: try
-    prefill apart from decode. finalists: layouts to simulate. say: is told what is simulated."""
+    prefill apart from decode. finalists: layouts to simulate. say: called with the work that begins."""
 
     variants: Callable[[Offer], Sequence[Variant]]
     sizes: Callable[[Layout], bool] = lambda layout: True
@@ -52,11 +52,11 @@ def search(task: Task, offers: Sequence[Offer], scope: Scope) -> SearchResult:
         check_split(task, offers)
     entries, refused = coarse(task, offers, scope)
     units = [unit for offer, entry in finalists(task, entries, scope.finalists) if (unit := _unit(task, offer, entry))]
-    estimates = [_estimated(task, unit) for unit in units]
+    estimates = [_estimated(task, unit, scope.say) for unit in units]
     best = sorted(estimates, key=rank_key)[:VARIED]
-    estimates += [_estimated(task, unit) for unit in _variations(task, [each.unit for each in best])]
+    estimates += [_estimated(task, unit, scope.say) for unit in _variations(task, [each.unit for each in best])]
     if scope.ratios:
-        estimates += [_estimated(task, unit) for unit in _apart(estimates)]
+        estimates += [_estimated(task, unit, scope.say) for unit in _apart(estimates)]
     proposals = sorted((_simulated(task, each, scope.say) for each in best_sizes(estimates)), key=rank_key)
     return SearchResult(tuple(proposals), tuple(refused), len(entries) + len(refused))
 
@@ -201,15 +201,20 @@ def _apart(simulated: Sequence[Proposal]) -> Iterator[Unit]:
             yield apart(alone[0], ratio)
 
 
-def _estimated(task: Task, unit: Unit) -> Proposal:
+def _estimated(task: Task, unit: Unit, say: Callable[[str], None]) -> Proposal:
     """The proposal of a unit by surrogates."""
+    say(f"searching the highest rate of {_name(unit)}")
     return propose(task, unit, highest(task, unit), fast=True)
 
 
 def _simulated(task: Task, estimate: Proposal, say: Callable[[str], None]) -> Proposal:
     """The proposal by the scheduler, with the highest rate of the surrogates. Without a rate the scheduler confirms it."""
     unit, capacity = estimate.unit, estimate.capacity / estimate.copies
-    say(f"{unit.coarse.layout} of {unit.offer.cluster.device.name}, {unit.coarse.variant.name}")
+    say(f"simulating {_name(unit)}")
     if task.demand.rate is None:
         capacity = confirmed(task, unit, capacity)
     return propose(task, unit, capacity)
+
+
+def _name(unit: Unit) -> str:
+    return f"{unit.coarse.layout} of {unit.offer.cluster.device.name}, {unit.coarse.variant.name}"
