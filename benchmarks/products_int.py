@@ -1,7 +1,7 @@
 """Checks and times the products with integer or e4m3 weights on one GPU, alone and in whole decode steps of an 8B:
 
     python benchmarks/products_int.py --out benchmarks/results/products_int.json [--sweep] [--limit SECONDS]
-    python benchmarks/products_int.py --linears --forms bf16 fp8-weight int8 --out benchmarks/results/fp8_weight.json
+    python benchmarks/products_int.py --linears --forms bf16 fp8-weight fp8-block int8 --out benchmarks/results/fp8_weight.json
 
 Every kernel is first compared with float64. A step is what a decoder does for one token of each row, all in a CUDA graph:
 norms, products, rotary embedding, attention over 128 slots, head in bf16; only embedding and sampling are missing. Steps
@@ -28,7 +28,7 @@ from common import provenance, write_rows
 from kernels import DIM, HEADS, KV_HEADS, Batch, make
 from products import EPS, MODELS, PROCESSES, Role, off, replayed
 
-from ridgeline.ops.reference import FP8, REFERENCE, dequantized, quantize
+from ridgeline.ops.reference import FP8, REFERENCE, dequantized
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import IntMatrix, LayerParts, Matrix, Normed, QkvShape, apply_norm
 from ridgeline.ops.triton import integer_shapes, kernels
@@ -42,12 +42,13 @@ from ridgeline.ops.triton.linears import INT_TRITON
 from ridgeline.ops.triton.norm import rms_norm
 from ridgeline.ops.triton.products import ProductShape
 from ridgeline.ops.triton.table import TRITON
+from ridgeline.quant.fp8 import quantize_groups
 
 DTYPE = torch.bfloat16
 MODEL = MODELS[0]
-BITS = {"int8": (8, 1 << 20), "int4": (4, 128), "fp8-weight": (8, 1 << 20)}
-SHARED_TILES = {"fp8-weight": "int8"}
-"""Forms whose sweep tries the tiles of another one."""
+BITS = {"int8": (8, 1 << 20), "int4": (4, 128), "fp8-weight": (8, 1 << 20), "fp8-block": (8, 128)}
+SHARED_TILES = {"fp8-weight": "int8", "fp8-block": "int8"}
+"""Forms in e4m3, whose sweep tries the tiles of another one, and of which no kernel runs all layers."""
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (512, 1024, 2048, 8192)
 LINEARS = (1, 4, 16, 64, 256, 2048)
@@ -69,11 +70,12 @@ class Choice:
 def random_matrix(n: int, k: int, form: str) -> IntMatrix:
     """Any bytes are codes; their mean is about zero."""
     bits, group = BITS[form]
-    if form == "fp8-weight":
-        values = torch.empty(n, k, dtype=DTYPE, device="cuda").normal_(0, 100).clamp_(-448, 448).to(FP8)
-        return as_codes(pack_e4m3(values, torch.full((n,), 2e-4, device="cuda")), k)
-    codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, device="cuda")
     groups = max(1, k // group)
+    if form in SHARED_TILES:
+        values = torch.empty(n, k, dtype=DTYPE, device="cuda").normal_(0, 100).clamp_(-448, 448).to(FP8)
+        scales = torch.full((n, groups) if group < k else (n,), 2e-4, device="cuda")
+        return as_codes(replace(pack_e4m3(values, scales), group=group if group < k else 0), k)
+    codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, device="cuda")
     scales = (torch.rand(n, groups, device="cuda") + 0.5).mul_(0.02 / (1 << bits - 2)).half()
     return IntMatrix(codes, scales, None, bits, group, n, k)
 
@@ -118,7 +120,7 @@ CHECKED = (
     *itertools.product([(256, 4096)], [(4, 128, False), (8, 1 << 20, False), (4, 32, True)]),
     *itertools.product([(1000, 1048)], [(4, 128, True), (3, 1 << 20, False), (8, 64, True)]),
     *itertools.product([(200, 14336)], [(4, 128, False), (8, 1 << 20, False)]),
-    *itertools.product([(256, 4096), (1000, 1048), (200, 14336)], [(0, 1 << 20, False)]),
+    *itertools.product([(256, 4096), (1000, 1048), (200, 14336)], [(0, 1 << 20, False), (0, 128, False)]),
 )
 """((outputs, inputs), (bits, group, zero points)). 0 bits: e4m3 values."""
 
@@ -126,10 +128,11 @@ CHECKED = (
 def checked_matrix(n: int, k: int, bits: int, group: int, asymmetric: bool) -> tuple[IntMatrix, torch.Tensor]:
     """A matrix and its weights in float64."""
     if not bits:
-        scaled = quantize(torch.randn(n, k, device="cuda"))
-        return as_codes(pack_e4m3(scaled.values, scaled.scales), k), scaled.values.double() * scaled.scales.double()[
-            :, None
-        ]
+        of_group = group if group < k else 0
+        scaled = quantize_groups(torch.randn(n, k, device="cuda"), of_group)
+        spread = scaled.scales.view(n, -1)[:, torch.arange(k, device="cuda") // group].double()
+        packed = replace(pack_e4m3(scaled.values, scaled.scales), group=of_group)
+        return as_codes(packed, k), scaled.values.double() * spread
     groups = -(-k // group)
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device="cuda")
     scales = (torch.rand(n, groups, device="cuda") + 0.5).half().float()
@@ -383,7 +386,7 @@ def steps(form: str, step: Step) -> Iterator[dict[str, Any]]:
     for tokens in STEPS:
         batch = make([(SLOTS, 1)] * tokens, "page")
         spent = {"": step.us(batch, choices_of(step, tokens), 7)}
-        if tokens == 1 and form in BITS and form != "fp8-weight":  # of which no kernel runs all layers
+        if tokens == 1 and form in BITS and form not in SHARED_TILES:
             spent = {"-apart": spent[""], "": step.shipped_us(batch, 7)}
         for how, us in spent.items():
             print(f"STEP {form:5} M={tokens:<4} {us:9.1f} us {how}", flush=True)

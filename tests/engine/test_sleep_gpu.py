@@ -28,15 +28,18 @@ pytestmark = [
 KV_BYTES = 1 << 30
 
 
-BLOCKS = {"quant_method": "gguf", "format": "q4_k", "layers": [], "head": "q6_k"}
-"""As in the configuration of a GGUF file."""
+PUBLISHED: dict[str, dict[str, object]] = {
+    "gguf": {"quant_method": "gguf", "format": "q4_k", "layers": [], "head": "q6_k"},
+    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+"""quantization_config of checkpoints in formats that are no options; the first as in the configuration of a GGUF file."""
 
 
 def start(folder: Path, quantization: str = "", *, tied: bool = False, eager: bool = False) -> LocalEngine:
-    """quantization: "gguf" for a checkpoint in blocks."""
+    """quantization: an option, or a name of PUBLISHED."""
     shape: dict[str, object] = {**SHAPE, "tie_word_embeddings": tied}
-    if quantization == "gguf":
-        shape, quantization = {**shape, "quantization_config": BLOCKS}, ""
+    if quantization in PUBLISHED:
+        shape, quantization = {**shape, "quantization_config": PUBLISHED[quantization]}, ""
     (folder / "config.json").write_text(json.dumps(shape))
     model = ModelConfig(str(folder), load_format="dummy", dtype="bfloat16", quantization=quantization)
     config = EngineConfig(
@@ -70,6 +73,7 @@ def free() -> int:
         ("", False, True),
         ("fp8", False, False),
         ("fp8-weight", False, False),
+        ("fp8-block", False, False),
         ("int8", False, False),
         ("int4", False, False),
         ("gguf", False, False),

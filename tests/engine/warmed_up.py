@@ -61,6 +61,7 @@ SELECTING = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window
 BUDGET, CONTEXTS = 512, (400, 600, SHORT, 3000, MAX_LEN)
 """Slots that the cases of selection read, and contexts within the budget and above, of different sizes of kernels."""
 LAST_STAGE = LARGE | {"num_hidden_layers": 2}
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "8b": ({}, "", True),
     "8b-drafts": ({}, "", True),
@@ -80,6 +81,7 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "w8a8": ({}, "w8a8", True),
     "llm-int8": ({}, "llm-int8", True),
     "fp8-weight": ({}, "fp8-weight", True),
+    "fp8-block": ({"quantization_config": BLOCKS}, "", True),
 }
 """What differs from MODEL, quantization, whether graphs are captured."""
 

@@ -91,15 +91,19 @@ def converted(ptx: str, count: int, apart: bool, dtype: torch.dtype, rest: dict[
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_e4m3_number(dtype: torch.dtype, apart: bool, fused: bool) -> None:
-    """Each of the 254 numbers, in each byte of a word, to the bit, signed zeros too."""
-    ptx = conversion_e4m3(dtype, apart)
+    """Each of the 254 numbers, in each byte of a word, to the bit, signed zeros too; times a scale, rounded once."""
+    ptx, power = conversion_e4m3(dtype, apart), {torch.bfloat16: 2.0**120, torch.float16: 2.0**8}[dtype]
     ptx = with_fused(ptx) if fused else ptx
+    scale = torch.tensor([1.0, 0.171875]).mul(power).to(dtype).view(torch.int16).tolist()
     for code in range(256):
         codes = [(code + 64 * place) % 256 for place in range(4)]
         codes = [128 if byte & 127 == 127 else byte for byte in codes]
-        given = {"$4" if apart else "$2": int.from_bytes(bytes(codes), "little")}
-        out, want = converted(ptx, 2, apart, dtype, given), torch.tensor(codes, dtype=torch.uint8).view(FP8)
-        assert torch.equal(out.float(), want.float()) and torch.equal(out.signbit(), want.float().signbit())
+        want = torch.tensor(codes, dtype=torch.uint8).view(FP8).float()
+        for bits, times in zip(scale, (1.0, 0.171875), strict=True):
+            given = {"$4" if apart else "$2": int.from_bytes(bytes(codes), "little")}
+            given["$6" if apart else "$4"] = bits if apart else bits * 65537
+            out = converted(ptx, 2, apart, dtype, given)
+            assert torch.equal(out, (want * times).to(dtype)) and torch.equal(out.signbit(), want.signbit())
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -130,7 +134,13 @@ def compile_for(capability: int) -> None:
         (8, conversion_e4m3(dtype)),
     ):
         fixed: dict[str, object] = {"SHIFT": 0.0, "GROUP": 0 if bits == 8 else 128, "ZEROS": False, "BITS": bits}
-        fixed |= {"PTX": with_fused(ptx) if capability < 90 else ptx, "PDL": False, "ROWS": 32, "BLOCK": 256}
+        fixed |= {
+            "PTX": with_fused(ptx) if capability < 90 else ptx,
+            "PDL": False,
+            "ROWS": 32,
+            "BLOCK": 256,
+            "POWER": 1.0,
+        }
         types = {"w_ptr": "*i16", "scale_ptr": "*fp16", "zero_ptr": "*u8", "out_ptr": "*bf16"}
         signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in kernel.arg_names}
         constants = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}

@@ -38,12 +38,16 @@ def close(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     assert error < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype], error
 
 
-def random_matrix(n: int, k: int) -> tuple[Fp8Matrix, torch.Tensor]:
-    """A packed matrix with every kind of number, and its weights, float64 [n, k]. Scales are no numbers of 16 bits."""
+def random_matrix(n: int, k: int, group: int = 0) -> tuple[Fp8Matrix, torch.Tensor]:
+    """A packed matrix with every kind of number, and its weights, float64 [n, k]. Scales are no numbers of 16 bits, except those of
+    groups, which kernels round to 16 bits."""
     codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
     values = torch.where(codes & 127 == 127, 0, codes).view(FP8).to(DEVICE)
-    scales = (torch.rand(n) + 0.5).div_(2000).to(DEVICE)
-    return pack_e4m3(values, scales), values.double() * scales.double().unsqueeze(1)
+    scales = (torch.rand(n, -(-k // group) if group else 1) + 0.5).div_(2000)
+    scales = (scales.bfloat16().float() if group else scales).to(DEVICE)
+    spread = scales.double()[:, torch.arange(k) // (group or k)]
+    matrix = pack_e4m3(values, scales if group else scales.flatten())
+    return replace(matrix, group=group), values.double() * spread
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,9 +58,11 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "k"), [(37, 264), (16, 512), (5, 1)])
-def test_whole_matrices(n: int, k: int, dtype: torch.dtype) -> None:
-    packed, weight = random_matrix(n, k)
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(37, 264, 0), (16, 512, 0), (5, 1, 0), (37, 264, 128), (16, 512, 64), (9, 130, 32)]
+)
+def test_whole_matrices(n: int, k: int, group: int, dtype: torch.dtype) -> None:
+    packed, weight = random_matrix(n, k, group)
     close(dequantize(as_codes(packed, k), dtype), weight, dtype)
 
 
@@ -73,15 +79,16 @@ def test_every_number_is_read() -> None:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("group", [0, 128, 32])
 @pytest.mark.parametrize(
     ("tokens", "tile"),
     [(1, IntVectorTile(8, 1, 100)), (1, IntVectorTile(2, 4, 3)), (3, IntVectorTile(8, 2, 2))],
     ids=str,
 )
-def test_few_tokens(tokens: int, tile: IntVectorTile) -> None:
+def test_few_tokens(tokens: int, tile: IntVectorTile, group: int) -> None:
     """Edges in both directions, and all that stands around the product."""
     dtype = torch.float16
-    packed, weight = random_matrix(22, 264)
+    packed, weight = random_matrix(22, 264, group)
     matrix, gain = as_codes(packed, 264), random(264, dtype=dtype)
     x, bias, stream = random(tokens, 264, dtype=dtype), random(22, dtype=dtype), random(tokens, 22, dtype=dtype)
     plain = x.double() @ weight.T
@@ -93,11 +100,11 @@ def test_few_tokens(tokens: int, tile: IntVectorTile) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "k"), [(48, 256), (70, 136)])
+@pytest.mark.parametrize(("n", "k", "group"), [(48, 256, 0), (70, 136, 0), (48, 256, 128), (70, 136, 64)])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5, 17, 64, 65, 300])
-def test_operations_are_those_of_float64(tokens: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_operations_are_those_of_float64(tokens: int, n: int, k: int, group: int, dtype: torch.dtype) -> None:
     """Whatever kernels the shape leads to, with a norm that is still to be done."""
-    packed, weight = random_matrix(n, k)
+    packed, weight = random_matrix(n, k, group)
     x = Normed(random(tokens, k, dtype=dtype), random(k, dtype=dtype), 1e-5, False)
     bias, stream = random(n, dtype=dtype), random(tokens, n, dtype=dtype)
     values = REFERENCE.tokenwise.rms_norm(x.x, x.weight, x.eps, x.offset)
@@ -114,10 +121,11 @@ def test_operations_are_those_of_float64(tokens: int, n: int, k: int, dtype: tor
             close(out, expected, dtype)
 
 
+@pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_is_the_same_among_any_number_of_tokens(dtype: torch.dtype) -> None:
+def test_a_token_is_the_same_among_any_number_of_tokens(dtype: torch.dtype, group: int) -> None:
     """Batch-invariant operations: they widen the matrix and multiply as with floats, to the bit."""
-    packed, weight = random_matrix(70, 136)
+    packed, weight = random_matrix(70, 136, group)
     ops, plain = INVARIANT.matmul.fp8_weight, INVARIANT.matmul.unquantized
     widened = plain.pack(dequantize(as_codes(packed, 136), dtype))
     x, stream = random(20, 136, dtype=dtype), random(20, 70, dtype=dtype)
@@ -175,11 +183,12 @@ def test_experts_stay_as_they_are_stored() -> None:
 # --- compilation ------------------------------------------------------------------------------------------------------
 
 
-def compile_for_hopper(dtype: torch.dtype) -> None:
+def compile_for_hopper(dtype: torch.dtype, group: int) -> None:
     """The vector kernel with all that may stand around a product, and the conversion of a whole matrix; no GPU is asked."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     ptx = EMULATED_E4M3.value if dtype == torch.float32 else conversion_e4m3(dtype, True)
-    constants: dict[str, object] = {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": 8, "PTX": ptx, "PDL": True}
+    constants: dict[str, object] = {"SHIFT": 0.0, "GROUP": group, "ZEROS": False, "BITS": 8, "PTX": ptx, "PDL": True}
+    constants["POWER"] = 1.0 if dtype == torch.float32 else 2.0**8
     around = {"BIAS": True, "ADD": False, "NORM": True, "OFFSET": True, "KIND": 1, "PRECISION": "tf32"}
     vector = around | {"TOKENS": 1, "ROWS": 8, "SETS": 2, "WARPS": 4}
     matrix = {"ROWS": 32, "BLOCK": 256, "PTX": ptx if dtype == torch.float32 else conversion_e4m3(dtype)}
@@ -196,6 +205,7 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         assert "cvt.rn.f16x2.e4m3x2" not in made.asm["ptx"], "instructions for e4m3 are missing on GPUs before Ada"
 
 
+@pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_kernels_compile(apart: Callable[..., None], dtype: torch.dtype) -> None:
-    apart(compile_for_hopper, dtype)
+def test_the_kernels_compile(apart: Callable[..., None], dtype: torch.dtype, group: int) -> None:
+    apart(compile_for_hopper, dtype, group)

@@ -8,12 +8,13 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ridgeline.ops.reference import REFERENCE, dequantized, quantize
+from ridgeline.ops.reference import REFERENCE, dequantized
 
 pytest.importorskip("triton")
 
@@ -29,6 +30,7 @@ from ridgeline.ops.triton.integer import as_codes, pack, pack_e4m3
 from ridgeline.ops.triton.integer_matrix import conversion, conversion_e4m3, shift_of
 from ridgeline.ops.triton.integer_shapes import IntRingTile, ring_for, vector_for
 from ridgeline.ops.triton.tuning import GLUON_VERSIONS
+from ridgeline.quant.fp8 import quantize_groups
 from tests.ops.test_waits import WAITS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,7 +86,7 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
         (conversion(bits, dtype, group > 0, True), shift_of(bits, dtype)) if bits else (conversion_e4m3(dtype), 0.0)
     )
     constants: dict[str, object] = {"SHIFT": shift, "GROUP": group, "ZEROS": zeros, "BITS": bits or 8, "PTX": ptx}
-    constants |= {"ADD": kind is None, "KIND": KINDS[kind]}
+    constants |= {"ADD": kind is None, "KIND": KINDS[kind], "POWER": 1.0 if bits else 2.0**120}
     constants |= {"BIAS": True, "BATCH": tile.batch, "ROWS": rows, "BLOCK": tile.block, "SPLIT": tile.split}
     constants |= {"STAGES": tile.stages, "WARPS": tile.warps, "PDL": True}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
@@ -126,6 +128,8 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
         (IntRingTile(128, 128, 8, 4), (4, 32, None, True)),
         (IntRingTile(64, 128, 4, 3, 128), (0, 0, "silu", False)),
         (IntRingTile(128, 128, 8, 4), (0, 0, None, False)),
+        (IntRingTile(64, 128, 4, 3, 128), (0, 128, "silu", False)),
+        (IntRingTile(128, 128, 8, 3), (0, 128, "silu", False)),
     ],
     ids=str,
 )
@@ -138,7 +142,7 @@ def off(out: torch.Tensor, want: torch.Tensor) -> float:
 
 
 FORMATS = [(4, 128, False), (8, 1 << 20, False), (4, 32, True), (8, 64, True), (4, 1 << 20, True), (3, 96, False)]
-E4M3 = (0, 1 << 20, False)
+E4M3 = [(0, 1 << 20, False), (0, 128, False), (0, 32, False)]
 TILES = [
     IntRingTile(16, 256, 4, 3, 128, split=4),
     IntRingTile(64, 128, 4, 3, 128, programs=5),
@@ -146,13 +150,21 @@ TILES = [
 ]
 
 
+def random_e4m3(n: int, k: int, group: int) -> tuple[IntMatrix, torch.Tensor]:
+    """Packed, with a scale for each row or group of inputs, and the weights in float64."""
+    scaled = quantize_groups(torch.randn(n, k, device=DEVICE).div_(32), group if group < k else 0)
+    # Kernels round scales of groups to 16 bits; these are numbers of bfloat16.
+    scales = scaled.scales.bfloat16().float() if group < k else scaled.scales
+    spread = scales.view(n, -1)[:, torch.arange(k, device=DEVICE) // group].double()
+    packed = replace(pack_e4m3(scaled.values, scales), group=group if group < k else 0)
+    return as_codes(packed, k), scaled.values.double() * spread
+
+
 def random_matrix(n: int, k: int, form: tuple[int, int, bool]) -> tuple[IntMatrix, torch.Tensor]:
     """Packed, and the weights in float64, of a size with which products of gate and up stay finite in float16."""
     (bits, group, asymmetric), groups = form, -(-k // form[1])
-    if form == E4M3:
-        scaled = quantize(torch.randn(n, k, device=DEVICE).div_(32))
-        weight = scaled.values.double() * scaled.scales.double().unsqueeze(1)
-        return as_codes(pack_e4m3(scaled.values, scaled.scales), k), weight
+    if form in E4M3:
+        return random_e4m3(n, k, group)
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=DEVICE)
     scales = (torch.rand(n, groups, device=DEVICE) + 0.5).div_(1024).half().float()
     zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, device=DEVICE) if asymmetric else None
@@ -162,7 +174,7 @@ def random_matrix(n: int, k: int, form: tuple[int, int, bool]) -> tuple[IntMatri
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("form", [*FORMATS, E4M3], ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, *E4M3], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "n", "k"), [(7, 1000, 1048), (150, 272, 2048), (64, 4096, 4096)])
 def test_products(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.ops.reference import REFERENCE, dequantized, quantize
+from ridgeline.ops.reference import REFERENCE, dequantized
 from ridgeline.ops.table import IntMatrix
 
 pytest.importorskip("triton")
@@ -21,13 +21,14 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from ridgeline.ops.triton import cuda, integer_stream, kernels
-from ridgeline.ops.triton.integer import as_codes, pack, pack_e4m3
+from ridgeline.ops.triton.integer import pack
 from ridgeline.ops.triton.integer_matrix import dequantize
 from ridgeline.ops.triton.integer_shapes import IntStreamTile, stream_for
 from ridgeline.ops.triton.integer_stream import Form, integer_stream_product
 from ridgeline.ops.triton.launch import is_hopper
 from ridgeline.ops.triton.products import ProductShape
 from ridgeline.ops.triton.shapes import MEMORY, PROCESSORS
+from tests.ops.test_integer_ring import E4M3, random_e4m3
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 DEVICE = "cuda" if HOPPER else "cpu"
@@ -120,6 +121,8 @@ def test_gates_take_the_tile_that_deals_evenly() -> None:
         (IntStreamTile(16, 1, 128, 2), Form(8, 0, 128), 1),
         (IntStreamTile(16, 2, 128, 2), Form(8, 0, 0, True), 2),
         (IntStreamTile(64, 2, 128, 2), Form(8, 0, 0, True), 2),
+        (IntStreamTile(64, 2, 128, 2), Form(8, 128, 0, True), 2),
+        (IntStreamTile(16, 1, 128, 2), Form(8, 32, 0, True), 1),
     ],
     ids=str,
 )
@@ -141,7 +144,7 @@ FORMATS = [
     (3, 96, False),
     (8, 1 << 20, False),
     (8, 64, True),
-    (0, 1 << 20, False),  # e4m3 values
+    *E4M3,
 ]
 SMALL = IntStreamTile(16, 1, 128, 2, split=4)
 TILES = {
@@ -150,6 +153,7 @@ TILES = {
     (4, 32, True): (IntStreamTile(64, 2, 128, 2, split=2),),
     (8, 1 << 20, False): (IntStreamTile(64, 2, 128, 2),),
     (0, 1 << 20, False): (IntStreamTile(64, 2, 128, 2), IntStreamTile(8, 2, 128, 2)),
+    (0, 128, False): (IntStreamTile(64, 2, 128, 2), IntStreamTile(8, 2, 128, 2)),
 }
 CASES = [
     *((form, torch.bfloat16, tile) for form in FORMATS for tile in (SMALL, *TILES.get(form, ()))),
@@ -163,9 +167,7 @@ def random(n: int, k: int, form: tuple[int, int, bool]) -> tuple[IntMatrix, torc
     bits, group, asymmetric = form
     groups = -(-k // group)
     if not bits:
-        scaled = quantize(torch.randn(n, k, device=DEVICE).div_(32))
-        weight = scaled.values.double() * scaled.scales.double().unsqueeze(1)
-        return as_codes(pack_e4m3(scaled.values, scaled.scales), k), weight
+        return random_e4m3(n, k, group)
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=DEVICE)
     # Of a size with which products of gate and up stay finite in float16.
     scales = (torch.rand(n, groups, device=DEVICE) + 0.5).div_(1024).half().float()
@@ -214,9 +216,10 @@ def test_products(form: tuple[int, int, bool], dtype: torch.dtype, tile: IntStre
 def test_weights_to_the_bit(dtype: torch.dtype, form: tuple[int, int, bool], size: float) -> None:
     """One input each: the product is the weight as it is when the whole matrix is widened, also where scales are large or small."""
     matrix, _ = random(200, 512, form)
-    matrix.scales.copy_(
-        (matrix.scales.float() * (1024 * size if dtype == torch.bfloat16 else 1024)).to(matrix.scales.dtype)
-    )
+    # Scales of groups of e4m3 values are below LARGEST_SCALE.
+    largest = 128.0 if form in E4M3 else 2.0**14
+    factor = 1024 * min(size, largest) if dtype == torch.bfloat16 else 1024
+    matrix.scales.copy_((matrix.scales.float() * factor).to(matrix.scales.dtype))
     tile, weight = replace(SMALL, split=1), dequantize(matrix, dtype)
     for first in range(0, 512, 80):
         x = torch.eye(512, dtype=dtype, device=DEVICE)[first : first + 80]

@@ -30,9 +30,9 @@ def filled(name: str, seed: int) -> Weight:
     if numbers is None:
         floats = UnquantizedFormat(matmul.unquantized, FLOAT, CPU)
         weight: Weight = (BlockFormat(matmul, FLOAT, CPU) if name else floats).create(SHAPE, Share())
-    elif name in ("fp8", "fp8-weight"):
+    elif name.startswith("fp8"):
         products = matmul.fp8 if numbers.inputs_8bit else matmul.fp8_weight
-        weight = Fp8Format(products, FLOAT, CPU, inputs=numbers.inputs_8bit).create(SHAPE, Share())
+        weight = Fp8Format(products, FLOAT, CPU, inputs=numbers.inputs_8bit, group=numbers.group).create(SHAPE, Share())
     elif numbers.in_blocks:
         weight = BlockFormat(matmul, FLOAT, CPU, numbers).create(replace(SHAPE, of_expert=True), Share())
     elif numbers.kept:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from ridgeline.core.errors import UnsupportedModel
 from ridgeline.ops.blocks import pieces_of
 from ridgeline.ops.reference import FP8
 from ridgeline.ops.table import (
@@ -53,17 +52,15 @@ def _ordered(codes: torch.Tensor, per: int) -> torch.Tensor:
 
 
 def pack_e4m3(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
-    """values e4m3 [out, in], scales float32 [out] -> a matrix whose values lie as codes of 8 bits do (`pack`)."""
+    """values e4m3 [out, in], scales float32 [out] or [out, groups] -> a matrix whose values lie as codes of 8 bits do (`pack`)."""
     packed = _ordered(values.view(torch.uint8), 2).flatten(1).view(FP8)
     return Fp8Matrix(packed, scales.contiguous(), scales.new_empty(0, dtype=torch.int32))
 
 
 def as_codes(matrix: Fp8Matrix, inputs: int) -> IntMatrix:
     """The memory of `pack_e4m3` as the kernels for integers read it. inputs: of the linear, without padding."""
-    if matrix.group:
-        raise UnsupportedModel("A GPU has no products with fp8-block yet: serve it on a CPU, or another checkpoint.")
-    scales, outputs = matrix.scales.unsqueeze(1), len(matrix.scales)
-    return IntMatrix(matrix.values, scales, None, 8, inputs, outputs, inputs, scaling="e4m3")
+    outputs, scales = len(matrix.scales), matrix.scales if matrix.group else matrix.scales.unsqueeze(1)
+    return IntMatrix(matrix.values, scales, None, 8, matrix.group or inputs, outputs, inputs, scaling="e4m3")
 
 
 def with_e4m3(ops: IntOps) -> Fp8Ops:

@@ -5,7 +5,7 @@ A code becomes a float by a bitwise "or" into the mantissa below a fixed exponen
 rounded to x's dtype once, after scaling. With one scale per output channel they are exact.
 
 Codes may also be e4m3 values. Sign, exponent and mantissa move to their places in the float, whose exponent then lacks the
-difference of the biases. A product with a power of two adds it, exactly, also for subnormal codes.
+difference of the biases. The product with the scale, or with 1, times a power of two adds it, also for subnormal codes.
 Source: Kim et al. 2022, "Who Says Elephants Can't Run".
 """
 
@@ -24,8 +24,9 @@ from ridgeline.ops.triton.launch import OLDEST_CAPABILITY, await_inputs, overlap
 
 # Magic exponent per dtype. It converts the codes of one bit position in both halves of a register at a time.
 _MAGIC = {torch.bfloat16: ("0x43004300", "bf16x2"), torch.float16: ("0x64006400", "f16x2")}
-# Of e4m3 per dtype: bits by which exponent and mantissa are shifted from the lower byte of each half, their mask, and 2^120 or 2^8.
-_E4M3 = {torch.bfloat16: (4, "0x07F007F0", "0x7B807B80"), torch.float16: (7, "0x3F803F80", "0x5C005C00")}
+# Of e4m3 per dtype: bits by which exponent and mantissa are shifted from the lower byte of each half, their mask, and the power of
+# two of the exponents' biases.
+_E4M3 = {torch.bfloat16: (4, "0x07F007F0", 2.0**120), torch.float16: (7, "0x3F803F80", 2.0**8)}
 EMULATED_E4M3 = tl.constexpr("e4m3")
 """In place of PTX: Triton arithmetic converts codes that are e4m3 values."""
 
@@ -68,18 +69,18 @@ def conversion(bits: int, dtype: torch.dtype, scaled: bool, shifted: bool, apart
 
 @cache
 def conversion_e4m3(dtype: torch.dtype, apart: bool = False) -> str:
-    """As `conversion`, of codes that are e4m3 values; shift and scale are ignored. The NaNs of e4m3 become 480, which no matrix
-    holds."""
-    (distance, mask, power), kind = _E4M3[dtype], _MAGIC[dtype][1]
-    codes, results = ("$4", ["r0", "r1"]) if apart else ("$2", ["$0", "$1"])
-    lines = [f"{{ .reg .b32 c, t, power, r0, r1; mov.b32 power, {power};"]
+    """As `conversion`, of codes that are e4m3 values: $0.. = code * scale, whose scale contains the power of _E4M3. The shift is
+    ignored. The NaNs of e4m3 become 480, which no matrix holds."""
+    (distance, mask, _), kind = _E4M3[dtype], _MAGIC[dtype][1]
+    codes, scale, results = ("$4", "{$6, $6}", ["r0", "r1"]) if apart else ("$2", "$4", ["$0", "$1"])
+    lines = [f"{{ .reg .b32 c, t, scale, r0, r1; mov.b32 scale, {scale};"]
     for index, result in enumerate(results):
         sign = codes if index else "c"
         moved = f"shr.b32 t, {codes}, {8 - distance};" if index else f"shl.b32 t, {codes}, {distance};"
         if not index:
             lines.append(f"shl.b32 c, {codes}, 8;")
         lines.append(f"{moved} and.b32 t, t, {mask}; lop3.b32 t, {sign}, 0x80008000, t, 0xEA;")
-        lines.append(f"mul.rn.{kind} {result}, t, power;")
+        lines.append(f"mul.rn.{kind} {result}, t, scale;")
         if apart:
             lines.append(f"mov.b32 {{${index}, ${2 + index}}}, {result};")
     return " ".join([*lines, "}"])
@@ -131,7 +132,7 @@ def _codes(p, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.cons
             return tl.inline_asm_elementwise(PTX, four, operands, (tl.float16,) * 4, True, 2)
     words, s, z = p.to(tl.int32), scale.to(tl.float32), shift.to(tl.float32)
     if PTX == EMULATED_E4M3:
-        return from_e4m3(words).to(TYPE), from_e4m3(words >> 8).to(TYPE)
+        return (from_e4m3(words) * s).to(TYPE), (from_e4m3(words >> 8) * s).to(TYPE)
     elif BITS == 8:
         c0 = (((words << 24) >> 24).to(tl.float32) - z) * s
         c1 = (((words << 16) >> 24).to(tl.float32) - z) * s
@@ -205,6 +206,7 @@ def _factors(
     SHIFT: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
+    POWER: tl.constexpr,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -213,10 +215,10 @@ def _factors(
     """(shift, scale) of a block's weights from the result of `_read`."""
     CHUNKS: tl.constexpr = BLOCK * BITS // 512
     PIECES: tl.constexpr = 1 if GROUP % (512 // BITS) == 0 else 4
-    factor = tl.full((ROWS, CHUNKS, 1, PIECES, 1), 1.0, TYPE)
+    factor = tl.full((ROWS, CHUNKS, 1, PIECES, 1), POWER, TYPE)
     shift = tl.full((ROWS, CHUNKS, 1, PIECES, 1), SHIFT, TYPE)
     if GROUP > 0:
-        factor = tl.reshape(scale.to(TYPE), (ROWS, CHUNKS, 1, PIECES, 1))
+        factor = tl.reshape((scale.to(tl.float32) * POWER).to(TYPE), (ROWS, CHUNKS, 1, PIECES, 1))
     if ZEROS:
         shift = tl.reshape((zero.to(tl.float32) + SHIFT).to(TYPE), (ROWS, CHUNKS, 1, PIECES, 1))
     return shift, factor
@@ -229,9 +231,11 @@ def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> d
     width = 8 if signed else 4
     emulated = dtype not in _MAGIC or not matrix.codes.is_cuda
     for_device = with_fused if _fuses(matrix.codes.device) else str
+    group = matrix.group if scaled else 0
     if matrix.scaling == "e4m3":
         ptx = EMULATED_E4M3.value if emulated else for_device(conversion_e4m3(dtype, vectors))
-        return {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": width, "PTX": ptx}
+        power = 1.0 if emulated else _E4M3[dtype][2]
+        return {"SHIFT": 0.0, "GROUP": group, "ZEROS": False, "BITS": width, "PTX": ptx, "POWER": power}
     shift = (0.0 if emulated else shift_of(width, dtype)) - (128.0 if signed else 0.0) * (matrix.zeros is not None)
     if matrix.zeros is None and not signed:
         shift += 1 << matrix.bits - 1
@@ -239,10 +243,11 @@ def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> d
     shifted = bool(shift) or matrix.zeros is not None
     return {
         "SHIFT": shift,
-        "GROUP": matrix.group if scaled else 0,
+        "GROUP": group,
         "ZEROS": matrix.zeros is not None,
         "BITS": width,
         "PTX": "" if emulated else for_device(conversion(width, dtype, each and scaled, each and shifted, vectors)),
+        "POWER": 1.0,
     }
 
 
@@ -261,6 +266,7 @@ def dequantize_kernel(
     ZEROS: tl.constexpr,
     BITS: tl.constexpr,
     PTX: tl.constexpr,
+    POWER: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -269,7 +275,7 @@ def dequantize_kernel(
     points.
 
     GROUP: inputs per scale; 0: one scale per row. SHIFT: constant offset of the codes (without the zero point if ZEROS). PTX: see
-    `conversion`; "" and EMULATED_E4M3 use Triton arithmetic instead.
+    `conversion`; "" and EMULATED_E4M3 use Triton arithmetic instead. POWER: what the conversion needs scales to be multiplied by.
     """
     PER: tl.constexpr = 16 // BITS
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -279,7 +285,7 @@ def dequantize_kernel(
     inside = (row < n)[:, None] & (unit < units)[None, :]
     p = tl.load(w_ptr + row.to(tl.int64)[:, None] * units + unit[None, :], mask=inside, other=0)
     scale, zero = _read(scale_ptr, zero_ptr, row, n, first, groups, GROUP, ZEROS, BITS, BLOCK)
-    shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, TYPE, BITS, ROWS, BLOCK)
+    shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, POWER, TYPE, BITS, ROWS, BLOCK)
     w = _widen(p, shift, factor, BITS, TYPE, ROWS, BLOCK, PTX)
     if GROUP == 0:
         w = w.to(tl.float32) * tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]

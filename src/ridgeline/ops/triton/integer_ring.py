@@ -140,21 +140,23 @@ def _widen(
     p,
     scale,
     zero,
-    SHIFT: gl.constexpr,
-    GROUP: gl.constexpr,
-    ZEROS: gl.constexpr,
-    BITS: gl.constexpr,
+    FORM: gl.constexpr,
     TYPE: gl.constexpr,
-    PTX: gl.constexpr,
     TO: gl.constexpr,
 ):
     """Dequantize codes p int16 [ROWS, 4, pieces, 2] of a step to weights [ROWS, 64] in registers, in wgmma's operand layout."""
     ROWS: gl.constexpr = p.shape[0]
     LAYOUT: gl.constexpr = p.type.layout
-    factor = gl.full([ROWS, 1, 1, 1], 1.0, TYPE, LAYOUT)
+    SHIFT: gl.constexpr = FORM[0]
+    GROUP: gl.constexpr = FORM[1]
+    ZEROS: gl.constexpr = FORM[2]
+    BITS: gl.constexpr = FORM[3]
+    PTX: gl.constexpr = FORM[4]
+    POWER: gl.constexpr = FORM[5]
+    factor = gl.full([ROWS, 1, 1, 1], POWER, TYPE, LAYOUT)
     shift = gl.full([ROWS, 1, 1, 1], SHIFT, TYPE, LAYOUT)
     if GROUP > 0:
-        factor = scale.to(TYPE)
+        factor = (scale.to(gl.float32) * POWER).to(TYPE)
     if ZEROS:
         shift = (zero.to(gl.float32) + SHIFT).to(TYPE)
     operands = [p, gl.broadcast(shift, p)[0], gl.broadcast(factor, p)[0]]
@@ -210,14 +212,12 @@ def _multiply(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Consumer warps: dequantize and multiply the blocks in the ring, then store. FORM: (SHIFT, GROUP, ZEROS, BITS, PTX)."""
+    """Consumer warps: dequantize and multiply the blocks in the ring, then store. FORM: (SHIFT, GROUP, ZEROS, BITS, PTX, POWER)."""
     codes, tokens, full, free = ring
     batches = work[2]
-    SHIFT: gl.constexpr = FORM[0]
     GROUP: gl.constexpr = FORM[1]
     ZEROS: gl.constexpr = FORM[2]
     BITS: gl.constexpr = FORM[3]
-    PTX: gl.constexpr = FORM[4]
     SIDES: gl.constexpr = 1 if KIND == 0 else 2
     ROWS: gl.constexpr = codes.shape[1]
     BATCH: gl.constexpr = tokens.shape[1]
@@ -276,23 +276,23 @@ def _multiply(
                 chunks = stage * SIDES * CHUNKS
                 p = _codes(codes, chunks, step, BITS, FRAGMENT2, FRAGMENT4)
                 if SIDES == 2:
-                    w0 = _widen(p, scale[step], zero[step], SHIFT, GROUP, ZEROS, BITS, TYPE, PTX, LEFT)
+                    w0 = _widen(p, scale[step], zero[step], FORM, TYPE, LEFT)
                     total = warpgroup_mma(w0, x, total, is_async=True)
                     total, up, w1 = warpgroup_mma_wait(1, deps=[total, up, w1])
                     if step == 0:
                         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=block > 0)
                     p = _codes(codes, chunks + CHUNKS, step, BITS, FRAGMENT2, FRAGMENT4)
-                    w1 = _widen(p, scale_up[step], zero_up[step], SHIFT, GROUP, ZEROS, BITS, TYPE, PTX, LEFT)
+                    w1 = _widen(p, scale_up[step], zero_up[step], FORM, TYPE, LEFT)
                     up = warpgroup_mma(w1, x, up, is_async=True)
                     total, up, w0 = warpgroup_mma_wait(1, deps=[total, up, w0])
                 elif step % 2 == 0:
-                    w0 = _widen(p, scale[step], zero[step], SHIFT, GROUP, ZEROS, BITS, TYPE, PTX, LEFT)
+                    w0 = _widen(p, scale[step], zero[step], FORM, TYPE, LEFT)
                     total = warpgroup_mma(w0, x, total, is_async=True)
                     total, w1 = warpgroup_mma_wait(1, deps=[total, w1])
                     if step == 0:
                         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=block > 0)
                 else:
-                    w1 = _widen(p, scale[step], zero[step], SHIFT, GROUP, ZEROS, BITS, TYPE, PTX, LEFT)
+                    w1 = _widen(p, scale[step], zero[step], FORM, TYPE, LEFT)
                     total = warpgroup_mma(w1, x, total, is_async=True)
                     total, w0 = warpgroup_mma_wait(1, deps=[total, w0])
             scale, zero, scale_up, zero_up = next_scale, next_zero, next_scale_up, next_zero_up
@@ -340,6 +340,7 @@ def integer_ring_kernel(
     ZEROS: gl.constexpr,
     BITS: gl.constexpr,
     PTX: gl.constexpr,
+    POWER: gl.constexpr,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
     KIND: gl.constexpr,
@@ -375,7 +376,7 @@ def integer_ring_kernel(
     work = (tiles, (k + BLOCK - 1) // BLOCK, batches)
     tensors = (bias_ptr, out_ptr, part_ptr, arrivals_ptr)
     matrix = (scale_ptr, zero_ptr, groups)
-    FORM: gl.constexpr = (SHIFT, GROUP, ZEROS, BITS, PTX)
+    FORM: gl.constexpr = (SHIFT, GROUP, ZEROS, BITS, PTX, POWER)
     gl.warp_specialize(
         [
             (_multiply, (tensors, matrix, ring, work, m, n, FORM, BIAS, ADD, KIND, SPLIT, STAGES, WARPS, PDL)),

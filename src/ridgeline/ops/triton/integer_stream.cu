@@ -1,7 +1,7 @@
 // out^T = W x^T for integer weights and up to 64 tokens, on Hopper. ops/triton/integer_stream.py describes its use and defines
 // BATCH (tokens), GROUPS (consumer groups of four warps), STEP (inputs of a stage), STAGES, SIDES (2: gate and up), EACH (programs
 // per SM), BITS, GROUP (inputs per scale; 0: one per row), ZEROS (whether groups have zero points), ZERO (the common one otherwise),
-// E4M3 (codes are e4m3 values, with one float32 scale per row) and TYPE. SUM_NAMES and similar: pairs.py.
+// E4M3 (codes are e4m3 values, with float32 scales) and TYPE. SUM_NAMES and similar: pairs.py.
 //
 // A program computes ROWS rows of the weight (with an activation half of them of gate, half of up); `split` programs share these
 // rows' inputs. A producer warp fills a ring with codes and x. Each consumer group multiplies 64 rows. The 16 bytes that a thread
@@ -59,19 +59,32 @@ __device__ __forceinline__ float from(unsigned short x) {
 // also holds for 8 bits, because the exponent field 1 continues the range. One fused multiply-add scales it and subtracts the zero
 // point's part, which is exact if the zero point is a power of two. Its result is the weight times 2^-DOWN, so that no scale
 // overflows. float16 has too few such bits: there codes are placed above 1,024, which is subtracted before scaling. Parts of an e4m3
-// code are moved to their places in the float, and a product with POWER adds the difference of the exponents' biases.
+// code are moved to their places in the float, and a product with POWER times the scale adds the difference of the exponents' biases.
 constexpr bool BRAIN = sizeof(TYPE) == 5;
 constexpr u32 DOWN = BRAIN && !E4M3 ? 22 : 0;
-constexpr u32 MOVED = BRAIN ? 4 : 7, PARTS = BRAIN ? 0x07F007F0 : 0x3F803F80, POWER = BRAIN ? 0x7B807B80 : 0x5C005C00;
+constexpr u32 MOVED = BRAIN ? 4 : 7, PARTS = BRAIN ? 0x07F007F0 : 0x3F803F80;
+constexpr float POWER = BRAIN ? 0x1p120f : 0x1p8f;
 constexpr u32 MAGIC = (BITS == 8 ? 0x00800080 : 0) | (BRAIN ? 0 : 0x64006400);
 constexpr bool TWICE = GROUP && (ZEROS || !BRAIN);  // the scale is a separate instruction
+
+#if E4M3
+typedef float Scale;
+__device__ __forceinline__ float value_of(Scale x) { return x; }
+#else
+typedef unsigned short Scale;
+__device__ __forceinline__ float value_of(Scale x) { return from_half(x); }
+#endif
 
 struct Spot {
   u32 factor[2], less, odd, scale;  // for codes in the lower and in the upper half of a byte
 };
-__device__ __forceinline__ Spot spot(unsigned short scale_bits, unsigned char zero_bits) {
-  const float scale = GROUP ? from_half(scale_bits) : 1.0f, zero = ZEROS ? (float)zero_bits : ZERO;
+__device__ __forceinline__ Spot spot(Scale scale_bits, unsigned char zero_bits) {
+  const float scale = GROUP ? value_of(scale_bits) : 1.0f, zero = ZEROS ? (float)zero_bits : ZERO;
   Spot s;
+  if (E4M3) {
+    s.scale = rounded(scale * POWER, scale * POWER);
+    return s;
+  }
   s.scale = TWICE ? rounded(scale, scale) : 0;
   if (BRAIN) {
     const float up = (TWICE ? 1.0f : scale) * 0x1p111f;
@@ -100,7 +113,7 @@ __device__ __forceinline__ u32 widened(u32 c, const Spot& s, u32 magic) {
   if (E4M3) {
     t = (J ? c >> (8 - MOVED) : c << MOVED) & PARTS;
     t |= (J ? c : c << 8) & 0x80008000;
-    asm("mul.rn." TYPE "x2 %0, %0, %1;" : "+r"(t) : "r"(POWER));
+    asm("mul.rn." TYPE "x2 %0, %0, %1;" : "+r"(t) : "r"(s.scale));
     return t;
   }
   constexpr u32 ODD = BITS == 4 ? J % 2 : 0;
@@ -117,15 +130,15 @@ __device__ __forceinline__ u32 widened(u32 c, const Spot& s, u32 magic) {
 
 // Scales and zero points of a row's spans in a block, as stored. LAST: a block that may extend past the row's end.
 struct Factors {
-  unsigned short scale[GROUP ? SPANS : 1];
+  Scale scale[GROUP ? SPANS : 1];
   unsigned char zero[ZEROS ? SPANS : 1];
 };
 template <bool LAST>
-__device__ __forceinline__ Factors factors(const unsigned short* scales, const unsigned char* zeros, u32 groups, u32 block) {
+__device__ __forceinline__ Factors factors(const Scale* scales, const unsigned char* zeros, u32 groups, u32 block) {
   Factors f;
   constexpr u32 BY = GROUP ? GROUP : 1;
   const u32 first = !GROUP || LAST ? 0 : SPAN == GROUP ? block * SPANS : block * STEP / BY;
-  const unsigned short* scale = scales + first;
+  const Scale* scale = scales + first;
   const unsigned char* zero = zeros + first;
 #pragma unroll
   for (u32 i = 0; i < SPANS; ++i) {
@@ -142,7 +155,7 @@ __device__ __forceinline__ float activated(float gate, float up, u32 kind) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
-    integer_product(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const unsigned short* scales,
+    integer_product(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const Scale* scales,
                     const unsigned char* zeros, const unsigned short* bias, const unsigned short* stream, unsigned short* out,
                     float* parts, u32* arrivals, u32 tokens, u32 features, u32 inputs, u32 groups, u32 batches, u32 split, u32 kind) {
   extern __shared__ unsigned char memory[];
@@ -193,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
   const u32 line = LINE == 128 ? eighth % 2 * 4 + eighth / 2 : eighth;
   // A thread has two of 64 rows: 8 apart, or one of gate and one of up.
   const u32 own = warp * (16 / SIDES) + line;
-  const unsigned short* scales_of[2];
+  const Scale* scales_of[2];
   const unsigned char* zeros_of[2];
 #pragma unroll
   for (u32 r = 0; r < 2; ++r) {
@@ -355,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, EACH)
           for (u32 side = 0; side < SIDES; ++side) {
             v[j][side][k] *= (float)(1 << DOWN);
             const u32 row = side * features + feature;
-            if (!GROUP) v[j][side][k] *= E4M3 ? __ldg((const float*)scales + row) : from_half(__ldg(scales + row));
+            if (!GROUP) v[j][side][k] *= value_of(__ldg(scales + row));
             if (bias) v[j][side][k] += from(__ldg(bias + side * features + feature));
           }
           r[k] = SIDES == 2 ? activated(v[j][0][k], v[j][SIDES - 1][k], kind) : v[j][0][k];

@@ -34,7 +34,7 @@ SMALLEST_STEP = 128
 @dataclass(frozen=True, slots=True)
 class Form:
     """Compile-time format of a matrix. group: inputs per scale, 0: one scale per row. zero: common zero point; None: one per
-    group. is_e4m3: codes are e4m3 values, with one float32 scale per row."""
+    group. is_e4m3: codes are e4m3 values, with float32 scales."""
 
     bits: int
     group: int
@@ -43,10 +43,11 @@ class Form:
 
     @classmethod
     def of(cls, matrix: IntMatrix) -> Form:
+        group = matrix.group if matrix.group < matrix.d_in else 0
         if matrix.scaling == "e4m3":
-            return cls(8, 0, 0, True)
+            return cls(8, group, 0, True)
         bits, zero = 8 if matrix.bits == 8 else 4, 1 << matrix.bits - 1
-        return cls(bits, matrix.group if matrix.group < matrix.d_in else 0, zero if matrix.zeros is None else None)
+        return cls(bits, group, zero if matrix.zeros is None else None)
 
 
 def ring(tile: IntStreamTile, bits: int) -> tuple[int, int]:

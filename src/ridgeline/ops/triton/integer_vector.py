@@ -121,7 +121,7 @@ def _floats(word, shift, scale, BITS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.
         else:
             code = word >> (4 * index) & 15
         if PTX == EMULATED_E4M3:
-            value = from_e4m3(code)
+            value = from_e4m3(code) * scale
         else:
             value = (code.to(tl.float32) - shift) * scale
         floats = floats + (value.to(TYPE),)  # type: ignore[assignment]
@@ -235,6 +235,7 @@ def integer_vector_kernel(
     ZEROS: tl.constexpr,
     BITS: tl.constexpr,
     PTX: tl.constexpr,
+    POWER: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
@@ -293,7 +294,7 @@ def integer_vector_kernel(
         for chunk_set in tl.static_range(SETS):
             if CHUNK_SCALES:
                 none = tl.full((8, WARPS, EIGHTS, 4, 4), 0.0, TYPE)
-                a = _weights(w[chunk_set], none, none + 1.0, BITS, TYPE, PTX, EIGHTS, WARPS)
+                a = _weights(w[chunk_set], none, none + POWER, BITS, TYPE, PTX, EIGHTS, WARPS)
                 sums = total
                 if GROUP > 0:
                     sums = tl.zeros((WARPS, EIGHTS * 8, 8), tl.float32)
@@ -306,7 +307,7 @@ def integer_vector_kernel(
                 else:
                     total = sums
             else:
-                factor = _pieces(scale[chunk_set].to(TYPE), EIGHTS, WARPS)
+                factor = _pieces((scale[chunk_set].to(tl.float32) * POWER).to(TYPE), EIGHTS, WARPS)
                 shift = tl.full((8, WARPS, EIGHTS, 4, 4), SHIFT, TYPE)
                 if ZEROS:
                     shift = _pieces((zero[chunk_set].to(tl.float32) + SHIFT).to(TYPE), EIGHTS, WARPS)
