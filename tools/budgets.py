@@ -114,6 +114,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "models/mxfp4.py": "start-up: experts in published checkpoints of gpt-oss",
     "models/more_families.py": "start-up: data of families",
     "models/tensor_names.py": "start-up: names and layouts of tensors in published checkpoints",
+    "models/unquantized_modules.py": "start-up: lists of unquantized modules in config.json",
     "ops/__init__.py": "empty",
     "ops/verify.py": "reference of the kernels that verify drafts, in plain PyTorch",
     "ops/merge.py": "attention from its parts, and with sinks",

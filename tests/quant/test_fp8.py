@@ -8,7 +8,7 @@ import torch
 from ridgeline.core.errors import UnsupportedModel
 from ridgeline.ops.reference import FP8, FP8_REFERENCE, REFERENCE, quantize
 from ridgeline.ops.table import Normed
-from ridgeline.quant.format import LinearShape, Part, Share
+from ridgeline.quant.format import LinearShape, Part, Share, max_abs
 from ridgeline.quant.fp8 import Fp8Format, Fp8Weight, Stored
 
 CPU = torch.device("cpu")
@@ -137,3 +137,15 @@ def test_numbers_that_cannot_be_held_are_refused(bad: float) -> None:
     stored = form("channel").create(LinearShape(4, (Part(2, 1),)), Share())
     with pytest.raises(UnsupportedModel, match="NaN, infinite"):
         stored.load(0, "weight_scale", torch.tensor([[1.0], [-bad]]))
+
+
+def test_largest_magnitude_of_codes() -> None:
+    """That of the values, which the loader compares; NaN for either of its two codes."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = codes[codes & 127 != 127]
+    noise = torch.Generator().manual_seed(0)
+    for count in (1, 2, 3, 50):
+        values = finite[torch.randint(len(finite), (count,), generator=noise)].view(1, -1).view(FP8)
+        assert max_abs(values) == values.float().abs().max()
+    for bad in (0x7F, 0xFF):
+        assert max_abs(torch.cat((finite, codes[bad].view(1))).view(FP8)).isnan()

@@ -17,6 +17,7 @@ from ridgeline.models.build import DTYPES
 from ridgeline.models.config import read_spec
 from ridgeline.models.stored import KEY
 from ridgeline.models.tensor_names import require_llama
+from ridgeline.models.unquantized_modules import check_modules
 from ridgeline.models.weights import EMBEDDING, FINAL_NORM, HEAD, LINEARS, UNUSED, checkpoint_files, opened, short_name
 
 LAYER = "layers"
@@ -51,6 +52,7 @@ class Checkpoint:
                 "fp8-weight, which quantize its experts while they load."
             )
         self.storage: Storage = read_storage(self.config)
+        check_modules(self.config, self.spec)
         self.files = checkpoint_files(folder) if needs_weights or any(folder.glob("*.safetensors*")) else ()
         self._locations: dict[str, tuple[Path, str]] = {}
         for path in self.files:

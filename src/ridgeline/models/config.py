@@ -34,6 +34,7 @@ from ridgeline.models.family import REQUIRED, Family
 from ridgeline.models.rope import read_rope
 from ridgeline.models.stored import KEY as QUANTIZATION
 from ridgeline.models.stored import StoredAs, read_stored
+from ridgeline.models.unquantized_modules import check_modules
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -163,7 +164,7 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
     traits |= {
         name: float(values[key]) ** power for name, (key, power) in family.numbers.items() if values[key] is not None
     }
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=family.architectures[0],
         vocab_size=values["vocab_size"],
         d_model=values["hidden_size"],
@@ -181,6 +182,8 @@ def _read_spec(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mode
         eos_ids=_eos(generation, outer, text),
         **{**traits, **family.traits},
     )
+    check_modules(config, spec)
+    return spec
 
 
 def _shared(layers: Sequence[LayerSpec], values: Mapping[str, Any]) -> Sequence[LayerSpec]:

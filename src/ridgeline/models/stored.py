@@ -19,14 +19,15 @@ from ridgeline.quant.layouts import BITS, Layout, Published
 
 KEY = "quantization_config"
 HEAD = "lm_head"
-# Keys that do not affect the numbers, or that are read below.
+# Keys that do not affect the numbers, or that are read below, or in models.unquantized_modules.
 _KNOWN = {
     "compressed-tensors": "format config_groups ignore quantization_status global_compression_ratio version",
     "fp8": "activation_scheme weight_block_size ignored_layers modules_to_not_convert fmt weight_per_tensor",
     "gptq": "bits group_size desc_act sym lm_head checkpoint_format format pack_dtype true_sequential damp_percent version "
     "static_groups model_name_or_path model_file_base_name meta quantizer is_marlin_format use_exllama exllama_config "
     "disable_exllama max_input_length cache_block_outputs batch_size dataset tokenizer block_name_to_quantize backend "
-    "module_name_preceding_first_block use_cuda_fp16 model_seqlen hyb_act act_group_aware pad_token_id pack_impl",
+    "module_name_preceding_first_block use_cuda_fp16 model_seqlen hyb_act act_group_aware pad_token_id pack_impl "
+    "modules_in_block_to_quantize dynamic",
     "awq": "bits group_size zero_point version modules_to_not_convert backend do_fuse fuse_max_seq_len exllama_config "
     "modules_to_fuse lm_head",
     "mxfp4": "modules_to_not_convert",
@@ -92,7 +93,6 @@ def _compressed_tensors(section: Mapping[str, Any]) -> StoredAs:
         raise _refused("targets", group.get("targets"), '. Supported: ["Linear"]')
     if group.get("output_activations") not in _EMPTY:
         raise _refused("output_activations", group["output_activations"])
-    _layers(section.get("ignore"), "ignore", head_is_unquantized=False)
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     return readers[form](weights, inputs)
 
@@ -151,8 +151,6 @@ def _fp8(section: Mapping[str, Any]) -> StoredAs:
         raise _refused("activation_scheme", section.get("activation_scheme"), ". Supported: dynamic")
     if section.get("fmt", "e4m3") != "e4m3":
         raise _refused("fmt", section["fmt"], ". Supported: e4m3")
-    for key in ("ignored_layers", "modules_to_not_convert"):
-        _layers(section.get(key), key, head_is_unquantized=True)
     return StoredAs("fp8-block", "block") if blocks else StoredAs("fp8", "tensor")
 
 
@@ -178,7 +176,6 @@ def _awq(section: Mapping[str, Any]) -> StoredAs:
         raise _refused("version", section["version"], ". Supported: gemm")
     if section.get("lm_head"):
         raise _refused("lm_head", section["lm_head"], f": {HEAD} must not be quantized")
-    _layers(section.get("modules_to_not_convert"), "modules_to_not_convert", head_is_unquantized=True)
     return _integers(
         Published("awq", section.get("bits", 0), _group(section), bool(section.get("zero_point", True))), "bits"
     )
@@ -199,15 +196,6 @@ def _integers(form: Published, key: str) -> StoredAs:
     if name not in NUMBER_FORMATS:
         raise _refused("group_size", form.group, f". Supported: {', '.join(map(str, GROUPS))} and -1 (per channel)")
     return StoredAs(name, integers=form)
-
-
-def _layers(names: Any, key: str, *, head_is_unquantized: bool) -> None:
-    """Check the list of unquantized linears: the head must be unquantized, and all others quantized."""
-    unquantized = [name for name in names or () if name != HEAD]
-    if unquantized:
-        raise _refused(key, unquantized, f". Supported: only {HEAD}, all other linears must be quantized")
-    if not head_is_unquantized and HEAD not in (names or ()):
-        raise _refused(key, names, f": {HEAD} must be in the list, because a quantized {HEAD} is not supported")
 
 
 def _sparse(section: Mapping[str, Any]) -> bool:

@@ -17,6 +17,10 @@ _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 ROWS = ("weight", "bias", "weight_scale", "weight_scale_inv")
 """Tensors of a linear that have a row for each output."""
+QUANTIZED_GATE = re.compile(
+    r"\.(gate|router|shared_expert_gate)\.(qweight|qzeros|scales|g_idx|weight_(packed|scale|scale_inv|zero_point|shape))$"
+)
+"""Tensors of a router, or of the gate of a shared expert, that are in a number format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +93,16 @@ LAYOUTS: Mapping[str, Layout] = {
 
 def as_llama(spec: ModelSpec, tensors: Tensors) -> Tensors:
     """Yield the tensors of a checkpoint of `spec` with the names and the layout of Llama's. Raises UnsupportedModel for a number
-    format whose tensors cannot be divided into projections."""
+    format whose tensors cannot be divided into projections, and for a router in a number format."""
     layout = LAYOUTS.get(spec.architecture, Layout())
     for name, get in separate_stacked(tensors) if layout.stacked_experts else tensors:
         if layout.unused and re.search(layout.unused, name):
             continue
+        if QUANTIZED_GATE.search(name):
+            raise UnsupportedModel(
+                f"The tensor {name} is of a quantized router, which is not supported: routers and gates of experts must be in "
+                "floating point. Use another checkpoint of the model, or the unquantized one with --quantization."
+            )
         for pattern, replacement in layout.names:
             name = re.sub(pattern, replacement, name)
         if layout.transposed and name.endswith(("_proj.weight", "c_attn.weight")):
