@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,7 +176,11 @@ def test_a_gpu_refuses_formats_before_weights_load(tmp_path: Path) -> None:
         adapters=REFERENCE.adapters,
         experts=TritonExperts(),
     )
-    spec = load(tmp_path, quantization="int4").spec
-    with pytest.raises(ConfigError, match="no products for experts in int4: use --quantization fp8-weight, or none"):
+    spec = load(tmp_path, quantization="w8a8").spec
+    known = "fp8, fp8-block, fp8-weight, int3, int4, int8, mxfp4"
+    with pytest.raises(
+        ConfigError, match=f"no products for experts in w8a8, only in {known}: serve a checkpoint in one"
+    ):
         _check_experts(spec, ops, torch.device("cuda"))
-    _check_experts(load(tmp_path).spec, ops, torch.device("cuda"))
+    for form in ("", "int4-g32-zp", "fp8"):
+        _check_experts(replace(spec, quantization=form), ops, torch.device("cuda"))

@@ -115,7 +115,7 @@ def _weight_format(name: str, spec: ModelSpec, ops: Ops, device: torch.device, s
         return UnquantizedFormat(matmul.unquantized, dtype, device)
     numbers = NUMBER_FORMATS[name]
     if name in ("fp8-weight", "fp8-block"):
-        return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, False, numbers.group, bool(ops.experts))
+        return Fp8Format(matmul.fp8_weight, dtype, device, stored.scales, False, numbers.group)
     if name != "fp8":
         if stored.blocks or numbers.in_blocks:
             held = {spec.quantization, spec.head_format, *(name for layer in spec.layers for name in layer.formats)}
@@ -134,7 +134,7 @@ def _weight_format(name: str, spec: ModelSpec, ops: Ops, device: torch.device, s
             "--quantization fp8 needs a GPU of compute capability 8.9 or newer (L4, RTX 4090, H100): use another format.",
             param="quantization",
         )
-    return Fp8Format(matmul.fp8, dtype, device, stored.scales)
+    return Fp8Format(matmul.fp8, dtype, device, stored.scales, of_experts=matmul.fp8_weight if ops.experts else None)
 
 
 def _host(spec: ModelSpec, ops: Ops, mesh: Mesh, stored: StoredAs) -> Host | None:
@@ -155,9 +155,10 @@ def _check_experts(spec: ModelSpec, ops: Ops, device: torch.device) -> None:
     """Raise ConfigError for a number format in which the device cannot multiply by experts."""
     formats = ops.experts.formats if ops.experts else {spec.quantization}
     if device.type == "cuda" and spec.quantization not in formats and any(layer.experts for layer in spec.layers):
-        known = ", ".join(sorted(name for name in formats if name and not NUMBER_FORMATS[name].published))
+        known = ", ".join(sorted(name for name in formats if "-g" not in name and "-channel" not in name and name))
         raise ConfigError(
-            f"A GPU has no products for experts in {spec.quantization}: use --quantization {known}, or none.",
+            f"A GPU has no products for experts in {spec.quantization}, only in {known}: serve a checkpoint in one of these, or an "
+            "unquantized one, or use --device cpu.",
             param="quantization",
         )
 

@@ -8,10 +8,10 @@ import torch
 
 from ridgeline.core.experts import ExpertSpec
 from ridgeline.models.building import Build, gather, sum_terms
-from ridgeline.ops.experts import Grouped, by_expert, divide_copies, route
+from ridgeline.ops.experts import by_expert, divide_copies, route
 from ridgeline.ops.reference import clamped_swiglu
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import FloatInput, Matrix, apply_norm
+from ridgeline.ops.table import FloatInput, Grouped, Matrix, apply_norm
 from ridgeline.quant.format import LinearShape, Part, Share, Weight
 from ridgeline.quant.unquantized import UnquantizedFormat
 
@@ -128,8 +128,7 @@ class Experts:
     def finish_loading(self) -> None:
         """All weights are loaded: hand those of the experts to a device that groups them."""
         if self._ops is not None and self.experts:
-            gate_up = [expert.gate_up.tensors() for expert in self.experts]
-            down = [expert.down.tensors() for expert in self.experts]
+            gate_up, down = zip(*((each.gate_up.stored(), each.down.stored()) for each in self.experts), strict=True)
             self.experts = ()
             self._grouped = self._ops.group(gate_up, down, self._kind, self._held)
 

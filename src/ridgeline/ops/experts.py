@@ -6,8 +6,8 @@ that has tokens: a step of one token reads only its own experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Container
+from typing import NamedTuple
 
 import torch
 
@@ -58,28 +58,3 @@ def by_expert(width: int, chosen: Chosen, counts: list[int], run: RunExpert, hel
         if count and expert in held:
             out.index_add_(0, tokens[part], run(expert, tokens[part]).float() * shares[part])
     return out
-
-
-Tensors = tuple[torch.Tensor, ...]
-
-
-class Grouped(Protocol):
-    """The weights of all experts of a layer, multiplied without the host: for devices whose steps are captured."""
-
-    def __call__(
-        self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool, load: torch.Tensor
-    ) -> torch.Tensor:
-        """`route`, then `by_expert` of x [T, D]. Adds each expert's tokens to load int64 [experts]. logits: contiguous."""
-
-    def tensors(self) -> tuple[torch.Tensor, ...]: ...
-
-
-class ExpertOps(Protocol):
-    """formats: number formats of the layers (--quantization) whose experts the device groups. group: takes the
-    tensors of the merged gate and up, and of down, of the experts in `held`, as Weight.tensors returns them:
-    (weight [outputs, inputs],) or (e4m3 values, scales [outputs]), and a bias [outputs] if the experts have them."""
-
-    @property
-    def formats(self) -> frozenset[str]: ...
-
-    def group(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, held: range) -> Grouped: ...

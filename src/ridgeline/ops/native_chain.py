@@ -12,8 +12,9 @@ import torch
 from ridgeline.ops.native.binding import Kernels
 from ridgeline.ops.native_layers import ViewOf, layer_structs
 from ridgeline.ops.native_rows import STATE, at, state_of
+from ridgeline.ops.rows import ChainStart
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import ChainParts, ChainStart, Views
+from ridgeline.ops.table import ChainParts, Views
 
 _CHAIN = Struct(f"{STATE + 15}q")
 

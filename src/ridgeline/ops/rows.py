@@ -200,3 +200,30 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """Last tokens of rows that are run together, all int32: q_start [S + 1], row_of [T], place [T]: 0 for a row's last token and
+    negative before it. n_query [S]: ones, since they end at the next query token. max_tokens: maximum tokens of a row."""
+
+    n_query: torch.Tensor
+    q_start: torch.Tensor
+    row_of: torch.Tensor
+    place: torch.Tensor
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStart:
+    """Start of a chain. state: its ints advance with the draft; drafted tokens are written after the rows' known tokens. rows int32
+    [S]; temperature float32 [S]. last: tokens that are run before the first one is drafted. count: tokens to draft. longest:
+    maximum slots of any row. greedy: no row samples."""
+
+    state: RowState
+    rows: torch.Tensor
+    temperature: torch.Tensor
+    last: LastTokens
+    count: int
+    longest: int
+    greedy: bool

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from ridgeline.ops import rows
 from ridgeline.ops import sample as torch_sampling
 from ridgeline.ops.capture import Capture, Uncaptured
-from ridgeline.ops.experts import ExpertOps
 from ridgeline.ops.noise import Purpose
 from ridgeline.ops.sample import DrawRows, Limits, SampleAmong
 from ridgeline.ops.step import KvView, StepInputs
@@ -274,34 +273,7 @@ class ChainParts:
     ids: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class LastTokens:
-    """Last tokens of rows that are run together, all int32: q_start [S + 1], row_of [T], place [T]: 0 for a row's last token and
-    negative before it. n_query [S]: ones, since they end at the next query token. max_tokens: maximum tokens of a row."""
-
-    n_query: torch.Tensor
-    q_start: torch.Tensor
-    row_of: torch.Tensor
-    place: torch.Tensor
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChainStart:
-    """Start of a chain. state: its ints advance with the draft; drafted tokens are written after the rows' known tokens. rows int32
-    [S]; temperature float32 [S]. last: tokens that are run before the first one is drafted. count: tokens to draft. longest:
-    maximum slots of any row. greedy: no row samples."""
-
-    state: rows.RowState
-    rows: torch.Tensor
-    temperature: torch.Tensor
-    last: LastTokens
-    count: int
-    longest: int
-    greedy: bool
-
-
-RunChain = Callable[[ChainStart, Views], None]
+RunChain = Callable[[rows.ChainStart, Views], None]
 """Draft a chain with the draft model. The views are those of its layers."""
 
 
@@ -477,6 +449,28 @@ class SamplerOps:
     keep: Callable[[rows.RowState, torch.Tensor, torch.Tensor, torch.Tensor, rows.Runs, int], None] = rows.keep
     last: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], torch.Tensor] = rows.last
     to_host: rows.ToHost = rows.to_host
+
+
+class Grouped(Protocol):
+    """The weights of all experts of a layer, multiplied without the host: for devices whose steps are captured."""
+
+    def __call__(
+        self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool, load: torch.Tensor
+    ) -> torch.Tensor:
+        """`route`, then `by_expert` of x [T, D] (ops.experts). Adds each expert's tokens to load int64 [experts]. logits:
+        contiguous."""
+
+    def tensors(self) -> Iterator[torch.Tensor]: ...
+
+
+class ExpertOps(Protocol):
+    """formats: number formats of the layers (--quantization) whose experts the device groups. group: takes the
+    merged gate and up, and down, of the experts in `held`, as Weight.stored returns them."""
+
+    @property
+    def formats(self) -> frozenset[str]: ...
+
+    def group(self, gate_up: Sequence[Matrix], down: Sequence[Matrix], kind: str, held: range) -> Grouped: ...
 
 
 FromHost = Callable[[torch.Tensor, torch.device], torch.Tensor]

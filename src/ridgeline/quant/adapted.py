@@ -85,6 +85,10 @@ class AdaptedWeight(Weight):
         base = self._base.matrix()
         return None if base is None else AdaptedMatrix(base.packed, base.bias, self.pairs)
 
+    def stored(self) -> Matrix:
+        """The weights of the base: no adapter changes experts."""
+        return self._base.stored()
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Those of the base; `pairs` has the adapters'."""
         return self._base.tensors()

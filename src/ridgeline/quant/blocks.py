@@ -336,6 +336,9 @@ class BlockWeight(Weight):
                 return None
         return Matrix(packed, self._bias)
 
+    def stored(self) -> Matrix:
+        return Matrix(self._packed, self._bias)
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         packed = self._packed
         kept = arrays(packed) if isinstance(packed, IntMatrix) else [self._form.ops.unquantized.memory(packed)]

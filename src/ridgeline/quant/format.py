@@ -191,6 +191,10 @@ class Weight(Protocol):
         """Return the matrix for operations that run whole layers; None if they cannot use this weight."""
         ...
 
+    def stored(self) -> Matrix:
+        """Return the loaded weights as the format keeps them, for operations on experts (ops.experts)."""
+        ...
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that the weight keeps in memory."""
         ...

@@ -52,8 +52,8 @@ class Fp8Format:
     """Whether `ops` quantize the inputs of a linear too."""
     group: int = 0
     """Inputs of an output channel that share a scale; 0: all."""
-    groups_experts: bool = False
-    """Whether the device multiplies by experts as they are stored (ops.experts.ExpertOps), not by `ops`."""
+    of_experts: Fp8Ops | None = None
+    """Operations of weights of experts, which leave inputs unquantized. None: `ops`."""
     name: str = "fp8"
 
     def create(self, shape: LinearShape, share: Share) -> Fp8Weight:
@@ -68,13 +68,13 @@ class Fp8Weight(Weight):
         "_cut",
         "_adds_bias",
         "_form",
+        "_ops",
         "_group",
         "_values",
         "_scales",
         "_bias",
         "_missing",
         "_matrix",
-        "_is_packed",
     )
 
     def __init__(self, form: Fp8Format, shape: LinearShape, share: Share) -> None:
@@ -89,7 +89,7 @@ class Fp8Weight(Weight):
         self._scales = torch.empty(rows, *groups, dtype=torch.float32, device=form.device)
         self._bias = torch.zeros(rows, dtype=form.dtype, device=form.device) if shape.bias else None
         self._matrix: Fp8Matrix | None = None
-        self._is_packed = not (form.groups_experts and shape.of_expert)
+        self._ops = form.of_experts if form.of_experts and shape.of_expert else form.ops
 
     def load(self, part: int, name: str, tensor: torch.Tensor) -> None:
         rows, target = self._cut.rows[part], self._cut.stacked_rows[part]
@@ -111,8 +111,8 @@ class Fp8Weight(Weight):
         elif self._bias is not None and self._adds_bias:
             self._bias[target].copy_(tensor[rows])
         self._missing.discard((part, name))
-        if not self._missing and self._is_packed:
-            self._matrix = replace(self._form.ops.pack(self._values, self._scales), group=self._group)
+        if not self._missing:
+            self._matrix = replace(self._ops.pack(self._values, self._scales), group=self._group)
             self._values, self._scales = self._matrix.values, self._matrix.scales
 
     def _of_columns(self, scales: torch.Tensor) -> torch.Tensor:
@@ -124,18 +124,22 @@ class Fp8Weight(Weight):
 
     def apply(self, x: Activation, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None
-        return self._form.ops.linear(x, self._matrix, self._bias, self._form.dtype)
+        return self._ops.linear(x, self._matrix, self._bias, self._form.dtype)
 
     def add(self, x: Activation, stream: torch.Tensor, step: StepInputs | None = None) -> torch.Tensor:
         assert self._matrix is not None
-        return self._form.ops.linear_add(x, self._matrix, self._bias, stream)
+        return self._ops.linear_add(x, self._matrix, self._bias, stream)
 
     def activate(self, x: Activation, kind: str, step: StepInputs | None = None) -> Activation:
         assert self._matrix is not None
-        return self._form.ops.linear_activate(x, self._matrix, self._bias, self._form.dtype, kind)
+        return self._ops.linear_activate(x, self._matrix, self._bias, self._form.dtype, kind)
 
     def matrix(self) -> Matrix | None:
         return Matrix(self._matrix, self._bias) if self._matrix is not None and self._form.inputs else None
+
+    def stored(self) -> Matrix:
+        assert self._matrix is not None
+        return Matrix(self._matrix, self._bias)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         tensors = (self._values, self._scales)

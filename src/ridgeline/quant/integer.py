@@ -266,6 +266,10 @@ class IntWeight(Weight):
         rounds_elsewhere = self._form.numbers.inputs_8bit and self._matrix.inputs == "float"
         return None if rounds_elsewhere else Matrix(self._matrix, self._bias)
 
+    def stored(self) -> Matrix:
+        assert self._matrix is not None
+        return Matrix(self._matrix, self._bias)
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         assert self._matrix is not None
         optional = (self._matrix.codes, self._matrix.scales, self._matrix.zeros, self._bias, self._order)

@@ -112,5 +112,8 @@ class MixedWeight(Weight):
     def matrix(self) -> Matrix | None:
         return self._integers.matrix()
 
+    def stored(self) -> Matrix:
+        return self._integers.stored()
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (*self._integers.tensors(), *self._kept)

@@ -257,6 +257,10 @@ class StreamedWeight(Weight):
         """None: programs that run whole layers read weights of several linears at a time."""
         return None
 
+    def stored(self) -> Matrix:
+        assert self._weight is not None
+        return self._weight.stored()
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         assert self._weight is not None
         return self._weight.tensors()

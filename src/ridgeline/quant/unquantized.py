@@ -79,6 +79,9 @@ class UnquantizedWeight(Weight):
     def matrix(self) -> Matrix | None:
         return None if self._missing else Matrix(self._matrix, self._bias)
 
+    def stored(self) -> Matrix:
+        return Matrix(self._matrix, self._bias)
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         matrix = self._matrix if self._missing else self._ops.memory(self._matrix)
         return (matrix,) if self._bias is None else (matrix, self._bias)

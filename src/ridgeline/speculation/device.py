@@ -14,10 +14,10 @@ from ridgeline.core.drafting import NO_DRAFT_WORK, DraftWork
 from ridgeline.core.spec import LayerSpec
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.noise import Purpose
-from ridgeline.ops.rows import Gathered, Int, RowState
+from ridgeline.ops.rows import ChainStart, Gathered, Int, RowState
 from ridgeline.ops.sample import greedy
 from ridgeline.ops.step import KvView, StepInputs
-from ridgeline.ops.table import ChainStart, Ops
+from ridgeline.ops.table import Ops
 
 Views = Callable[[torch.Tensor], Sequence[KvView]]
 """Slots int64 [groups, T] of query tokens -> views of the drafter's own layers, then of the target's layers that it attends to."""

@@ -14,9 +14,9 @@ import torch
 
 from ridgeline.core.drafting import ModelDrafts
 from ridgeline.models.build import LoadedModel
-from ridgeline.ops.rows import Int, Spread
+from ridgeline.ops.rows import ChainStart, Int, LastTokens, Spread
 from ridgeline.ops.step import StepInputs
-from ridgeline.ops.table import ChainParts, ChainStart, LastTokens, RunChain
+from ridgeline.ops.table import ChainParts, RunChain
 from ridgeline.speculation.device import DeviceDrafter, DraftDraws, DraftRows, QueryTokens, Views
 
 _UNREAD = 2

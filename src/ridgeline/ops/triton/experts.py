@@ -8,13 +8,17 @@ then added in float32 in the order of its choices, so its sum does not depend on
 in 16 bits that adds one rounding of the result to the two that it has (of what down multiplies, and of the sum), and saves half of
 what prompts move for them.
 
+Weights are floats, codes in the layout of ops.triton.integer, or MXFP4. Codes are dequantized in registers, as the left operand of
+the product, so that they go to the matrix unit without a way through shared memory; groups have their scales there, and one scale
+per output multiplies the sum.
+
 A step of few pairs needs no order: each pair is a tile, and two pairs of one expert read its weights through the L2 cache.
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,12 +26,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ridgeline.ops.experts import Grouped, Tensors
-from ridgeline.ops.reference import FP8
-from ridgeline.ops.table import IntMatrix
+from ridgeline.core.formats import NUMBER_FORMATS
+from ridgeline.ops.table import Fp8Matrix, Grouped, IntMatrix, Matrix
 from ridgeline.ops.triton import block_tiles
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.blocks import E8M0, block_product, pack_codes
+from ridgeline.ops.triton.integer import as_codes
+from ridgeline.ops.triton.integer_matrix import constants, dequantized
 from ridgeline.ops.triton.launch import is_hopper
 
 FEW_PAIRS = 32
@@ -35,8 +40,8 @@ FEW_PAIRS = 32
 SORTED_AT_ONCE, MANY_SORTED_AT_ONCE = 1024, 8192
 """Pairs that `_sort` reads at once, and those of a long prompt."""
 MMA_ROWS = 16
-TILED = torch.int32
-"""Codes in the layout of block_tiles."""
+FLOATS, CODES, MXFP4 = (tl.constexpr(number) for number in range(3))
+"""Forms of weights."""
 
 
 class Tile(NamedTuple):
@@ -144,6 +149,31 @@ def _product(x_ptr, row, inside, w_ptr, out_at, outputs, inputs, BLOCK: tl.const
 
 
 @triton.jit
+def _code_product(
+    x_ptr, row, inside, w_ptr, scale_ptr, zero_ptr, out_at, outputs, inputs, units, groups,
+    SHIFT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
+    POWER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """As _product, of codes: see integer_matrix.dequantized."""
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros((WIDE, row.shape[0]), dtype=tl.float32)
+    for start in range(0, inputs, BLOCK):
+        here = start + at
+        x = tl.load(
+            x_ptr + row[None, :] * inputs + here[:, None], mask=inside[None, :] & (here < inputs)[:, None], other=0.0
+        )
+        w = dequantized(
+            w_ptr, scale_ptr, zero_ptr, out_at, start, outputs, units, groups,
+            SHIFT, GROUP, ZEROS, BITS, PTX, POWER, TYPE, WIDE, BLOCK,
+        )  # fmt: skip
+        total = tl.dot(w, x, total, input_precision="ieee")
+    if GROUP == 0:
+        total *= tl.load(scale_ptr + out_at, mask=out_at < outputs, other=0.0).to(tl.float32)[:, None]
+    return tl.trans(total)
+
+
+@triton.jit
 def _pairs_of(
     tile, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, held,
     ROWS: tl.constexpr, SORTED: tl.constexpr,
@@ -164,23 +194,31 @@ def _pairs_of(
 
 @triton.jit
 def _matrix_product(
-    x_ptr, row, inside, w_ptr, scale_ptr, first, out_at, outputs, inputs,
-    FOUR_BITS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    x_ptr, row, inside, w_ptr, scale_ptr, zero_ptr, first, out_at, outputs, inputs, units, groups,
+    FORM: tl.constexpr, SHIFT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr,
+    PTX: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x times rows `first` + `out_at` of all experts' rows, of which `outputs` after `first` exist. FOUR_BITS: in MXFP4."""
-    if FOUR_BITS:
+    """Rows of x times rows `first` + `out_at` of all experts' rows, of which `outputs` after `first` exist. A row of codes has
+    `units` int16 and `groups` scales and zero points."""
+    if FORM == MXFP4:
         last = first + tl.minimum(out_at, outputs - 1)
         return block_product(x_ptr, row, inside, w_ptr, scale_ptr, scale_ptr, last, inputs, E8M0, 4, BLOCK // 64, WIDE)
+    elif FORM == CODES:
+        return _code_product(
+            x_ptr, row, inside, w_ptr + first * units, scale_ptr + first * groups, zero_ptr + first * groups,
+            out_at, outputs, inputs, units, groups, SHIFT, GROUP, ZEROS, BITS, PTX, POWER, BLOCK, WIDE,
+        )  # fmt: skip
     else:
         return _product(x_ptr, row, inside, w_ptr + first * inputs, out_at, outputs, inputs, BLOCK, WIDE)
 
 
 @triton.jit
 def _inner(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
-    width, inputs, per_token, held,
-    KIND: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, FOUR_BITS: tl.constexpr, SORTED: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, units, groups,
+    out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, width, inputs, per_token, held,
+    KIND: tl.constexpr, BIASED: tl.constexpr, SORTED: tl.constexpr,
+    FORM: tl.constexpr, SHIFT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr,
+    PTX: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, width] = act(gate) * up of each pair's token; w [experts, 2 width, inputs], gate's rows first; bias: likewise."""
     expert, pair, inside = _pairs_of(
@@ -191,11 +229,9 @@ def _inner(
         both = tl.arange(0, 2 * WIDE)
         row = tl.program_id(1) * WIDE + both // 2 + both % 2 * width  # gate and up by turns: one product has both
         total = _matrix_product(
-            x_ptr, pair // per_token, inside, w_ptr, scale_ptr, expert.to(tl.int64) * 2 * width, row, 2 * width, inputs,
-            FOUR_BITS, BLOCK, 2 * WIDE,
+            x_ptr, pair // per_token, inside, w_ptr, scale_ptr, zero_ptr, expert.to(tl.int64) * 2 * width, row, 2 * width,
+            inputs, units, groups, FORM, SHIFT, GROUP, ZEROS, BITS, PTX, POWER, BLOCK, 2 * WIDE,
         )  # fmt: skip
-        if SCALED:
-            total *= tl.load(scale_ptr + expert * 2 * width + row, mask=row < 2 * width, other=0.0)[None, :]
         if BIASED:
             bias = tl.load(bias_ptr + expert * 2 * width + row, mask=row < 2 * width, other=0.0)
             total += bias.to(tl.float32)[None, :]
@@ -207,11 +243,11 @@ def _inner(
 
 @triton.jit
 def _outer(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, shares_ptr, out_ptr,
-    chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr,
-    outputs, width, held,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, FOUR_BITS: tl.constexpr, SORTED: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, units, groups,
+    shares_ptr, out_ptr, chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, outputs, width, held,
+    BIASED: tl.constexpr, SORTED: tl.constexpr,
+    FORM: tl.constexpr, SHIFT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr,
+    PTX: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, outputs] = share * down(x); w [experts, outputs, width]."""
     expert, pair, inside = _pairs_of(
@@ -221,10 +257,9 @@ def _outer(
         at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
         first = expert.to(tl.int64) * outputs
         total = _matrix_product(
-            x_ptr, pair, inside, w_ptr, scale_ptr, first, at, outputs, width, FOUR_BITS, BLOCK, WIDE
-        )
-        if SCALED:
-            total *= tl.load(scale_ptr + expert * outputs + at, mask=at < outputs, other=0.0)[None, :]
+            x_ptr, pair, inside, w_ptr, scale_ptr, zero_ptr, first, at, outputs, width, units, groups,
+            FORM, SHIFT, GROUP, ZEROS, BITS, PTX, POWER, BLOCK, WIDE,
+        )  # fmt: skip
         if BIASED:
             total += tl.load(bias_ptr + expert * outputs + at, mask=at < outputs, other=0.0).to(tl.float32)[None, :]
         total *= tl.load(shares_ptr + pair, mask=inside, other=0.0)[:, None]
@@ -232,55 +267,91 @@ def _outer(
         tl.store(out_ptr + here, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (at < outputs)[None, :])
 
 
-def tile_for(weights: torch.Tensor, x: torch.Tensor, mean_pairs: float) -> Tile:
-    """The tile of a step with so many pairs of an expert on average."""
-    largest = (
-        is_hopper(x.device) and x.itemsize == 2 and weights.is_floating_point()
-    )  # not in MXFP4, whose kernels end at 64 rows
-    tile = next(tile for least, tile in (HOPPER_TILES if largest else TILES) if mean_pairs >= least)
-    return tile if x.itemsize == 2 else tile._replace(outputs=tile.outputs // 2)  # in the same shared memory
+Weights = torch.Tensor | IntMatrix
+_NO_CODES = {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": 4, "PTX": "", "POWER": 1.0}
+FORMATS = frozenset(
+    name
+    for name, form in NUMBER_FORMATS.items()
+    if not (form.ordered or form.kept or form.products == "int8") and form.in_blocks == form.experts
+)
+"""Number formats whose experts are grouped, beside the model's dtype. `fp8` leaves the inputs of experts unquantized."""
 
 
 class Stacked(NamedTuple):
-    """Weights [experts, outputs, inputs]; scales float32 and biases [experts, outputs] or None. In MXFP4 weights and scales are
-    [experts, outputs, ...] in the layout of ops.triton.blocks, or int32 and uint8 [experts, tiles, ...] in that of block_tiles."""
+    """The matrices of a layer's experts: floats [experts, outputs, inputs], or codes whose arrays have a dimension of experts in
+    front. Those in MXFP4 lie as in block_tiles or, for x in float32, as in ops.triton.blocks. biases: [experts, outputs]."""
 
-    values: torch.Tensor
-    scales: torch.Tensor | None
+    weights: Weights
     biases: torch.Tensor | None
 
-
-def stacked(weights: Sequence[Tensors]) -> Stacked:
-    values, *vectors = (torch.stack(tensors) for tensors in zip(*weights, strict=True))
-    scales = vectors.pop(0) if values.itemsize == 1 or values.dtype is TILED else None
-    return Stacked(values, scales, vectors[0] if vectors else None)
+    @property
+    def outputs(self) -> int:
+        return self.weights.out if isinstance(self.weights, IntMatrix) else self.weights.shape[1]
 
 
-def _matrix(side: Stacked, inputs: int) -> IntMatrix:
-    """The tiles of all experts. Their outputs and inputs are multiples of 32, so tiles have no padding rows."""
-    assert side.scales is not None
-    outputs = side.values.shape[1] * block_tiles.ROWS
-    return IntMatrix(side.values, side.scales, None, 4, 32, outputs, inputs, scaling="e8m0")
+def stacked(matrices: Sequence[Matrix], inputs: int) -> Stacked:
+    """inputs: of a matrix."""
+    packed = [each.packed for each in matrices]
+    biases = [each.bias for each in matrices if each.bias is not None]
+    weights = [as_codes(each, inputs) if isinstance(each, Fp8Matrix) else each for each in packed]
+    return Stacked(_joined(weights), torch.stack(biases) if biases else None)
 
 
-def _untiled(side: Stacked, inputs: int) -> Stacked:
+def _joined(weights: Sequence[Weights]) -> Weights:
+    first, codes = weights[0], [each for each in weights if isinstance(each, IntMatrix)]
+    if not isinstance(first, IntMatrix):
+        return torch.stack([each for each in weights if isinstance(each, torch.Tensor)])
+    zeros = [each.zeros for each in codes if each.zeros is not None]
+    return replace(
+        first,
+        codes=torch.stack([each.codes for each in codes]),
+        scales=torch.stack([each.scales for each in codes]),
+        zeros=torch.stack(zeros) if zeros else None,
+    )
+
+
+def _untiled(matrix: IntMatrix) -> IntMatrix:
     """For x in float32, which the kernels of tiles do not multiply."""
-    matrix, made = _matrix(side, inputs), []
+    made = []
     for codes, scales in zip(matrix.codes, matrix.scales, strict=True):
         blocks = block_tiles.unpack(replace(matrix, codes=codes, scales=scales))
         made.append((pack_codes(blocks.codes, 4), blocks.scales.contiguous()))
     codes, scales = (torch.stack(tensors) for tensors in zip(*made, strict=True))
-    return Stacked(codes, scales, side.biases)
+    return replace(matrix, codes=codes, scales=scales)
+
+
+def tile_for(weights: Weights, x: torch.Tensor, mean_pairs: float) -> Tile:
+    """The tile of a step with so many pairs of an expert on average."""
+    codes = weights if isinstance(weights, IntMatrix) else None
+    in_blocks = codes is not None and codes.scaling == "e8m0"
+    largest = is_hopper(x.device) and x.itemsize == 2 and not in_blocks  # kernels of MXFP4 end at 64 rows
+    tile = next(tile for least, tile in (HOPPER_TILES if largest else TILES) if mean_pairs >= least)
+    if codes is not None and not in_blocks:  # whole chunks of a row (ops.triton.integer)
+        tile = tile._replace(inputs=max(tile.inputs, 64 if codes.bits == 8 else 128))
+    return tile if x.itemsize == 2 else tile._replace(outputs=tile.outputs // 2)  # in the same shared memory
+
+
+def _arguments(side: Stacked, dtype: torch.dtype) -> tuple[tuple[object, ...], dict[str, object]]:
+    """(arguments from w_ptr to `groups`, constants) of `_inner` and `_outer`."""
+    weights, bias = side.weights, side.biases
+    constant = {"BIASED": bias is not None, **_NO_CODES}
+    if not isinstance(weights, IntMatrix):
+        return (weights, None, None, bias, 0, 0), {**constant, "FORM": FLOATS.value}
+    if weights.scaling == "e8m0":
+        return (weights.codes, weights.scales, None, bias, 0, 0), {**constant, "FORM": MXFP4.value}
+    codes, zeros = weights.codes.view(torch.int16), weights.scales if weights.zeros is None else weights.zeros
+    constant |= {**constants(weights, dtype), "FORM": CODES.value}
+    return (codes, weights.scales, zeros, bias, codes.shape[-1], weights.scales.shape[-1]), constant
 
 
 @dataclass(frozen=True, slots=True)
 class TritonExperts:
     """ExpertOps. fixed: one tile for every step, so that a token's result does not depend on the number of tokens."""
 
-    formats: frozenset[str] = frozenset({"", "fp8-weight", "mxfp4"})
+    formats: frozenset[str] = frozenset({"", *FORMATS})
     fixed: bool = False
 
-    def group(self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, held: range) -> Grouped:
+    def group(self, gate_up: Sequence[Matrix], down: Sequence[Matrix], kind: str, held: range) -> Grouped:
         return GroupedExperts(gate_up, down, kind, held, self.fixed)
 
 
@@ -289,21 +360,18 @@ class GroupedExperts:
 
     __slots__ = ("_gate_up", "_down", "_kind", "_first", "_fixed")
 
-    def __init__(
-        self, gate_up: Sequence[Tensors], down: Sequence[Tensors], kind: str, held: range, fixed: bool
-    ) -> None:
-        self._gate_up, self._down = stacked(gate_up), stacked(down)
+    def __init__(self, gate_up: Sequence[Matrix], down: Sequence[Matrix], kind: str, held: range, fixed: bool) -> None:
+        self._gate_up = stacked(gate_up, _outputs(down[0]))
+        self._down = stacked(down, _outputs(gate_up[0]) // 2)
         self._kind, self._first, self._fixed = KINDS[kind], held.start, fixed
 
     def __call__(
         self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool, load: torch.Tensor
     ) -> torch.Tensor:
-        (tokens, d_model), (experts, both, *_) = x.shape, self._gate_up.values.shape
-        tiled = self._gate_up.values.dtype is TILED
-        width = both * (block_tiles.ROWS if tiled else 1) // 2
-        if tiled and x.dtype not in block_tiles.TYPES:
-            self._gate_up, self._down, tiled = _untiled(self._gate_up, d_model), _untiled(self._down, width), False
-        four_bits = self._down.values.dtype is torch.uint8
+        tokens, d_model = x.shape
+        tiled = self._is_tiled(x.dtype)
+        gate_up, down = self._gate_up, self._down
+        width, experts = gate_up.outputs // 2, len(next(self.tensors()))
         pairs, count = tokens * per_token, logits.shape[1]
         new = torch.empty if experts == count else torch.zeros  # nobody writes the pairs of other ranks' experts
         # The kernels of tiles write float32.
@@ -317,7 +385,7 @@ class GroupedExperts:
             logits, chosen, shares, load, count, per_token, self._first, experts,
             NORMALIZED=normalized, BLOCK=triton.next_power_of_2(count), num_warps=1,
         )  # fmt: skip
-        tile = tile_for(self._gate_up.values, x, 0 if self._fixed else pairs / count)
+        tile = tile_for(gate_up.weights, x, 0 if self._fixed else pairs / count)
         is_sorted = pairs > FEW_PAIRS
         groups = min(experts + 1, count)  # the last one are the pairs of other ranks' experts, if there are any
         tiles = pairs // tile.rows + groups if is_sorted else pairs
@@ -330,28 +398,49 @@ class GroupedExperts:
             listed = block_tiles.Pairs(chosen, order, places, tiles, is_sorted, columns, experts, shares)
             self._multiply_tiles(x, inner, out, listed)
             return out.view(tokens, per_token, d_model).sum(1)
-        shape = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
-        launch = {"num_warps": tile.warps, "num_stages": tile.stages}
-        shape |= {"SCALED": self._down.values.dtype is FP8, "BIASED": self._down.biases is not None}
-        shape["FOUR_BITS"] = four_bits
+        launch = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
+        launch |= {"num_warps": tile.warps, "num_stages": tile.stages}
+        listed_pairs = chosen, order, *places
+        arrays, constant = _arguments(gate_up, x.dtype)
         _inner[(tiles, triton.cdiv(width, tile.outputs))](
-            x, *self._gate_up, inner, chosen, order, *places, width, d_model, per_token, experts,
-            KIND=self._kind, **shape, **launch,
+            x, *arrays, inner, *listed_pairs, width, d_model, per_token, experts,
+            KIND=self._kind, **constant, **launch,
         )  # fmt: skip
+        arrays, constant = _arguments(down, x.dtype)
         _outer[(tiles, triton.cdiv(d_model, tile.outputs))](
-            inner, *self._down, shares, out, chosen, order, *places, d_model, width, experts,
-            **shape, **launch,
+            inner, *arrays, shares, out, *listed_pairs, d_model, width, experts, **constant, **launch,
         )  # fmt: skip
         return out.view(tokens, per_token, d_model).sum(1, dtype=torch.float32)
+
+    def _is_tiled(self, dtype: torch.dtype) -> bool:
+        """Whether weights are in tiles of MXFP4. The first x in a dtype that those kernels do not multiply undoes the tiles."""
+        weights, other = self._gate_up.weights, self._down.weights
+        if not (isinstance(weights, IntMatrix) and isinstance(other, IntMatrix) and block_tiles.is_tiled(weights)):
+            return False
+        if dtype in block_tiles.TYPES:
+            return True
+        self._gate_up = self._gate_up._replace(weights=_untiled(weights))
+        self._down = self._down._replace(weights=_untiled(other))
+        return False
 
     def _multiply_tiles(
         self, x: torch.Tensor, inner: torch.Tensor, out: torch.Tensor, pairs: block_tiles.Pairs
     ) -> None:
         """`_inner` and `_outer` with weights in tiles."""
-        matrix = _matrix(self._gate_up, x.shape[1])
-        block_tiles.expert_product(x.contiguous(), matrix, self._gate_up.biases, inner, pairs, self._kind)
-        matrix = _matrix(self._down, inner.shape[1])
-        block_tiles.expert_product(inner, matrix, self._down.biases, out, pairs)
+        gate_up, down = self._gate_up, self._down
+        assert isinstance(gate_up.weights, IntMatrix) and isinstance(down.weights, IntMatrix)
+        block_tiles.expert_product(x.contiguous(), gate_up.weights, gate_up.biases, inner, pairs, self._kind)
+        block_tiles.expert_product(inner, down.weights, down.biases, out, pairs)
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for tensor in (*self._gate_up, *self._down) if tensor is not None)
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for side in (self._gate_up, self._down):
+            weights = side.weights
+            arrays = (weights.codes, weights.scales, weights.zeros) if isinstance(weights, IntMatrix) else (weights,)
+            yield from (tensor for tensor in (*arrays, side.biases) if tensor is not None)
+
+
+def _outputs(matrix: Matrix) -> int:
+    packed = matrix.packed
+    return (
+        packed.out if isinstance(packed, IntMatrix) else len(packed.scales if isinstance(packed, Fp8Matrix) else packed)
+    )

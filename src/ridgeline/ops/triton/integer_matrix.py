@@ -252,6 +252,23 @@ def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> d
 
 
 @triton.jit
+def dequantized(
+    w_ptr, scale_ptr, zero_ptr, row, first, n, units, groups,
+    SHIFT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
+    POWER: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Weights [ROWS, BLOCK] of rows `row` from input `first` on, of TYPE. A row has `units` int16 of codes, `groups` scales and
+    zero points. Codes of rows from `n` on, and after the last input, are 0. For the constants see `dequantize_kernel`; without
+    groups the caller applies the scale."""
+    unit = first // (16 // BITS) + tl.arange(0, BLOCK * BITS // 16)
+    inside = (row < n)[:, None] & (unit < units)[None, :]
+    p = tl.load(w_ptr + row.to(tl.int64)[:, None] * units + unit[None, :], mask=inside, other=0)
+    scale, zero = _read(scale_ptr, zero_ptr, row, n, first, groups, GROUP, ZEROS, BITS, BLOCK)
+    shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, POWER, TYPE, BITS, ROWS, BLOCK)
+    return _widen(p, shift, factor, BITS, TYPE, ROWS, BLOCK, PTX)
+
+
+@triton.jit
 def dequantize_kernel(
     w_ptr,
     scale_ptr,
@@ -277,16 +294,13 @@ def dequantize_kernel(
     GROUP: inputs per scale; 0: one scale per row. SHIFT: constant offset of the codes (without the zero point if ZEROS). PTX: see
     `conversion`; "" and EMULATED_E4M3 use Triton arithmetic instead. POWER: what the conversion needs scales to be multiplied by.
     """
-    PER: tl.constexpr = 16 // BITS
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * BLOCK
-    unit = first // PER + tl.arange(0, BLOCK // PER)
-    inside = (row < n)[:, None] & (unit < units)[None, :]
-    p = tl.load(w_ptr + row.to(tl.int64)[:, None] * units + unit[None, :], mask=inside, other=0)
-    scale, zero = _read(scale_ptr, zero_ptr, row, n, first, groups, GROUP, ZEROS, BITS, BLOCK)
-    shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, POWER, TYPE, BITS, ROWS, BLOCK)
-    w = _widen(p, shift, factor, BITS, TYPE, ROWS, BLOCK, PTX)
+    w = dequantized(
+        w_ptr, scale_ptr, zero_ptr, row, first, n, units, groups,
+        SHIFT, GROUP, ZEROS, BITS, PTX, POWER, TYPE, ROWS, BLOCK,
+    )  # fmt: skip
     if GROUP == 0:
         w = w.to(tl.float32) * tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
     await_inputs(PDL)

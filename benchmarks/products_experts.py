@@ -1,0 +1,202 @@
+"""A layer's experts on one GPU, by number format: routing, order, gate and up, down, and the sum, in a CUDA graph.
+
+    python benchmarks/products_experts.py [--out benchmarks/results/products_experts.json] [--seconds 120] [--sweep]
+
+Random weights and logits. Every format is first compared with float64. COPIES layers take turns, so that weights come from memory.
+`floor_us`: the bytes of the experts that are chosen at the card's bandwidth, or their FLOPs in bfloat16, whichever is longer.
+--sweep times other tiles, too, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from common import provenance, write_rows
+from products import off, replayed
+
+from ridgeline.core.spec import NUMBER_FORMATS
+from ridgeline.ops.experts import by_expert, route
+from ridgeline.ops.reference import activate
+from ridgeline.ops.table import Grouped, Matrix
+from ridgeline.ops.triton import experts, integer
+from ridgeline.ops.triton.experts import Tile, TritonExperts
+from ridgeline.quant.fp8 import quantize_groups
+from ridgeline.quant.integer import round_to_nearest
+
+DTYPE = torch.bfloat16
+FORMS = ("", "fp8-weight", "fp8-block", "int8", "int4", "int4-g32-zp")
+TOKENS = (1, 4, 16, 64, 256, 1024, 2048, 8192)
+COPIES = 3
+BANDWIDTH, FLOPS = 4.3e12, 800e12
+"""Bytes and bfloat16 FLOPs a second that products of an H200 reach (benchmarks/results/limits.json)."""
+ALLOWED = 6e-3
+
+
+class Shape(NamedTuple):
+    """experts: of a layer, of which a token uses per_token."""
+
+    name: str
+    d_model: int
+    width: int
+    experts: int
+    per_token: int
+
+
+SHAPES = (Shape("qwen3-30b-a3b", 2048, 768, 128, 8), Shape("mixtral-8x7b", 4096, 14336, 8, 2))
+TRIED = tuple(
+    Tile(rows, outputs, inputs, warps, stages)
+    for rows, outputs, inputs, warps, stages in (
+        (16, 32, 128, 4, 4), (16, 32, 128, 4, 3), (16, 32, 256, 4, 3), (16, 64, 128, 4, 4), (16, 16, 256, 4, 4),
+        (16, 32, 256, 2, 3), (16, 32, 128, 2, 5), (16, 64, 256, 4, 3), (32, 32, 128, 4, 3), (32, 64, 128, 4, 3),
+        (32, 64, 128, 8, 4), (64, 64, 128, 4, 2), (64, 64, 128, 4, 3), (64, 32, 128, 4, 3), (64, 128, 128, 8, 3),
+        (128, 64, 128, 4, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 3), (128, 128, 128, 8, 2), (128, 128, 64, 8, 4),
+    )
+)  # fmt: skip
+
+
+def matrix(outputs: int, inputs: int, form: str) -> Matrix:
+    """A random weight in a number format."""
+    weight = torch.empty(outputs, inputs, dtype=DTYPE, device="cuda").normal_(0, 0.02)
+    if not form:
+        return Matrix(weight, None)
+    numbers = NUMBER_FORMATS[form]
+    if form.startswith("fp8"):
+        scaled = quantize_groups(weight, numbers.group)
+        return Matrix(replace(integer.pack_e4m3(scaled.values, scaled.scales), group=numbers.group), None)
+    codes, scales, zeros = round_to_nearest(weight, numbers)
+    return Matrix(integer.pack(codes, scales, zeros, numbers.bits, numbers.group or inputs), None)
+
+
+def layer(shape: Shape, form: str) -> tuple[list[Matrix], list[Matrix]]:
+    return (
+        [matrix(2 * shape.width, shape.d_model, form) for _ in range(shape.experts)],
+        [matrix(shape.d_model, shape.width, form) for _ in range(shape.experts)],
+    )
+
+
+def floor_us(shape: Shape, form: str, tokens: int) -> float:
+    numbers, weights = NUMBER_FORMATS.get(form), 0
+    for outputs, inputs in ((2 * shape.width, shape.d_model), (shape.d_model, shape.width)):
+        weights += numbers.matrix_bytes(outputs, inputs) if numbers else outputs * inputs * 2
+    used = shape.experts * (1 - (1 - shape.per_token / shape.experts) ** tokens)
+    flops = 6.0 * shape.width * shape.d_model * shape.per_token * tokens
+    return max(used * weights / BANDWIDTH, flops / FLOPS) * 1e6
+
+
+def run(layers: Sequence[Grouped], shape: Shape, x: torch.Tensor, logits: torch.Tensor, load: torch.Tensor) -> None:
+    for grouped in layers:
+        grouped(x, logits, shape.per_token, True, load)
+
+
+def given(shape: Shape, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, logits, load)."""
+    return (
+        torch.randn(tokens, shape.d_model, dtype=DTYPE, device="cuda"),
+        torch.randn(tokens, shape.experts, dtype=DTYPE, device="cuda"),
+        torch.zeros(shape.experts, dtype=torch.int64, device="cuda"),
+    )
+
+
+def wrong(form: str) -> Iterator[str]:
+    """What the kernels compute otherwise than float64 does with the same weights."""
+    shape = Shape("", 1024 + 64, 256 + 64, 8, 2)
+    gate_up, down = layer(shape, form)
+    grouped = TritonExperts().group(gate_up, down, "silu", range(shape.experts))
+    dense = [
+        [floats(each, inputs) for each in side] for side, inputs in ((gate_up, shape.d_model), (down, shape.width))
+    ]
+    for tokens in (1, 7, 16, 40, 200, 1000):
+        x, logits, load = given(shape, tokens)
+        chosen = route(logits, shape.per_token, True)
+
+        def expert(number: int, rows: torch.Tensor | None, x: torch.Tensor = x) -> torch.Tensor:
+            inner = (x if rows is None else x[rows]).double() @ dense[0][number].t()
+            return activate(inner, "silu") @ dense[1][number].t()
+
+        counts = torch.bincount(chosen.experts.flatten(), minlength=shape.experts).tolist()
+        exact = by_expert(shape.d_model, chosen, counts, expert, range(shape.experts))
+        got = grouped(x, logits, shape.per_token, True, load)
+        if not off(got, exact.double()) < ALLOWED:
+            yield f"{form or 'bf16'}, {tokens} tokens: error {off(got, exact.double()):.2g}"
+
+
+def floats(weight: Matrix, inputs: int) -> torch.Tensor:
+    """float64."""
+    packed = experts.stacked([weight], inputs).weights
+    if isinstance(packed, torch.Tensor):
+        return packed[0].double()
+    zeros = None if packed.zeros is None else packed.zeros[0]
+    return integer.dequantize(
+        replace(packed, codes=packed.codes[0], scales=packed.scales[0], zeros=zeros), torch.float32
+    ).double()
+
+
+def measured(shape: Shape, form: str, sweep: bool, until: float) -> Iterator[dict[str, Any]]:
+    copies = COPIES if shape.experts > 8 else 1
+    layers = [TritonExperts().group(*layer(shape, form), "silu", range(shape.experts)) for _ in range(copies)]
+    name = form or "bf16"
+    for tokens in TOKENS:
+        if time.monotonic() > until:
+            print("out of time", shape.name, name, tokens, flush=True)
+            return
+        work, floor = partial(run, layers, shape, *given(shape, tokens)), floor_us(shape, form, tokens)
+        us = replayed(work, 3) / copies
+        yield {
+            "row": f"experts-{shape.name}-{name}-m{tokens}-us", "value": round(us, 1), "unit": "us", "floor_us": round(floor, 1),
+        }  # fmt: skip
+        tried: dict[str, float] = {}
+        chosen = experts.tile_for
+        for tile in TRIED if sweep else ():
+            if time.monotonic() > until:
+                break
+            mean = tokens * shape.per_token / shape.experts
+            if not tile.rows / 8 <= max(mean, 16) or tile.rows * 32 < mean:
+                continue
+            if tokens * shape.per_token <= experts.FEW_PAIRS and tile.rows > 16:
+                continue
+            experts.tile_for = lambda *_, tile=tile: tile
+            try:
+                tried[",".join(map(str, tile))] = round(replayed(work, 2) / copies, 1)
+            except Exception as error:  # a tile that does not fit
+                tried[",".join(map(str, tile))] = float("inf")
+                print(type(error).__name__, tile, flush=True)
+            finally:
+                experts.tile_for = chosen
+        best = sorted(tried.items(), key=lambda item: item[1])[:3]
+        print(f"{shape.name} {name:12} {tokens:5} {us:8.1f} us, {floor / us:.2f} of the floor", *best, flush=True)
+        if tried:
+            yield {"row": f"experts-sweep-{shape.name}-{name}-m{tokens}", "tried": tried}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=None, help="result file (JSON list); None prints only")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--forms", nargs="*", default=list(FORMS), help='names; bf16 for ""')
+    parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--sweep", action="store_true")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    until, rows = time.monotonic() + arguments.seconds, []
+    with torch.inference_mode():
+        forms = ["" if form == "bf16" else form for form in arguments.forms]
+        errors = [error for form in forms for error in wrong(form)]
+        print("errors:", errors or "none", flush=True)
+        for shape in SHAPES:
+            for form in forms if shape.name in arguments.shapes else ():
+                rows += list(measured(shape, form, arguments.sweep, until))
+                torch.cuda.empty_cache()
+                if arguments.out:
+                    origin = provenance(torch.cuda.get_device_name())
+                    write_rows(arguments.out, [{**row, **origin} for row in rows])
+    assert not errors
+
+
+if __name__ == "__main__":
+    main()
