@@ -44,24 +44,43 @@ FLOATS, CODES, MXFP4 = (tl.constexpr(number) for number in range(3))
 """Forms of weights."""
 
 
-class Tile(NamedTuple):
-    """rows: pairs of a tile. outputs: of a block of down, and of gate and of up each. inputs: of a block. warps, stages: of the
-    launch."""
+class Block(NamedTuple):
+    """outputs: of a block of down, or of gate and of up each. inputs: of a block. warps, stages: of the launch."""
 
-    rows: int
     outputs: int
     inputs: int
     warps: int
     stages: int
 
 
-FEW = Tile(MMA_ROWS, 32, 128, 4, 4)
-MANY = Tile(64, 64, 64, 4, 3)
-MOST = Tile(128, 128, 64, 8, 4)
+class Tile(NamedTuple):
+    """rows: pairs of a tile. inner, outer: blocks of the two products."""
+
+    rows: int
+    inner: Block
+    outer: Block
+
+    def of_floats(self) -> Tile:
+        """For x in float32, in the same shared memory."""
+        inner, outer = (block._replace(outputs=block.outputs // 2) for block in self[1:])
+        return Tile(self.rows, inner, outer)
+
+
+FEW = Tile(MMA_ROWS, Block(32, 128, 4, 4), Block(32, 128, 4, 4))
+MANY = Tile(64, Block(64, 64, 4, 3), Block(64, 64, 4, 3))
+MOST = Tile(128, Block(128, 64, 8, 4), Block(128, 64, 8, 4))
 HOPPER_TILES = ((128, MOST), (MMA_ROWS, MANY), (0, FEW))
 TILES = HOPPER_TILES[1:]
 """From so many pairs of an expert, on average, this tile. MOST takes 192 KiB of shared memory; GPUs before and after Hopper's
 generation may have 99."""
+HOPPER_CODE_TILES = (
+    (128, Tile(128, Block(64, 128, 8, 3), Block(128, 128, 8, 3))),
+    (MMA_ROWS, Tile(64, Block(32, 128, 4, 3), Block(64, 128, 4, 3))),
+    (0, Tile(MMA_ROWS, Block(32, 128, 4, 4), Block(64, 128, 4, 4))),
+)
+CODE_TILES = HOPPER_CODE_TILES[1:]
+"""Of weights in codes. A warp has 16 rows of weights, so that none is read twice or passes through shared memory; gate and up have
+twice as many rows as outputs. Blocks are whole chunks of a row (ops.triton.integer)."""
 
 
 @triton.jit
@@ -322,13 +341,15 @@ def _untiled(matrix: IntMatrix) -> IntMatrix:
 
 def tile_for(weights: Weights, x: torch.Tensor, mean_pairs: float) -> Tile:
     """The tile of a step with so many pairs of an expert on average."""
-    codes = weights if isinstance(weights, IntMatrix) else None
-    in_blocks = codes is not None and codes.scaling == "e8m0"
-    largest = is_hopper(x.device) and x.itemsize == 2 and not in_blocks  # kernels of MXFP4 end at 64 rows
-    tile = next(tile for least, tile in (HOPPER_TILES if largest else TILES) if mean_pairs >= least)
-    if codes is not None and not in_blocks:  # whole chunks of a row (ops.triton.integer)
-        tile = tile._replace(inputs=max(tile.inputs, 64 if codes.bits == 8 else 128))
-    return tile if x.itemsize == 2 else tile._replace(outputs=tile.outputs // 2)  # in the same shared memory
+    is_hopper_16 = is_hopper(x.device) and x.itemsize == 2
+    if not isinstance(weights, IntMatrix):
+        tiles = HOPPER_TILES if is_hopper_16 else TILES
+    elif weights.scaling == "e8m0":
+        tiles = TILES  # whose kernels end at 64 rows
+    else:
+        tiles = HOPPER_CODE_TILES if is_hopper_16 else CODE_TILES
+    tile = next(tile for least, tile in tiles if mean_pairs >= least)
+    return tile if x.itemsize == 2 else tile.of_floats()
 
 
 def _arguments(side: Stacked, dtype: torch.dtype) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -342,6 +363,10 @@ def _arguments(side: Stacked, dtype: torch.dtype) -> tuple[tuple[object, ...], d
     codes, zeros = weights.codes.view(torch.int16), weights.scales if weights.zeros is None else weights.zeros
     constant |= {**constants(weights, dtype), "FORM": CODES.value}
     return (codes, weights.scales, zeros, bias, codes.shape[-1], weights.scales.shape[-1]), constant
+
+
+def _launch(block: Block) -> dict[str, int]:
+    return {"WIDE": block.outputs, "BLOCK": block.inputs, "num_warps": block.warps, "num_stages": block.stages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,17 +423,16 @@ class GroupedExperts:
             listed = block_tiles.Pairs(chosen, order, places, tiles, is_sorted, columns, experts, shares)
             self._multiply_tiles(x, inner, out, listed)
             return out.view(tokens, per_token, d_model).sum(1)
-        launch = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
-        launch |= {"num_warps": tile.warps, "num_stages": tile.stages}
         listed_pairs = chosen, order, *places
         arrays, constant = _arguments(gate_up, x.dtype)
-        _inner[(tiles, triton.cdiv(width, tile.outputs))](
+        _inner[(tiles, triton.cdiv(width, tile.inner.outputs))](
             x, *arrays, inner, *listed_pairs, width, d_model, per_token, experts,
-            KIND=self._kind, **constant, **launch,
+            KIND=self._kind, SORTED=is_sorted, ROWS=tile.rows, **constant, **_launch(tile.inner),
         )  # fmt: skip
         arrays, constant = _arguments(down, x.dtype)
-        _outer[(tiles, triton.cdiv(d_model, tile.outputs))](
-            inner, *arrays, shares, out, *listed_pairs, d_model, width, experts, **constant, **launch,
+        _outer[(tiles, triton.cdiv(d_model, tile.outer.outputs))](
+            inner, *arrays, shares, out, *listed_pairs, d_model, width, experts,
+            SORTED=is_sorted, ROWS=tile.rows, **constant, **_launch(tile.outer),
         )  # fmt: skip
         return out.view(tokens, per_token, d_model).sum(1, dtype=torch.float32)
 
