@@ -35,7 +35,7 @@ from ridgeline.quant.integer import round_to_nearest
 
 DTYPE = torch.bfloat16
 FORMS = ("", "fp8-weight", "fp8-block", "int8", "int4", "int4-g32-zp")
-TOKENS = (1, 4, 16, 64, 256, 1024, 2048, 8192)
+TOKENS = (1, 4, 16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 COPIES = 3
 BANDWIDTH, FLOPS = 4.3e12, 800e12
 """Bytes and bfloat16 FLOPs a second that products of an H200 reach (benchmarks/results/limits.json)."""
@@ -55,15 +55,15 @@ class Shape(NamedTuple):
 SHAPES = (Shape("qwen3-30b-a3b", 2048, 768, 128, 8), Shape("mixtral-8x7b", 4096, 14336, 8, 2))
 INNER = {
     16: ((32, 128, 4, 4), (16, 128, 2, 4), (32, 256, 4, 3), (64, 128, 8, 4), (64, 128, 4, 4), (32, 128, 4, 6)),
-    32: ((32, 128, 4, 4), (64, 128, 8, 3), (64, 128, 4, 3)),
-    64: ((32, 128, 4, 3), (64, 128, 8, 3), (64, 128, 4, 3)),
-    128: ((64, 128, 8, 3), (32, 128, 4, 3), (64, 128, 8, 2), (128, 128, 8, 2)),
+    32: ((64, 128, 8, 3), (64, 128, 4, 3), (64, 128, 8, 4), (64, 64, 4, 4)),
+    64: ((64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 4, 3)),
+    128: ((64, 128, 8, 3), (128, 64, 8, 4)),
 }
 OUTER = {
     16: ((64, 128, 4, 4), (32, 128, 4, 4), (32, 128, 2, 4), (64, 256, 4, 3), (128, 128, 8, 4), (16, 256, 4, 4)),
-    32: ((64, 128, 4, 4), (128, 128, 8, 3)),
-    64: ((64, 128, 4, 3), (128, 128, 8, 3)),
-    128: ((128, 128, 8, 3), (64, 128, 4, 3), (128, 128, 8, 2)),
+    32: ((64, 128, 4, 4), (128, 128, 8, 3), (64, 64, 4, 4)),
+    64: ((64, 128, 4, 3), (128, 128, 8, 3), (64, 128, 8, 3), (64, 64, 4, 3)),
+    128: ((128, 128, 8, 3), (128, 64, 8, 4)),
 }
 """Blocks that a sweep tries for tiles of so many pairs: the inner ones beside the first outer one, then the outer ones beside the
 best inner one."""
@@ -159,7 +159,7 @@ def measured(shape: Shape, form: str, sweep: bool, until: float) -> Iterator[dic
         yield {
             "row": f"experts-{shape.name}-{name}-m{tokens}-us", "value": round(us, 1), "unit": "us", "floor_us": round(floor, 1),
         }  # fmt: skip
-        tried = swept(work, copies, tokens * shape.per_token, shape.experts, until) if sweep and form else {}
+        tried = swept(work, copies, tokens * shape.per_token, shape.experts, until) if sweep else {}
         best = sorted(tried.items(), key=lambda item: item[1])[:3]
         print(f"{shape.name} {name:12} {tokens:5} {us:8.1f} us, {floor / us:.2f} of the floor", *best, flush=True)
         if tried:

@@ -26,7 +26,7 @@ from ridgeline.ops.triton import block_tiles, integer
 from ridgeline.ops.triton import experts as kernels
 from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
-from ridgeline.ops.triton.integer_matrix import conversion, conversion_e4m3
+from ridgeline.ops.triton.integer_matrix import conversion, conversion_e4m3, with_fused
 from ridgeline.quant.blocks import round_to_blocks
 from ridgeline.quant.fp8 import quantize_groups
 from ridgeline.quant.integer import round_to_nearest
@@ -38,6 +38,7 @@ from tests.ops.test_blocks import on_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL, WIDTH, EXPERTS, PER_TOKEN = 48, 40, 6, 3
 ALL = range(EXPERTS)
+CODES = kernels.HOPPER_CODE_TILES[0][1], kernels.CODE_TILES[0][1].of_floats()
 NIBBLES = IntMatrix(torch.empty(1, 1), torch.empty(1), None, 4, 32, 32, 32)
 
 
@@ -125,28 +126,28 @@ def test_the_largest_tile_equals_the_definition(form: str, monkeypatch: pytest.M
     """Which no float32 gets otherwise."""
     monkeypatch.setattr(kernels, "TILES", kernels.HOPPER_TILES)
     monkeypatch.setattr(kernels, "CODE_TILES", kernels.HOPPER_CODE_TILES)
-    tokens = -(-kernels.HOPPER_TILES[0][0] * EXPERTS // PER_TOKEN)
+    tokens = -(-(kernels.HOPPER_CODE_TILES if form else kernels.HOPPER_TILES)[0][0] * EXPERTS // PER_TOKEN)
     test_grouped_equals_the_definition(tokens, form, fixed=False)
 
 
 def test_who_gets_the_largest_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """MXFP4 has no kernels of more than 64 rows, and other GPUs have no shared memory for it."""
     halves, floats = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
-    largest = kernels.HOPPER_CODE_TILES[0][1]
     tiles: list[tuple[kernels.Weights, torch.Tensor, kernels.Tile]] = [
         (halves, halves, kernels.MOST),
-        (NIBBLES, halves, largest),
-        (replace(NIBBLES, bits=8), halves, largest),
+        (NIBBLES, halves, CODES[0]),
+        (replace(NIBBLES, bits=8), halves, CODES[0]),
         (replace(NIBBLES, scaling="e8m0"), halves, kernels.MANY),
         (floats, floats, kernels.MANY.of_floats()),
-        (NIBBLES, floats, kernels.CODE_TILES[0][1].of_floats()),
+        (NIBBLES, floats, CODES[1]),
     ]
     for weights, x, tile in tiles:
-        assert kernels.tile_for(weights, x, 128.0).rows == 64
+        assert kernels.tile_for(weights, x, 256.0).rows == 64
         monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
-        assert kernels.tile_for(weights, x, 128.0) == tile
+        assert kernels.tile_for(weights, x, 256.0) == tile
         monkeypatch.undo()
-        assert kernels.tile_for(weights, x, 16.0).rows == 64 and kernels.tile_for(weights, x, 15.9).rows == 16
+        rows = [kernels.tile_for(weights, x, mean).rows for mean in (9.9, 10.0, 15.9, 16.0, 40.0)]
+        assert rows == ([16, 32, 32, 32, 64] if tile in CODES else [16, 16, 16, 64, 64])
     assert all(tile.rows // 8 in block_tiles.EXPERT_TILES for _, tile in kernels.TILES)
 
 
@@ -328,8 +329,10 @@ def compiled(
     kernel = getattr(kernels, name)
     weight, scale = STORED.get(form, ("*i16", "*fp16"))
     known = {**TYPES, "x_ptr": x, "w_ptr": x if form == "floats" else weight, "scale_ptr": scale, "out_ptr": x}
+    constants = {"PDL": capability >= 90, **constants}
     if name in ("_inner", "_outer"):
-        constants = {**FORMS[form], "WIDE": block.outputs, "BLOCK": block.inputs, **constants}
+        conversions = FORMS[form] if capability >= 90 else {**FORMS[form], "PTX": with_fused(str(FORMS[form]["PTX"]))}
+        constants = {**conversions, "WIDE": block.outputs, "BLOCK": block.inputs, **constants}
     signature = {
         argument: "constexpr"
         if argument in constants
@@ -373,14 +376,14 @@ def block_of(name: str, tile: kernels.Tile) -> kernels.Block:
     crossed(
         KERNELS,
         tuple(FORMS),
-        (0, 1, 2),
+        (0, 1, 2, 3),
         quick=lambda kernel, form, size: (kernel, form, size) in ((0, 0, 0), (1, 1, 1), (0, 2, 0), (1, 4, 0)),
     ),
 )
 def test_the_products_compile_for_hopper(kernel: tuple[str, dict[str, object]], form: str, size: int, apart) -> None:
     name, more = kernel
     tiles = kernels.HOPPER_TILES if form in ("floats", "mxfp4") else kernels.HOPPER_CODE_TILES
-    tile = tiles[max(size, 1) if form == "mxfp4" else size][1]
+    tile = tiles[min(max(size, 1) if form == "mxfp4" else size, len(tiles) - 1)][1]
     used = apart(check_compiles, name, form, {"SORTED": True, "ROWS": tile.rows, **more}, block_of(name, tile))
     assert "mma" in used and "cp.async" in used
 
@@ -412,6 +415,7 @@ def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype,
         ("_route", {"NORMALIZED": True, "BLOCK": 128}),
         ("_sort", {"ROWS": 64, "BLOCK": 1024}),
         ("_sort", {"ROWS": 128, "BLOCK": 8192}),
+        ("_sum", {"BLOCK": kernels.SUMMED}),
     ],
 )
 def test_routing_compiles_for_hopper(name: str, constants: dict[str, object], apart) -> None:
