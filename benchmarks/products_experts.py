@@ -159,7 +159,7 @@ def measured(shape: Shape, form: str, sweep: bool, until: float) -> Iterator[dic
         yield {
             "row": f"experts-{shape.name}-{name}-m{tokens}-us", "value": round(us, 1), "unit": "us", "floor_us": round(floor, 1),
         }  # fmt: skip
-        tried = swept(work, copies, tokens * shape.per_token, shape.experts, until) if sweep else {}
+        tried = swept(work, form, copies, tokens * shape.per_token, shape.experts, until) if sweep else {}
         best = sorted(tried.items(), key=lambda item: item[1])[:3]
         print(f"{shape.name} {name:12} {tokens:5} {us:8.1f} us, {floor / us:.2f} of the floor", *best, flush=True)
         if tried:
@@ -176,7 +176,7 @@ def rows_for(pairs: int, count: int) -> list[int]:
     ]
 
 
-def swept(work: Callable[[], None], copies: int, pairs: int, count: int, until: float) -> dict[str, float]:
+def swept(work: Callable[[], None], form: str, copies: int, pairs: int, count: int, until: float) -> dict[str, float]:
     """Microseconds by tile."""
     tried: dict[str, float] = {}
     original = experts.tile_for
@@ -195,12 +195,17 @@ def swept(work: Callable[[], None], copies: int, pairs: int, count: int, until: 
         return us
 
     for rows in rows_for(pairs, count):
-        outer = Block(*OUTER[rows][0])
-        times = {inner: timed(Tile(rows, Block(*inner), outer)) for inner in INNER[rows]}
-        inner = Block(*min(times, key=times.__getitem__))
-        for other in OUTER[rows][1:]:
-            timed(Tile(rows, inner, Block(*other)))
+        inners, outers = blocks(INNER[rows], form), blocks(OUTER[rows], form)
+        times = {inner: timed(Tile(rows, inner, outers[0])) for inner in inners}
+        inner = min(times, key=times.__getitem__)
+        for outer in outers[1:]:
+            timed(Tile(rows, inner, outer))
     return tried
+
+
+def blocks(tried: Sequence[tuple[int, int, int, int]], form: str) -> list[Block]:
+    """Those that fit a form: codes come in whole chunks of a row."""
+    return [Block(*each) for each in tried if not form or each[1] >= 128]
 
 
 def compiled(form: str, tile: Tile, tokens: int) -> None:
@@ -215,14 +220,13 @@ def compiled(form: str, tile: Tile, tokens: int) -> None:
 
 def compile_all(forms: Sequence[str]) -> None:
     """Every kernel of a sweep, in several processes."""
-    tiles = []
-    for rows, inner in INNER.items():
-        first = Block(*OUTER[rows][0])
-        tiles += [Tile(rows, Block(*each), first) for each in inner]
-        tiles += [Tile(rows, Block(*inner[0]), Block(*each)) for each in OUTER[rows][1:]]
-    work = [
-        (form, tile, tokens) for form in forms for tile in tiles for tokens in (16, 1) if tokens > 1 or tile.rows == 16
-    ]
+    work = []
+    for form in forms:
+        for rows in INNER:
+            inners, outers = blocks(INNER[rows], form), blocks(OUTER[rows], form)
+            tiles = [Tile(rows, inner, outers[0]) for inner in inners]
+            tiles += [Tile(rows, inners[0], outer) for outer in outers[1:]]
+            work += [(form, tile, tokens) for tile in tiles for tokens in (16, 1) if tokens > 1 or rows == 16]
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compiled, *zip(*work, strict=True), chunksize=3))
     print(f"{len(work)} tiles compiled", flush=True)
@@ -241,7 +245,7 @@ def main() -> None:
     with torch.inference_mode():
         forms = ["" if form == "bf16" else form for form in arguments.forms]
         if arguments.sweep:
-            compile_all([form for form in forms if form])
+            compile_all(forms)
         errors = [error for form in forms for error in wrong(form)]
         print("errors:", errors or "none", flush=True)
         for shape in SHAPES:
