@@ -110,10 +110,12 @@ class Upstream:
             async with asyncio.timeout(None) as scope:
                 exchange = Exchange(scope)
                 self.exchanges.add(exchange)
+                self._clock.begin()
                 try:
                     async with await self._send(method, path, headers, body) as reply:
                         yield exchange, reply
                 finally:
+                    self._clock.end()
                     self.exchanges.discard(exchange)
         except aiohttp.ConnectionTimeoutError:
             raise ReplicaLost(f"it accepts no connection within {CONNECT_S:g} s", reached=False) from None
