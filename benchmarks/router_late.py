@@ -17,7 +17,8 @@ import re
 import statistics
 import subprocess
 import sys
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -192,9 +193,11 @@ async def router(late_s: float, replica: int, core: int) -> AsyncIterator[tuple[
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         os.sched_setaffinity(process.pid, {core})
-        yield await asyncio.to_thread(_port, process), process
+        port = await asyncio.to_thread(_port, process)
+        threading.Thread(target=deque, args=(process.stderr, 0), daemon=True).start()  # reads its log
+        yield port, process
     finally:
-        process.terminate()
+        process.kill()
         process.wait()
 
 

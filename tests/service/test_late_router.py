@@ -6,7 +6,8 @@ import asyncio
 import json
 import socket
 import time
-from unittest.mock import Mock
+from contextlib import AsyncExitStack
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from aiohttp import web
@@ -14,8 +15,9 @@ from aiohttp import web
 from ridgeline.core.loop_time import loop_clock
 from ridgeline.service import answer as answer_module
 from ridgeline.service.fleet import upstream as upstream_module
+from ridgeline.service.fleet.proxy import Passing
 from ridgeline.service.fleet.rows import ReplicaRows
-from ridgeline.service.fleet.upstream import MOVE_S, ReplicaLost, Upstream
+from ridgeline.service.fleet.upstream import MOVE_S, ReplicaLost, Upstream, _number, error_message
 from ridgeline.service.keys.keyring import UNKNOWN
 from ridgeline.service.listen import waited_s
 from ridgeline.service.routing import State
@@ -253,3 +255,41 @@ async def test_the_server_counts_what_its_connections_waited() -> None:
                 seen = max(seen, clock._saw)
                 await asyncio.sleep(0)
             assert seen > 0.25 or not hasattr(socket, "TCP_INFO")
+
+
+async def test_health_checks_go_on_after_an_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them a replica would keep its state, and a lost one its requests, for ever."""
+    check, failures = Upstream._check, [RuntimeError("unexpected")]
+
+    async def checked(self: Upstream) -> State:
+        if failures:
+            raise failures.pop()
+        return await check(self)
+
+    async with routed(streams) as fleet:
+        (upstream,) = fleet.balancer.upstreams.values()
+        monkeypatch.setattr(Upstream, "_check", checked)
+        await fleet.until(lambda: fleet.state(0) == "down")
+        assert upstream.trouble == "its health check failed (RuntimeError)"
+        await fleet.until(lambda: fleet.state(0) == "up")
+        assert (await fleet.chat()).status == 200
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":"\xff\xfe"}', b'{"\xff":1}', b"", b"<html>", b"[1]"])
+def test_nonsense_of_a_replica_is_no_error_of_the_router(body: bytes) -> None:
+    assert _number(body, "step") is None and error_message(body) == ""
+
+
+async def test_a_lost_replica_and_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error event waits no longer than other writes: the request would hang, and its replica's place with it."""
+    monkeypatch.setattr(answer_module, "SLOW_WRITE_S", 0.1)
+
+    async def full(data: bytes) -> None:
+        await asyncio.sleep(3600)
+
+    request, response = MagicMock(), Mock(content_type="text/event-stream", write=full)
+    request.transport.get_write_buffer_size.return_value = 1 << 20
+    passing = Passing(request, Mock(), Mock(), b"", AsyncExitStack())
+    async with asyncio.timeout(5):
+        assert await passing._broken(response, "replica-0", ReplicaLost("it is gone")) is response
+    request.transport.abort.assert_called_once()
