@@ -27,14 +27,14 @@ from triton.runtime.errors import OutOfResources
 from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.experts import by_expert, route
 from ridgeline.ops.reference import activate
-from ridgeline.ops.table import Grouped, Matrix
+from ridgeline.ops.table import Grouped, IntMatrix, Matrix
 from ridgeline.ops.triton import experts, integer
 from ridgeline.ops.triton.experts import Block, Tile, TritonExperts
 from ridgeline.quant.fp8 import quantize_groups
 from ridgeline.quant.integer import round_to_nearest
 
 DTYPE = torch.bfloat16
-FORMS = ("", "fp8-weight", "fp8-block", "int8", "int4", "int4-g32-zp")
+FORMS = ("", "fp8-weight", "fp8-block", "int8", "int4", "int4-g128-zp", "int4-g32")
 TOKENS = (1, 4, 16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 COPIES = 3
 BANDWIDTH, FLOPS = 4.3e12, 800e12
@@ -137,13 +137,11 @@ def wrong(form: str) -> Iterator[str]:
 
 def floats(weight: Matrix, inputs: int) -> torch.Tensor:
     """float64."""
-    packed = experts.stacked([weight], inputs).weights
+    packed = weight.packed
     if isinstance(packed, torch.Tensor):
-        return packed[0].double()
-    zeros = None if packed.zeros is None else packed.zeros[0]
-    return integer.dequantize(
-        replace(packed, codes=packed.codes[0], scales=packed.scales[0], zeros=zeros), torch.float32
-    ).double()
+        return packed.double()
+    codes = packed if isinstance(packed, IntMatrix) else integer.as_codes(packed, inputs)
+    return integer.dequantize(codes, torch.float32).double()
 
 
 def measured(shape: Shape, form: str, sweep: bool, until: float) -> Iterator[dict[str, Any]]:

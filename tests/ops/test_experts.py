@@ -319,7 +319,12 @@ FORMS: dict[str, dict[str, object]] = {
     "fp8-block": {**PLAIN, "FORM": 1, "GROUP": 128, "BITS": 8, "PTX": conversion_e4m3(HALF), "POWER": 2.0**120},
 }  # fmt: skip
 """Constants of the products with weights of each form."""
-STORED = {"floats": ("*bf16", "*fp16"), "mxfp4": ("*u8", "*u8"), "fp8-block": ("*i16", "*fp32")}
+STORED = {
+    "floats": ("*bf16", "*fp16"),
+    "mxfp4": ("*u8", "*u8"),
+    "fp8-block": ("*i16", "*fp32"),
+    "int4-zp": ("*i16", "*i32"),
+}
 """Types of weights and scales."""
 
 
@@ -412,7 +417,7 @@ def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype,
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
-        ("_route", {"NORMALIZED": True, "BLOCK": 128}),
+        ("_route", {"NORMALIZED": True, "CHOICES": 8, "BLOCK": 128}),
         ("_sort", {"ROWS": 64, "BLOCK": 1024}),
         ("_sort", {"ROWS": 128, "BLOCK": 8192}),
         ("_sum", {"BLOCK": kernels.SUMMED}),

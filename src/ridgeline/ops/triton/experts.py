@@ -32,7 +32,7 @@ from ridgeline.ops.triton import block_tiles
 from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.blocks import E8M0, block_product, pack_codes
 from ridgeline.ops.triton.integer import as_codes
-from ridgeline.ops.triton.integer_matrix import constants, dequantized
+from ridgeline.ops.triton.integer_matrix import constants, dequantized, of_groups, read_scales
 from ridgeline.ops.triton.launch import await_inputs, is_hopper, overlap
 
 FEW_PAIRS = 32
@@ -94,12 +94,12 @@ twice as many rows as outputs. Blocks are whole chunks of a row (ops.triton.inte
 @triton.jit
 def _route(
     logits_ptr, chosen_ptr, shares_ptr, load_ptr, count, per_token, first, held,
-    NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NORMALIZED: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The `per_token` likeliest experts of one token, likeliest first; of equal ones the first. See ops.experts.route. Experts are
-    numbered from `first`, and the `held` others of this rank; all others get the number `held`.
+    numbered from `first`, and the `held` others of this rank; all others get the number `held`. CHOICES: at least `per_token`.
 
-    Logits that are not numbers choose the last expert: one request's overflow must not read beyond the weights of all.
+    Probabilities that are not numbers are 0: one request's overflow must not read beyond the weights of all.
     """
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -107,23 +107,26 @@ def _route(
     logits = tl.load(logits_ptr + token * count + at, mask=at < count, other=-float("inf")).to(tl.float32)
     exps = tl.exp(logits - tl.max(logits, 0))
     probabilities = exps / tl.sum(exps, 0)
-    left = tl.where(at < count, probabilities, -1.0)
-    total = 0.0
-    for _ in range(per_token):
-        best = tl.max(left, 0)
-        expert = tl.minimum(tl.min(tl.where(left == best, at, BLOCK), 0), count - 1)
-        total += best
-        left = tl.where(at == expert, -1.0, left)
-    scale = 1.0 / total if NORMALIZED else 1.0
-    left = tl.where(at < count, probabilities, -1.0)
-    for choice in range(per_token):
-        best = tl.max(left, 0)
-        expert = tl.minimum(tl.min(tl.where(left == best, at, BLOCK), 0), count - 1)
-        here = (expert >= first) & (expert < first + held)
-        tl.store(chosen_ptr + token * per_token + choice, tl.where(here, expert - first, held))
-        tl.store(shares_ptr + token * per_token + choice, best * scale)
-        tl.atomic_add(load_ptr + expert, 1)
-        left = tl.where(at == expert, -1.0, left)
+    probabilities = tl.where(probabilities >= 0, probabilities, 0.0)
+    # Bits of positive floats ascend as the floats do. Below them the experts descend.
+    keys = probabilities.to(tl.int32, bitcast=True).to(tl.int64) << 32 | BLOCK - 1 - at
+    keys = tl.where(at < count, keys, -1)
+    choice = tl.arange(0, CHOICES)
+    best = tl.zeros((CHOICES,), dtype=tl.int64)
+    for number in range(per_token):
+        largest = tl.max(keys, 0)
+        best = tl.where(choice == number, largest, best)
+        keys = tl.where(keys == largest, -1, keys)
+    exists = choice < per_token
+    expert = BLOCK - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+    share = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    if NORMALIZED:
+        share = share / tl.sum(tl.where(exists, share, 0.0), 0)
+    here = (expert >= first) & (expert < first + held)
+    place = token * per_token + choice
+    tl.store(chosen_ptr + place, tl.where(here, expert - first, held), mask=exists)
+    tl.store(shares_ptr + place, share, mask=exists)
+    tl.atomic_add(load_ptr + expert, 1, mask=exists)
 
 
 @triton.jit(do_not_specialize=["pairs"])  # start-up compiles one form for all numbers of pairs
@@ -183,7 +186,8 @@ def _code_product(
     SHIFT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
     POWER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """As _product, of codes: see integer_matrix.dequantized."""
+    """As _product, of codes: see integer_matrix. Groups have their scale and zero point in one int32 (`Stacked`), or float32
+    scales: the compiler reads no operand ahead that has less than 4 bytes."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     at = tl.arange(0, BLOCK)
     total = tl.zeros((WIDE, row.shape[0]), dtype=tl.float32)
@@ -192,10 +196,14 @@ def _code_product(
         x = tl.load(
             x_ptr + row[None, :] * inputs + here[:, None], mask=inside[None, :] & (here < inputs)[:, None], other=0.0
         )
+        if scale_ptr.dtype.element_ty == tl.int32:
+            both = tl.load(scale_ptr + of_groups(out_at, outputs, start, groups, GROUP, BITS, BLOCK))
+            scale, zero = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True), both >> 16
+        else:
+            scale, zero = read_scales(scale_ptr, zero_ptr, out_at, outputs, start, groups, GROUP, ZEROS, BITS, BLOCK)
         w = dequantized(
-            w_ptr, scale_ptr, zero_ptr, out_at, start, outputs, units, groups,
-            SHIFT, GROUP, ZEROS, BITS, PTX, POWER, TYPE, WIDE, BLOCK,
-        )  # fmt: skip
+            w_ptr, scale, zero, out_at, start, outputs, units, SHIFT, GROUP, ZEROS, BITS, PTX, POWER, TYPE, WIDE, BLOCK
+        )
         total = tl.dot(w, x, total, input_precision="ieee")
     if GROUP == 0:
         total *= tl.load(scale_ptr + out_at, mask=out_at < outputs, other=0.0).to(tl.float32)[:, None]
@@ -324,7 +332,8 @@ FORMATS = frozenset(
 
 class Stacked(NamedTuple):
     """The matrices of a layer's experts: floats [experts, outputs, inputs], or codes whose arrays have a dimension of experts in
-    front. Those in MXFP4 lie as in block_tiles or, for x in float32, as in ops.triton.blocks. biases: [experts, outputs]."""
+    front. Scales of groups are int32: the bits of a float16, then those of the zero point, which `zeros` has as a view. Codes of
+    MXFP4 lie as in block_tiles or, for x in float32, as in ops.triton.blocks. biases: [experts, outputs]."""
 
     weights: Weights
     biases: torch.Tensor | None
@@ -347,12 +356,14 @@ def _joined(weights: Sequence[Weights]) -> Weights:
     if not isinstance(first, IntMatrix):
         return torch.stack([each for each in weights if isinstance(each, torch.Tensor)])
     zeros = [each.zeros for each in codes if each.zeros is not None]
-    return replace(
-        first,
-        codes=torch.stack([each.codes for each in codes]),
-        scales=torch.stack([each.scales for each in codes]),
-        zeros=torch.stack(zeros) if zeros else None,
-    )
+    stacked_codes, scales = torch.stack([each.codes for each in codes]), torch.stack([each.scales for each in codes])
+    points = torch.stack(zeros) if zeros else None
+    if not first.scaling and first.group < first.d_in:
+        scales = scales.view(torch.int16).int() & 0xFFFF
+        if points is not None:
+            scales |= points.int() << 16
+            points = scales.view(torch.uint8)[..., 2::4]
+    return replace(first, codes=stacked_codes, scales=scales, zeros=points)
 
 
 def _untiled(matrix: IntMatrix) -> IntMatrix:
@@ -434,7 +445,8 @@ class GroupedExperts:
         shares, early = torch.empty(pairs, dtype=torch.float32, device=x.device), overlap(x.device)
         _route[(tokens,)](
             logits, chosen, shares, load, count, per_token, self._first, experts,
-            NORMALIZED=normalized, BLOCK=triton.next_power_of_2(count), num_warps=1, **early,
+            NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token), BLOCK=triton.next_power_of_2(count),
+            num_warps=1, **early,
         )  # fmt: skip
         tile = tile_for(gate_up.weights, x, 0 if self._fixed else pairs / count)
         is_sorted = pairs > FEW_PAIRS
@@ -489,8 +501,14 @@ class GroupedExperts:
     def tensors(self) -> Iterator[torch.Tensor]:
         for side in (self._gate_up, self._down):
             weights = side.weights
-            arrays = (weights.codes, weights.scales, weights.zeros) if isinstance(weights, IntMatrix) else (weights,)
-            yield from (tensor for tensor in (*arrays, side.biases) if tensor is not None)
+            if isinstance(weights, IntMatrix):
+                yield from (weights.codes, weights.scales)
+                if weights.zeros is not None and weights.scales.dtype is not torch.int32:
+                    yield weights.zeros
+            else:
+                yield weights
+            if side.biases is not None:
+                yield side.biases
 
 
 def _outputs(matrix: Matrix) -> int:

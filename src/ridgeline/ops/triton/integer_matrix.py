@@ -164,7 +164,7 @@ def _widen(
 
 
 @triton.jit
-def _of_groups(row, n, first, groups, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def of_groups(row, n, first, groups, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Indices of the scales and zero points of a block's weights from input `first` on: [ROWS, numbers], one number per chunk, or
     four if groups are smaller than chunks."""
     CHUNK: tl.constexpr = 512 // BITS
@@ -174,7 +174,7 @@ def _of_groups(row, n, first, groups, GROUP: tl.constexpr, BITS: tl.constexpr, B
 
 
 @triton.jit
-def _read(
+def read_scales(
     scale_ptr,
     zero_ptr,
     row,
@@ -189,7 +189,7 @@ def _read(
     """Load (scales, zero points) of a block's weights. A value that the format lacks is a placeholder. GROUP 0: a row has one
     scale, which the caller applies to the sum, and one zero point."""
     ONE: tl.constexpr = GROUP if GROUP > 0 else 512
-    at = _of_groups(row, n, first if GROUP > 0 else 0, groups, ONE, BITS, BLOCK)
+    at = of_groups(row, n, first if GROUP > 0 else 0, groups, ONE, BITS, BLOCK)
     scale = at
     zero = at
     if GROUP > 0:
@@ -212,7 +212,7 @@ def _factors(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(shift, scale) of a block's weights from the result of `_read`."""
+    """(shift, scale) of a block's weights from the result of `read_scales`."""
     CHUNKS: tl.constexpr = BLOCK * BITS // 512
     PIECES: tl.constexpr = 1 if GROUP % (512 // BITS) == 0 else 4
     factor = tl.full((ROWS, CHUNKS, 1, PIECES, 1), POWER, TYPE)
@@ -253,17 +253,16 @@ def constants(matrix: IntMatrix, dtype: torch.dtype, vectors: bool = False) -> d
 
 @triton.jit
 def dequantized(
-    w_ptr, scale_ptr, zero_ptr, row, first, n, units, groups,
+    w_ptr, scale, zero, row, first, n, units,
     SHIFT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
     POWER: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Weights [ROWS, BLOCK] of rows `row` from input `first` on, of TYPE. A row has `units` int16 of codes, `groups` scales and
-    zero points. Codes of rows from `n` on, and after the last input, are 0. For the constants see `dequantize_kernel`; without
-    groups the caller applies the scale."""
+    """Weights [ROWS, BLOCK] of rows `row` from input `first` on, of TYPE. scale, zero: of `read_scales`. A row has `units` int16 of
+    codes. Codes of rows from `n` on, and after the last input, are 0. For the constants see `dequantize_kernel`; without groups the
+    caller applies the scale."""
     unit = first // (16 // BITS) + tl.arange(0, BLOCK * BITS // 16)
     inside = (row < n)[:, None] & (unit < units)[None, :]
     p = tl.load(w_ptr + row.to(tl.int64)[:, None] * units + unit[None, :], mask=inside, other=0)
-    scale, zero = _read(scale_ptr, zero_ptr, row, n, first, groups, GROUP, ZEROS, BITS, BLOCK)
     shift, factor = _factors(scale, zero, SHIFT, GROUP, ZEROS, POWER, TYPE, BITS, ROWS, BLOCK)
     return _widen(p, shift, factor, BITS, TYPE, ROWS, BLOCK, PTX)
 
@@ -297,10 +296,8 @@ def dequantize_kernel(
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * BLOCK
-    w = dequantized(
-        w_ptr, scale_ptr, zero_ptr, row, first, n, units, groups,
-        SHIFT, GROUP, ZEROS, BITS, PTX, POWER, TYPE, ROWS, BLOCK,
-    )  # fmt: skip
+    scale, zero = read_scales(scale_ptr, zero_ptr, row, n, first, groups, GROUP, ZEROS, BITS, BLOCK)
+    w = dequantized(w_ptr, scale, zero, row, first, n, units, SHIFT, GROUP, ZEROS, BITS, PTX, POWER, TYPE, ROWS, BLOCK)
     if GROUP == 0:
         w = w.to(tl.float32) * tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
     await_inputs(PDL)
