@@ -12,7 +12,7 @@ import pytest
 
 from ridgeline.core.calibration import cost_values, read_cost
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.cost import CostModel
+from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Risk
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope, kv_layout
@@ -201,6 +201,18 @@ def test_measured_times_scale_the_cost_model() -> None:
         eager.overhead_s == pytest.approx(SERVER.cost.overhead_s + 0.006)
         and eager.flops_per_s == SERVER.cost.flops_per_s
     )
+
+
+def test_slow_steps_with_short_prompts_leave_decode_steps_as_they_were_measured() -> None:
+    """Few prompt tokens in a long step are no rate of arithmetic: with it, decode steps would take many times the measured time."""
+    decode_s = SERVER.cost.decode_s([100])
+    figures = {
+        "decode_step_seconds": decode_s, "decode_step_predicted_seconds": decode_s, "mean_running": 1.0,
+        "prompt_step_seconds": 2.0, "prompt_step_predicted_seconds": decode_s,
+    }  # fmt: skip
+    cost = measured_cost(SERVER.cost, figures)
+    assert cost.decode_s([100]) == pytest.approx(decode_s, rel=0.01)
+    assert cost.step_s(step_work(SPEC, [(0, 8)])) == pytest.approx(2.0, rel=0.02)
 
 
 def test_times_that_the_model_does_not_explain_are_doubted() -> None:

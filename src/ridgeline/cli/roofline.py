@@ -135,7 +135,9 @@ def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, 
     names = {"dense": "FLOP/s", "memory.gb_s": "memory bandwidth"}
     if row.measured:
         measured = " and ".join(names[field] for field in row.measured)
-        lines.append(f"Measured on this machine, because the specification is unknown: {measured}.")
+        lines.append(
+            f"Measured on this machine, because the specification is unknown: {measured}. Other processes lower what is measured."
+        )
     return row, tuple(lines)
 
 

@@ -210,6 +210,9 @@ def _step_ratio(figures: Mapping[str, float]) -> float:
 def measured_cost(cost: CostModel, figures: Mapping[str, float], eager: bool = False) -> CostModel:
     """The cost model scaled so that its steps take as long as the measured ones, apart for steps with and without prompt tokens.
 
+    Steps with prompts change the rate of arithmetic, but not so far that it would bind decode steps, whose time is known: what
+    that does not explain is a fixed time of each step with prompts.
+
     eager: kernels are launched one by one, so what a step takes longer is overhead and not a lower rate.
     """
     decode, predicted = (figures.get(f"decode_step_{name}", 0.0) for name in ("seconds", "predicted_seconds"))
@@ -217,6 +220,11 @@ def measured_cost(cost: CostModel, figures: Mapping[str, float], eager: bool = F
     scaled = replace(cost, overhead_s=cost.overhead_s + max(0.0, decode - predicted)) if eager else slower(cost, ratio)
     prompt, predicted = (figures.get(f"prompt_step_{name}", 0.0) for name in ("seconds", "predicted_seconds"))
     rest = prompt / predicted / ratio if prompt and predicted and not eager else 1.0
+    rows = max(1, round(figures.get("mean_running", 1.0)))
+    arithmetic = cost.spec.linear_flops(rows, rows) / (scaled.flops_per_s * scaled.compute_share)
+    most = max(1.0, cost.spec.step_weight_bytes / (scaled.bytes_per_s * scaled.memory_share) / arithmetic)
+    if rest > most:
+        rest, scaled = most, replace(scaled, launch_s=max(scaled.launch_s, prompt - scaled.overhead_s))
     share = scaled.compute_share / rest
     return replace(scaled, compute_share=share, attention_share=(cost.attention_share or cost.compute_share) / rest)
 
