@@ -96,3 +96,14 @@ def test_no_share_of_a_limit_is_above_one() -> None:
     snapshot = {"now": {}, "figures": figures, "facts": {}, "ceilings": ceilings, "latencies": {}}
     observation = observe(snapshot)
     assert observation.mbu == 0.4 and observation.mfu != observation.mfu and observation.bandwidth_share == 0.5
+
+
+def test_the_cache_of_a_step_is_that_of_the_last_minutes() -> None:
+    """Not that of the moment in which the server is asked, when all requests may have ended."""
+    facts = {"weight_bytes": 6e9, "blocks": 100, "page_tokens": 10, "kv_bytes_per_token": 1e7}
+    snapshot = {
+        "now": {"kv_used": 0.0}, "figures": {"mean_kv_used": 0.2}, "facts": facts, "ceilings": {}, "latencies": {},
+    }  # fmt: skip
+    assert "75% of these bytes are weights, which all running requests share, and 25% are KV cache." in " ".join(
+        diagnose(observe(snapshot)).distance
+    )

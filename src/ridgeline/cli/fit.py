@@ -34,7 +34,7 @@ from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.policy import admission
 from ridgeline.hardware.bandwidth import with_measured_rates
 from ridgeline.hardware.probe import Device, probe, resolve_accelerator
-from ridgeline.hardware.serving import kind_on, search_space
+from ridgeline.hardware.serving import in_format, kind_on, search_space
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.speculation.build import choice_of, memory_of_drafters
@@ -80,15 +80,15 @@ def _deployment(args: Arguments, resolved: Resolved, folder: Path) -> tuple[Depl
     if engine.calibration:
         calibrated = load_calibration(Path(engine.calibration), spec).cost
         link = device.accelerator.host_link * LINK_SHARE if device.accelerator is not None else 0.0
-        space = replace(space, cost=partial(_recalibrated, calibrated, link))
+        space = replace(space, cost=partial(_recalibrated, calibrated, link, device.kind))
     return Deployment(spec, engine, memory, model, beside, space), device
 
 
-def _recalibrated(calibrated: CostModel, link: float, spec: ModelSpec) -> CostModel:
+def _recalibrated(calibrated: CostModel, link: float, kind: str, spec: ModelSpec) -> CostModel:
     """The calibrated cost model for another format of the same model, for which it is a guess. link: bytes per second of copies of
     weights from host memory."""
     same = (spec.dtype, spec.quantization) == (calibrated.spec.dtype, calibrated.spec.quantization)
-    return replace(calibrated, spec=spec, calibrated=same, host=HostTimes(streamed_s(spec, link)))
+    return replace(in_format(calibrated, spec, kind), calibrated=same, host=HostTimes(streamed_s(spec, link)))
 
 
 def _report(deployment: Deployment, device: Device) -> int:

@@ -137,13 +137,14 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
     def median(name: str) -> float:
         return float(latencies.get(name, {}).get("p50", UNKNOWN))
 
+    # Requests that were admitted together end together, so a single step may show an empty cache.
+    kv_used = max(now.get("kv_used", 0.0), figures.get("mean_kv_used", 0.0))
     return Observation(
         running=running,
         waiting=now.get("waiting", 0.0),
         max_running=facts.get("max_num_seqs", UNKNOWN),
-        # Requests that were admitted together end together, so a single step may show an empty cache.
-        kv_used=max(now.get("kv_used", 0.0), figures.get("mean_kv_used", 0.0)),
-        kv_tokens=now.get("kv_used", 0.0) * blocks * (1 - now.get("kv_waste_inside", 0.0)),
+        kv_used=kv_used,
+        kv_tokens=kv_used * blocks * (1 - now.get("kv_waste_inside", 0.0)),
         busy=figures.get("device_busy", 0.0),
         bubble=figures.get("bubble", 0.0),
         prompt_share=figures.get("prompt_share", 0.0),
@@ -268,7 +269,8 @@ def _distance(observation: Observation) -> tuple[str, ...]:
         sentences.append(_decode_step(observation))
     if observation.weight_share == observation.weight_share:
         sentences.append(
-            f"{observation.weight_share:.0%} of these bytes are weights, which all running requests share. The others are KV cache."
+            f"{observation.weight_share:.0%} of these bytes are weights, which all running requests share, and "
+            f"{1 - observation.weight_share:.0%} are KV cache."
         )
     peaks = (("peak FLOP/s (MFU)", observation.mfu), ("bandwidth (MBU)", observation.mbu))
     if known := [(name, share) for name, share in peaks if share == share]:

@@ -65,9 +65,8 @@ def _weights(now: Situation) -> Iterator[Change]:
     for name in [name for name in weight_formats(now.kind, now.row) if name in PREFERRED[now.kind]]:
         spec = quantized(now.spec, name)
         if spec.layer_bytes < now.spec.layer_bytes:
-            model = replace(now.model, quantization=name)
             unknown = "the step times of weights in host memory are not simulated" if spec.host_bytes else ""
-            after = replace(now, server=now.served_as(spec), model=model, spec=spec)
+            after = replace(now.served_as(spec), model=replace(now.model, quantization=name))
             yield Change(name, after, format_risk(name), unknown)
 
 
