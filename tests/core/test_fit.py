@@ -34,7 +34,9 @@ def deployment(spec: ModelSpec, on: str, stored: str = "", **options: int) -> De
     memory = Memory("cuda", row.memory_bytes)
     model = ModelConfig("model", max_model_len=options.get("max_model_len"))
     served = replace(spec, max_len=options.get("max_model_len", spec.max_len))
-    return Deployment(served, EngineConfig(), memory, model, space=search_space(device, stored))
+    return Deployment(
+        served, EngineConfig(), memory, model, space=search_space(device, replace(spec, quantization=stored))
+    )
 
 
 def refusal(case: Deployment) -> str:

@@ -70,7 +70,19 @@ def test_speed_of_products_where_it_was_measured() -> None:
 
 def test_the_space_of_a_device() -> None:
     gpu = Device("cuda", "NVIDIA H100 80GB HBM3", 80 << 30, 80 << 30)
-    space = search_space(gpu, "")
-    assert space.cost is not None and space.weight_formats and not search_space(gpu, "int4").weight_formats
-    assert search_space(Device("cuda", "unknown", 1, 1), "").cost is None
+    space = search_space(gpu, DENSE)
+    assert (
+        space.cost is not None
+        and space.weight_formats
+        and not search_space(gpu, quantized(DENSE, "int4")).weight_formats
+    )
+    assert search_space(Device("cuda", "unknown", 1, 1), DENSE).cost is None
     assert space.devices is not None and "NVIDIA H200 SXM" in space.devices and "Google TPU v4" not in space.devices
+
+
+def test_formats_that_a_gpu_refuses_for_experts_are_not_tried() -> None:
+    mixture = replace(DENSE, layers=(replace(DENSE.layers[0], experts=ExpertSpec(8, 2, 1024, True)),) * 2)
+    gpu = Device("cuda", "NVIDIA H100 80GB HBM3", 80 << 30, 80 << 30)
+    tried, dense = (set(search_space(gpu, spec).weight_formats) for spec in (mixture, DENSE))
+    assert dense - tried == {"w8a8", "llm-int8"} and {"fp8", "int4"} <= tried
+    assert "w8a8" in search_space(Device("cpu", "EPYC", 1 << 36, 1 << 36), mixture).weight_formats

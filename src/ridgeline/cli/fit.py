@@ -76,7 +76,7 @@ def _deployment(args: Arguments, resolved: Resolved, folder: Path) -> tuple[Depl
     beside = with_adapters(beside, model, spec, engine.tensor_parallel_size)
     if device.accelerator is not None:
         device = replace(device, row=with_measured_rates(device.accelerator, spec.dtype))
-    space = search_space(device, checkpoint.quantization)
+    space = search_space(device, checkpoint)
     if engine.calibration:
         calibrated = load_calibration(Path(engine.calibration), spec).cost
         link = device.accelerator.host_link * LINK_SHARE if device.accelerator is not None else 0.0

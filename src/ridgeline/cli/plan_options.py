@@ -258,7 +258,7 @@ def read_variants(
         )
     configs = [
         replace(model, quantization=weights, kv_cache_dtype=cache)
-        for weights in _weight_names(model, row, options.get("formats", ""))
+        for weights in _weight_names(checkpoint, model, row, options.get("formats", ""))
         for cache in _cache_names(model, options.get("kv_formats", ""))
     ]
     kind = kind_on(row.name, "cpu" if row.kind == "cpu" else "cuda")
@@ -272,24 +272,26 @@ def check_formats(checkpoint: ModelSpec, formats: str, rows: Sequence[Accelerato
             f"--formats is given, and the checkpoint is quantized already ({checkpoint.quantization}): leave it out.",
             param="formats",
         )
-    served = [name for row in rows for name in _served(row)]
+    served = [name for row in rows for name in _served(row, checkpoint)]
     for name in formats.split(",") if formats not in ("", "all") else ():
         if name not in served:
             names = ", ".join(row.name for row in rows)
             raise ConfigError(
-                f"--formats {name!r} is not served on {names}: use {', '.join(served[:8])} or all.", param="formats"
+                f"--formats {name!r} is not served on {names}{' for models with experts' if checkpoint.has_experts else ''}: use "
+                f"{', '.join(served[:8])} or all.",
+                param="formats",
             )
 
 
-def _served(row: Accelerator) -> Sequence[str]:
-    return weight_formats("cpu" if row.kind == "cpu" else "cuda", row)
+def _served(row: Accelerator, checkpoint: ModelSpec) -> Sequence[str]:
+    return weight_formats("cpu" if row.kind == "cpu" else "cuda", row, checkpoint.has_experts)
 
 
-def _weight_names(model: ModelConfig, row: Accelerator, formats: str) -> Iterator[str]:
+def _weight_names(checkpoint: ModelSpec, model: ModelConfig, row: Accelerator, formats: str) -> Iterator[str]:
     """The model's own format, and those of --formats that the device serves."""
     yield model.quantization
     wanted = formats.split(",") if formats else ()
-    for name in _served(row) if formats else ():
+    for name in _served(row, checkpoint) if formats else ():
         if name != model.quantization and (formats == "all" or name in wanted):
             yield name
 

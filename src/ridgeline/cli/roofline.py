@@ -27,6 +27,7 @@ from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.host_weights import LINK_SHARE, HostTimes, check_gpu, streamed_s
 from ridgeline.core.plural import counted
+from ridgeline.core.quantization import check_experts
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.bandwidth import with_measured_rates
 from ridgeline.hardware.probe import probe, resolve_accelerator
@@ -75,6 +76,7 @@ def run(args: Arguments) -> int:
     check_output_paths(options, "html", "svg")
     accelerator, caveat = _accelerator(options.get("on"), spec.dtype)
     check_gpu(spec, accelerator.kind)
+    check_experts(spec, accelerator.kind)
     load = _load(options, spec.max_len)
     result = roofline(spec, accelerator, load)
     cost = _cost(spec, accelerator, resolved.engine.calibration)

@@ -236,7 +236,7 @@ def _candidates(
 def _split(deployment: Deployment, spec: ModelSpec, formats: Mapping[str, object], risk: Risk) -> Iterator[Candidate]:
     """The candidate that leaves as few weights as possible in host memory, at most as many as the device has memory for."""
     memory, cost = deployment.memory, deployment.space.cost
-    if memory.kind == "cpu" or cost is None or any(layer.experts for layer in spec.layers):
+    if memory.kind == "cpu" or cost is None or spec.has_experts:
         return
     spec = replace(spec, host_bytes=0)
     _, missing = deployment.planner(spec, {}).plan()

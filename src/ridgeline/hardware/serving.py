@@ -48,15 +48,18 @@ GPU, one token: fp8 by benchmarks/results/h200.json (8B, without the output laye
 (8,192 tokens), and products_int.json for int4. fp8-weight: fp8_weight.json (2,048 tokens). CPU: cpu_formats.json."""
 
 
-def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:
+def weight_formats(kind: str, row: Accelerator | None, experts: bool = False) -> tuple[str, ...]:
     """Number formats that a device serves weights in, preferred ones first. Each is named once.
 
-    kind: "cuda" or "cpu". row: None for an unknown device. Products of fp8 on a GPU need a unit for e4m3 (models.build).
+    kind: "cuda" or "cpu". row: None for an unknown device. experts: for a model with experts, for which a GPU has fewer. Products
+    of fp8 on a GPU need a unit for e4m3 (models.build).
     """
     ordered = [*PREFERRED[kind], *NUMBER_FORMATS]
     names = {NUMBER_FORMATS[name]: name for name in reversed(ordered)}  # of equal formats the first name stays
     fp8 = kind == "cpu" or (row is not None and "float8_e4m3" in row.flops)
     served = [name for stored, name in names.items() if not stored.published and (fp8 or name != "fp8")]
+    if experts and kind == "cuda":
+        served = [name for name in served if NUMBER_FORMATS[name].on_gpu_experts]
     return tuple(sorted(served, key=ordered.index))
 
 
@@ -69,7 +72,7 @@ def _times(kind: str, spec: ModelSpec) -> tuple[float, float] | None:
     """PRODUCT_TIMES of a model's format; integers of any group as the ones that were measured. None: not measured. Experts have
     other kernels."""
     name = spec.quantization
-    if not name or any(layer.experts for layer in spec.layers):
+    if not name or spec.has_experts:
         return None if name else (1.0, 1.0)
     known = PRODUCT_TIMES.get(kind, {})
     return known.get(name) or (known.get(name.partition("-")[0]) if name.startswith("int") else None)
@@ -145,22 +148,19 @@ def transferred_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel
     return replace(in_format(replace(cost, **factors), spec, row.kind), host=host)
 
 
-def search_space(device: Device, stored: str) -> Space:
-    """What `core.fit` may change on a device.
-
-    stored: the number format of the checkpoint; if it has one, no other can be served.
-    """
+def search_space(device: Device, checkpoint: ModelSpec) -> Space:
+    """What `core.fit` may change on a device. A checkpoint in a number format can be served in no other."""
     row = device.accelerator
     known = row if row is not None and row.flops and row.bandwidth else None
     return Space(
-        weight_formats=() if stored else weight_formats(device.kind, row),
+        weight_formats=() if checkpoint.quantization else weight_formats(device.kind, row, checkpoint.has_experts),
         kv_formats=KV_FORMATS_SERVED[device.kind],
         cost=partial(cost_model, known) if known else None,
         devices={gpu.name: gpu.memory_bytes for gpu in ACCELERATORS if gpu.kind == "cuda" and gpu.serves},
     )
 
 
-def space_here(kind: str, stored: str) -> Space:
+def space_here(kind: str, checkpoint: ModelSpec) -> Space:
     """search_space of this machine's device of type `kind` ("cuda" or "cpu")."""
     device = probe().device(kind)
-    return search_space(device if device.kind == kind else Device(kind, "", 0, 0), stored)
+    return search_space(device if device.kind == kind else Device(kind, "", 0, 0), checkpoint)

@@ -62,7 +62,9 @@ def _weights(now: Situation) -> Iterator[Change]:
     """The number formats that the device serves, for weights that are not quantized yet."""
     if now.spec.quantization:
         return
-    for name in [name for name in weight_formats(now.kind, now.row) if name in PREFERRED[now.kind]]:
+    for name in [
+        name for name in weight_formats(now.kind, now.row, now.spec.has_experts) if name in PREFERRED[now.kind]
+    ]:
         spec = quantized(now.spec, name)
         if spec.layer_bytes < now.spec.layer_bytes:
             unknown = "the step times of weights in host memory are not simulated" if spec.host_bytes else ""
