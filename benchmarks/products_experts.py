@@ -10,28 +10,32 @@ Random weights and logits. Every format is first compared with float64. COPIES l
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from common import provenance, write_rows
-from products import off, replayed
+from products import PROCESSES, off, replayed
+from triton.runtime.errors import OutOfResources
 
 from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.experts import by_expert, route
 from ridgeline.ops.reference import activate
 from ridgeline.ops.table import Grouped, Matrix
 from ridgeline.ops.triton import experts, integer
-from ridgeline.ops.triton.experts import Tile, TritonExperts
+from ridgeline.ops.triton.experts import Block, Tile, TritonExperts
 from ridgeline.quant.fp8 import quantize_groups
 from ridgeline.quant.integer import round_to_nearest
 
 DTYPE = torch.bfloat16
 FORMS = ("", "fp8-weight", "fp8-block", "int8", "int4", "int4-g32-zp")
-TOKENS = (1, 4, 16, 64, 256, 1024, 2048, 8192)
+TOKENS = (1, 4, 16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 COPIES = 3
 BANDWIDTH, FLOPS = 4.3e12, 800e12
 """Bytes and bfloat16 FLOPs a second that products of an H200 reach (benchmarks/results/limits.json)."""
@@ -49,15 +53,20 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape("qwen3-30b-a3b", 2048, 768, 128, 8), Shape("mixtral-8x7b", 4096, 14336, 8, 2))
-TRIED = tuple(
-    Tile(rows, outputs, inputs, warps, stages)
-    for rows, outputs, inputs, warps, stages in (
-        (16, 32, 128, 4, 4), (16, 32, 128, 4, 3), (16, 32, 256, 4, 3), (16, 64, 128, 4, 4), (16, 16, 256, 4, 4),
-        (16, 32, 256, 2, 3), (16, 32, 128, 2, 5), (16, 64, 256, 4, 3), (32, 32, 128, 4, 3), (32, 64, 128, 4, 3),
-        (32, 64, 128, 8, 4), (64, 64, 128, 4, 2), (64, 64, 128, 4, 3), (64, 32, 128, 4, 3), (64, 128, 128, 8, 3),
-        (128, 64, 128, 4, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 3), (128, 128, 128, 8, 2), (128, 128, 64, 8, 4),
-    )
-)  # fmt: skip
+INNER = {
+    16: ((32, 128, 4, 4), (16, 128, 2, 4), (32, 256, 4, 3), (64, 128, 8, 4), (64, 128, 4, 4), (32, 128, 4, 6)),
+    32: ((64, 128, 8, 3), (64, 128, 4, 3), (64, 128, 8, 4), (64, 64, 4, 4)),
+    64: ((64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 4, 3)),
+    128: ((64, 128, 8, 3), (128, 64, 8, 4)),
+}
+OUTER = {
+    16: ((64, 128, 4, 4), (32, 128, 4, 4), (32, 128, 2, 4), (64, 256, 4, 3), (128, 128, 8, 4), (16, 256, 4, 4)),
+    32: ((64, 128, 4, 4), (128, 128, 8, 3), (64, 64, 4, 4)),
+    64: ((64, 128, 4, 3), (128, 128, 8, 3), (64, 128, 8, 3), (64, 64, 4, 3)),
+    128: ((128, 128, 8, 3), (128, 64, 8, 4)),
+}
+"""Blocks that a sweep tries for tiles of so many pairs: the inner ones beside the first outer one, then the outer ones beside the
+best inner one."""
 
 
 def matrix(outputs: int, inputs: int, form: str) -> Matrix:
@@ -150,28 +159,77 @@ def measured(shape: Shape, form: str, sweep: bool, until: float) -> Iterator[dic
         yield {
             "row": f"experts-{shape.name}-{name}-m{tokens}-us", "value": round(us, 1), "unit": "us", "floor_us": round(floor, 1),
         }  # fmt: skip
-        tried: dict[str, float] = {}
-        chosen = experts.tile_for
-        for tile in TRIED if sweep else ():
-            if time.monotonic() > until:
-                break
-            mean = tokens * shape.per_token / shape.experts
-            if not tile.rows / 8 <= max(mean, 16) or tile.rows * 32 < mean:
-                continue
-            if tokens * shape.per_token <= experts.FEW_PAIRS and tile.rows > 16:
-                continue
-            experts.tile_for = lambda *_, tile=tile: tile
-            try:
-                tried[",".join(map(str, tile))] = round(replayed(work, 2) / copies, 1)
-            except Exception as error:  # a tile that does not fit
-                tried[",".join(map(str, tile))] = float("inf")
-                print(type(error).__name__, tile, flush=True)
-            finally:
-                experts.tile_for = chosen
+        tried = swept(work, form, copies, tokens * shape.per_token, shape.experts, until) if sweep else {}
         best = sorted(tried.items(), key=lambda item: item[1])[:3]
         print(f"{shape.name} {name:12} {tokens:5} {us:8.1f} us, {floor / us:.2f} of the floor", *best, flush=True)
         if tried:
             yield {"row": f"experts-sweep-{shape.name}-{name}-m{tokens}", "tried": tried}
+
+
+def rows_for(pairs: int, count: int) -> list[int]:
+    """Rows of tiles that are worth trying with so many pairs."""
+    mean = pairs / count
+    return [
+        rows
+        for rows in INNER
+        if (rows == 16 and mean < 64) or (pairs > experts.FEW_PAIRS and rows / 4 <= mean <= rows * 8)
+    ]
+
+
+def swept(work: Callable[[], None], form: str, copies: int, pairs: int, count: int, until: float) -> dict[str, float]:
+    """Microseconds by tile."""
+    tried: dict[str, float] = {}
+    original = experts.tile_for
+
+    def timed(tile: Tile) -> float:
+        if time.monotonic() > until:
+            return float("inf")
+        experts.tile_for = lambda *_: tile
+        try:
+            us = round(replayed(work, 2) / copies, 1)
+        except OutOfResources:
+            us = float("inf")
+        finally:
+            experts.tile_for = original
+        tried[f"{tile.rows}: {tuple(tile.inner)} {tuple(tile.outer)}"] = us
+        return us
+
+    for rows in rows_for(pairs, count):
+        inners, outers = blocks(INNER[rows], form), blocks(OUTER[rows], form)
+        times = {inner: timed(Tile(rows, inner, outers[0])) for inner in inners}
+        inner = min(times, key=times.__getitem__)
+        for outer in outers[1:]:
+            timed(Tile(rows, inner, outer))
+    return tried
+
+
+def blocks(tried: Sequence[tuple[int, int, int, int]], form: str) -> list[Block]:
+    """Those that fit a form: codes come in whole chunks of a row."""
+    return [Block(*each) for each in tried if not form or each[1] >= 128]
+
+
+def compiled(form: str, tile: Tile, tokens: int) -> None:
+    """Leave the kernels of a tile in Triton's cache on disk."""
+    shape = Shape("", 2048, 768, 8, 8)
+    experts.tile_for = lambda *_: tile
+    with torch.inference_mode():
+        with suppress(OutOfResources):
+            run([TritonExperts().group(*layer(shape, form), "silu", range(8))], shape, *given(shape, tokens))
+        torch.cuda.synchronize()
+
+
+def compile_all(forms: Sequence[str]) -> None:
+    """Every kernel of a sweep, in several processes."""
+    work = []
+    for form in forms:
+        for rows in INNER:
+            inners, outers = blocks(INNER[rows], form), blocks(OUTER[rows], form)
+            tiles = [Tile(rows, inner, outers[0]) for inner in inners]
+            tiles += [Tile(rows, inners[0], outer) for outer in outers[1:]]
+            work += [(form, tile, tokens) for tile in tiles for tokens in (16, 1) if tokens > 1 or rows == 16]
+    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compiled, *zip(*work, strict=True), chunksize=3))
+    print(f"{len(work)} tiles compiled", flush=True)
 
 
 def main() -> None:
@@ -186,6 +244,8 @@ def main() -> None:
     until, rows = time.monotonic() + arguments.seconds, []
     with torch.inference_mode():
         forms = ["" if form == "bf16" else form for form in arguments.forms]
+        if arguments.sweep:
+            compile_all(forms)
         errors = [error for form in forms for error in wrong(form)]
         print("errors:", errors or "none", flush=True)
         for shape in SHAPES:

@@ -161,6 +161,7 @@ def test_large_tiles() -> None:
         ROWS=kernels.LARGE_ROWS,
         BLOCK=kernels.SORTED_AT_ONCE,
         num_warps=4,
+        PDL=False,
     )
     large = kernels.Group(chosen, order, places, torch.zeros_like(places[0]), kernels.LARGE_ROWS, SLOTS + 1)
     got = ops.add(torch.zeros(len(slots), 32, device=DEVICE), x.to(DEVICE), weight.pairs, large)

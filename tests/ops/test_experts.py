@@ -26,7 +26,7 @@ from ridgeline.ops.triton import block_tiles, integer
 from ridgeline.ops.triton import experts as kernels
 from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
-from ridgeline.ops.triton.integer_matrix import conversion, conversion_e4m3
+from ridgeline.ops.triton.integer_matrix import conversion, conversion_e4m3, with_fused
 from ridgeline.quant.blocks import round_to_blocks
 from ridgeline.quant.fp8 import quantize_groups
 from ridgeline.quant.integer import round_to_nearest
@@ -38,6 +38,7 @@ from tests.ops.test_blocks import on_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL, WIDTH, EXPERTS, PER_TOKEN = 48, 40, 6, 3
 ALL = range(EXPERTS)
+CODES = kernels.HOPPER_CODE_TILES[0][1], kernels.CODE_TILES[0][1].of_floats()
 NIBBLES = IntMatrix(torch.empty(1, 1), torch.empty(1), None, 4, 32, 32, 32)
 
 
@@ -124,7 +125,8 @@ def test_terms_in_16_bits_add_one_rounding(tokens: int) -> None:
 def test_the_largest_tile_equals_the_definition(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no float32 gets otherwise."""
     monkeypatch.setattr(kernels, "TILES", kernels.HOPPER_TILES)
-    tokens = -(-kernels.HOPPER_TILES[0][0] * EXPERTS // PER_TOKEN)
+    monkeypatch.setattr(kernels, "CODE_TILES", kernels.HOPPER_CODE_TILES)
+    tokens = -(-(kernels.HOPPER_CODE_TILES if form else kernels.HOPPER_TILES)[0][0] * EXPERTS // PER_TOKEN)
     test_grouped_equals_the_definition(tokens, form, fixed=False)
 
 
@@ -133,17 +135,19 @@ def test_who_gets_the_largest_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     halves, floats = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
     tiles: list[tuple[kernels.Weights, torch.Tensor, kernels.Tile]] = [
         (halves, halves, kernels.MOST),
-        (NIBBLES, halves, kernels.MOST._replace(inputs=128)),
-        (replace(NIBBLES, bits=8), halves, kernels.MOST),
+        (NIBBLES, halves, CODES[0]),
+        (replace(NIBBLES, bits=8), halves, CODES[0]),
         (replace(NIBBLES, scaling="e8m0"), halves, kernels.MANY),
-        (floats, floats, kernels.MANY._replace(outputs=32)),
+        (floats, floats, kernels.MANY.of_floats()),
+        (NIBBLES, floats, CODES[1]),
     ]
     for weights, x, tile in tiles:
-        assert kernels.tile_for(weights, x, 128.0)[:2] == (64, tile.outputs if x is floats else 64)
+        assert kernels.tile_for(weights, x, 256.0).rows == 64
         monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
-        assert kernels.tile_for(weights, x, 128.0) == tile
+        assert kernels.tile_for(weights, x, 256.0) == tile
         monkeypatch.undo()
-        assert kernels.tile_for(weights, x, 16.0).rows == 64 and kernels.tile_for(weights, x, 15.9).rows == 16
+        rows = [kernels.tile_for(weights, x, mean).rows for mean in (9.9, 10.0, 15.9, 16.0, 40.0)]
+        assert rows == ([16, 32, 32, 32, 64] if tile in CODES else [16, 16, 16, 64, 64])
     assert all(tile.rows // 8 in block_tiles.EXPERT_TILES for _, tile in kernels.TILES)
 
 
@@ -320,12 +324,15 @@ STORED = {"floats": ("*bf16", "*fp16"), "mxfp4": ("*u8", "*u8"), "fp8-block": ("
 
 
 def compiled(
-    name: str, form: str, constants: dict[str, object], tile: kernels.Tile, x: str = "*bf16", capability: int = 90
+    name: str, form: str, constants: dict[str, object], block: kernels.Block, x: str = "*bf16", capability: int = 90
 ) -> Any:
     kernel = getattr(kernels, name)
     weight, scale = STORED.get(form, ("*i16", "*fp16"))
     known = {**TYPES, "x_ptr": x, "w_ptr": x if form == "floats" else weight, "scale_ptr": scale, "out_ptr": x}
-    constants = {**({} if name in ("_route", "_sort") else FORMS[form]), **constants}
+    constants = {"PDL": capability >= 90, **constants}
+    if name in ("_inner", "_outer"):
+        conversions = FORMS[form] if capability >= 90 else {**FORMS[form], "PTX": with_fused(str(FORMS[form]["PTX"]))}
+        constants = {**conversions, "WIDE": block.outputs, "BLOCK": block.inputs, **constants}
     signature = {
         argument: "constexpr"
         if argument in constants
@@ -337,14 +344,14 @@ def compiled(
         for argument in (*known, "width", "inputs", "outputs", "units", "groups")
         if argument in signature
     }
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"num_warps": block.warps, "num_stages": block.stages}
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(ASTSource(kernel, signature, constants, apart), target=target, options=options)
 
 
-def check_compiles(name: str, form: str, constants: dict[str, object], tile: kernels.Tile) -> str:
+def check_compiles(name: str, form: str, constants: dict[str, object], block: kernels.Block) -> str:
     """Compile a kernel for a Hopper GPU; the names of its matrix instructions."""
-    ptx = compiled(name, form, constants, tile).asm["ptx"]
+    ptx = compiled(name, form, constants, block).asm["ptx"]
     return " ".join(part for part in ("wgmma", "mma.sync", "cp.async") if part in ptx)
 
 
@@ -360,44 +367,46 @@ KERNELS = (
 )
 
 
+def block_of(name: str, tile: kernels.Tile) -> kernels.Block:
+    return tile.inner if name == "_inner" else tile.outer
+
+
 @pytest.mark.parametrize(
-    ("kernel", "form", "tile"),
+    ("kernel", "form", "size"),
     crossed(
         KERNELS,
         tuple(FORMS),
-        (kernels.MOST, kernels.MANY, kernels.FEW),
-        quick=lambda kernel, form, tile: (kernel, form, tile) in ((0, 0, 0), (1, 1, 0), (0, 2, 0), (1, 4, 0)),
+        (0, 1, 2, 3),
+        quick=lambda kernel, form, size: (kernel, form, size) in ((0, 0, 0), (1, 1, 1), (0, 2, 0), (1, 4, 0)),
     ),
 )
-def test_the_products_compile_for_hopper(
-    kernel: tuple[str, dict[str, object]], form: str, tile: kernels.Tile, apart
-) -> None:
+def test_the_products_compile_for_hopper(kernel: tuple[str, dict[str, object]], form: str, size: int, apart) -> None:
     name, more = kernel
-    inputs = max(tile.inputs, 128) if form == "int4-zp" else tile.inputs
-    shape = {"ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": inputs}
-    used = apart(check_compiles, name, form, {"SORTED": True, **more, **shape}, tile)
+    tiles = kernels.HOPPER_TILES if form in ("floats", "mxfp4") else kernels.HOPPER_CODE_TILES
+    tile = tiles[min(max(size, 1) if form == "mxfp4" else size, len(tiles) - 1)][1]
+    used = apart(check_compiles, name, form, {"SORTED": True, "ROWS": tile.rows, **more}, block_of(name, tile))
     assert "mma" in used and "cp.async" in used
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "x", "tile"),
+    ("name", "form", "x", "size"),
     crossed(
         ("_inner", "_outer"),
         ("floats", "int4-zp"),
         (torch.float32, torch.bfloat16),
-        (kernels.MANY, kernels.FEW),
-        quick=lambda name, form, x, tile: name == x == 0 and form == tile,
+        (0, 1),
+        quick=lambda name, form, x, size: name == x == 0 and form == size,
     ),
 )
-def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype, tile: kernels.Tile, apart) -> None:
+def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype, size: int, apart) -> None:
     """Of shared memory, which a program may have on a GPU of Ada's generation."""
-    least = next(least for least, known in kernels.TILES if known == tile)
-    tile = kernels.tile_for(torch.empty(1, dtype=x) if form == "floats" else NIBBLES, torch.empty(1, dtype=x), least)
-    constants = {"SORTED": True, "BIASED": False, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
+    tile = (kernels.TILES if form == "floats" else kernels.CODE_TILES)[size][1]
+    tile = tile.of_floats() if x is torch.float32 else tile
+    constants: dict[str, object] = {"SORTED": True, "BIASED": False, "ROWS": tile.rows}
     constants |= {"KIND": 1} if name == "_inner" else {}
     constants |= {"PTX": ""} if x is torch.float32 else {}
     number = "*fp32" if x is torch.float32 else "*bf16"
-    assert apart(shared_memory, name, form, constants, tile, number, 89) <= 99 << 10
+    assert apart(shared_memory, name, form, constants, block_of(name, tile), number, 89) <= 99 << 10
 
 
 @pytest.mark.parametrize(
@@ -406,7 +415,8 @@ def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype,
         ("_route", {"NORMALIZED": True, "BLOCK": 128}),
         ("_sort", {"ROWS": 64, "BLOCK": 1024}),
         ("_sort", {"ROWS": 128, "BLOCK": 8192}),
+        ("_sum", {"BLOCK": kernels.SUMMED}),
     ],
 )
 def test_routing_compiles_for_hopper(name: str, constants: dict[str, object], apart) -> None:
-    apart(check_compiles, name, "floats", constants, kernels.FEW)
+    apart(check_compiles, name, "floats", constants, kernels.FEW.inner)

@@ -148,7 +148,7 @@ def loaded(
     x = torch.randn(3, shape.d_in, generator=torch.Generator().manual_seed(5)).to(DEVICE, form.dtype)
     columns = share.span(shape.d_in, shape.in_units) if shape.split == "in" else slice(0, shape.d_in)
     mine = linear.tensors()[0]
-    return linear.apply(x[:, columns]) if not shape.of_expert else x, mine
+    return linear.apply(x[:, columns]), mine
 
 
 FORM = Fp8Format(FP8_WEIGHT_TRITON, torch.float16, torch.device(DEVICE), inputs=False)
@@ -171,13 +171,19 @@ def test_ranks_have_slices_of_the_whole(size: int) -> None:
         assert (whole - want).norm() < 2e-3 * want.norm()
 
 
-def test_experts_stay_as_they_are_stored() -> None:
-    """The kernels of experts read rows of values, not the layout of linears; a device without them multiplies by linears."""
-    weight = torch.randn(16, 64)
-    values, shape = quantize(weight).values, LinearShape(64, (Part(16, 1),), of_expert=True)
-    grouped, alone = (replace(FORM, groups_experts=device_groups) for device_groups in (True, False))
-    assert torch.equal(loaded(shape, Share(), weight, grouped)[1].cpu().float(), values.float())
-    assert not torch.equal(loaded(shape, Share(), weight, alone)[1].cpu().float(), values.float())
+def test_experts_leave_inputs_unquantized() -> None:
+    """Beside layers in fp8, whose inputs are quantized."""
+    device = torch.device(DEVICE)
+    form = Fp8Format(REFERENCE.matmul.fp8, torch.float16, device, of_experts=FP8_WEIGHT_TRITON)
+    weight, x = torch.randn(16, 64), torch.randn(3, 64).to(DEVICE, torch.float16)
+    exact, errors = x.double().cpu() @ weight.double().T, []
+    for of_expert in (True, False):
+        linear = form.create(LinearShape(64, (Part(16, 1),), of_expert=of_expert), Share())
+        linear.load(0, "weight", weight)
+        scaled = quantize(weight)
+        stored = x.double().cpu() @ (scaled.values.double() * scaled.scales.double()[:, None]).T
+        errors.append(float((linear.apply(x).double().cpu() - stored).norm() / exact.norm()))
+    assert errors[0] < 1e-3 < 1e-2 < errors[1], errors
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------

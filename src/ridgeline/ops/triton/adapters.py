@@ -313,5 +313,6 @@ def _group(bank: Bank, step: StepInputs, adapters: torch.Tensor) -> Group:
     if tokens <= FEW_TOKENS:
         return Group(chosen, order, chosen.new_empty(3, tokens), torch.zeros_like(chosen), rows, groups)
     places = chosen.new_empty(3, tokens // rows + groups)
-    _sort[(groups,)](chosen, order, *places, tokens, groups, ROWS=rows, BLOCK=SORTED_AT_ONCE, num_warps=4)
+    early = overlap(chosen.device)
+    _sort[(groups,)](chosen, order, *places, tokens, groups, ROWS=rows, BLOCK=SORTED_AT_ONCE, num_warps=4, **early)
     return Group(chosen, order, places, torch.zeros_like(places[0]), rows, groups)

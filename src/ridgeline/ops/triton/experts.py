@@ -1,10 +1,10 @@
 """Experts on a GPU: routing, grouping and products without the host, so that CUDA graphs capture them.
 
-Four kernels. `_route` chooses the experts of each token. `_sort` orders the (token, choice) pairs by expert and lists the tiles of
+Five kernels. `_route` chooses the experts of each token. `_sort` orders the (token, choice) pairs by expert and lists the tiles of
 at most ROWS pairs of one expert that the products work on. Its list has a fixed length, pairs // ROWS + groups: expert e's tiles
 start at pairs_before(e) // ROWS + e, which leaves room for each expert's last, partly filled tile; unused entries hold -1. `_inner`
-multiplies by gate and up and applies the activation, `_outer` multiplies by down and by the pair's share. A token's terms are
-then added in float32 in the order of its choices, so its sum does not depend on the other tokens. Terms are stored in x's dtype:
+multiplies by gate and up and applies the activation, `_outer` multiplies by down and by the pair's share. `_sum` adds a token's
+terms in float32 in the order of its choices, so its sum does not depend on the other tokens. Terms are stored in x's dtype:
 in 16 bits that adds one rounding of the result to the two that it has (of what down multiplies, and of the sum), and saves half of
 what prompts move for them.
 
@@ -33,10 +33,12 @@ from ridgeline.ops.triton.activation import KINDS, gated
 from ridgeline.ops.triton.blocks import E8M0, block_product, pack_codes
 from ridgeline.ops.triton.integer import as_codes
 from ridgeline.ops.triton.integer_matrix import constants, dequantized
-from ridgeline.ops.triton.launch import is_hopper
+from ridgeline.ops.triton.launch import await_inputs, is_hopper, overlap
 
 FEW_PAIRS = 32
 """Most pairs of a step without an order."""
+SUMMED = 1024
+"""Elements of a program of `_sum`."""
 SORTED_AT_ONCE, MANY_SORTED_AT_ONCE = 1024, 8192
 """Pairs that `_sort` reads at once, and those of a long prompt."""
 MMA_ROWS = 16
@@ -44,36 +46,62 @@ FLOATS, CODES, MXFP4 = (tl.constexpr(number) for number in range(3))
 """Forms of weights."""
 
 
-class Tile(NamedTuple):
-    """rows: pairs of a tile. outputs: of a block of down, and of gate and of up each. inputs: of a block. warps, stages: of the
-    launch."""
+class Block(NamedTuple):
+    """outputs: of a block of down, or of gate and of up each. inputs: of a block. warps, stages: of the launch."""
 
-    rows: int
     outputs: int
     inputs: int
     warps: int
     stages: int
 
 
-FEW = Tile(MMA_ROWS, 32, 128, 4, 4)
-MANY = Tile(64, 64, 64, 4, 3)
-MOST = Tile(128, 128, 64, 8, 4)
-HOPPER_TILES = ((128, MOST), (MMA_ROWS, MANY), (0, FEW))
+class Tile(NamedTuple):
+    """rows: pairs of a tile. inner, outer: blocks of the two products."""
+
+    rows: int
+    inner: Block
+    outer: Block
+
+    def of_floats(self) -> Tile:
+        """For x in float32, in the same shared memory."""
+        inner, outer = (block._replace(outputs=block.outputs // 2) for block in self[1:])
+        return Tile(self.rows, inner, outer)
+
+
+Tiles = tuple[tuple[int, Tile], ...]
+FEW = Tile(MMA_ROWS, Block(32, 128, 4, 4), Block(32, 128, 4, 4))
+MANY = Tile(64, Block(64, 64, 4, 3), Block(64, 64, 4, 3))
+MOST = Tile(128, Block(128, 64, 8, 4), Block(128, 64, 8, 4))
+HOPPER_TILES: Tiles = ((128, MOST), (MMA_ROWS, MANY), (0, FEW))
 TILES = HOPPER_TILES[1:]
 """From so many pairs of an expert, on average, this tile. MOST takes 192 KiB of shared memory; GPUs before and after Hopper's
 generation may have 99."""
+HOPPER_CODE_TILES: Tiles = (
+    (256, Tile(128, Block(64, 128, 8, 3), Block(128, 128, 8, 3))),
+    (40, Tile(64, Block(64, 128, 8, 3), Block(64, 128, 4, 3))),
+    (10, Tile(32, Block(64, 128, 8, 3), Block(64, 128, 4, 4))),
+    (0, Tile(MMA_ROWS, Block(32, 128, 4, 4), Block(64, 128, 4, 4))),
+)
+CODE_TILES: Tiles = (
+    (40, Tile(64, Block(32, 128, 4, 3), Block(64, 128, 4, 3))),
+    (10, Tile(32, Block(32, 128, 4, 3), Block(64, 128, 4, 3))),
+    *HOPPER_CODE_TILES[-1:],
+)
+"""Of weights in codes. A warp has 16 rows of weights, so that none is read twice or passes through shared memory; gate and up have
+twice as many rows as outputs. Blocks are whole chunks of a row (ops.triton.integer)."""
 
 
 @triton.jit
 def _route(
     logits_ptr, chosen_ptr, shares_ptr, load_ptr, count, per_token, first, held,
-    NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The `per_token` likeliest experts of one token, likeliest first; of equal ones the first. See ops.experts.route. Experts are
     numbered from `first`, and the `held` others of this rank; all others get the number `held`.
 
     Logits that are not numbers choose the last expert: one request's overflow must not read beyond the weights of all.
     """
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + token * count + at, mask=at < count, other=-float("inf")).to(tl.float32)
@@ -101,10 +129,11 @@ def _route(
 @triton.jit(do_not_specialize=["pairs"])  # start-up compiles one form for all numbers of pairs
 def _sort(
     chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, pairs, held,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Order the pairs of one expert behind those of all earlier experts, and list its tiles. Those of number `held`, which are
     other ranks', are unused."""
+    await_inputs(PDL)
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     before = 0
@@ -219,8 +248,10 @@ def _inner(
     KIND: tl.constexpr, BIASED: tl.constexpr, SORTED: tl.constexpr,
     FORM: tl.constexpr, SHIFT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr,
     PTX: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, width] = act(gate) * up of each pair's token; w [experts, 2 width, inputs], gate's rows first; bias: likewise."""
+    await_inputs(PDL)
     expert, pair, inside = _pairs_of(
         tl.program_id(0), chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, held, ROWS, SORTED
     )
@@ -248,8 +279,10 @@ def _outer(
     BIASED: tl.constexpr, SORTED: tl.constexpr,
     FORM: tl.constexpr, SHIFT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr,
     PTX: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, outputs] = share * down(x); w [experts, outputs, width]."""
+    await_inputs(PDL)
     expert, pair, inside = _pairs_of(
         tl.program_id(0), chosen_ptr, order_ptr, tile_expert_ptr, tile_first_ptr, tile_end_ptr, held, ROWS, SORTED
     )
@@ -265,6 +298,18 @@ def _outer(
         total *= tl.load(shares_ptr + pair, mask=inside, other=0.0)[:, None]
         here = pair[:, None] * outputs + at[None, :]
         tl.store(out_ptr + here, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (at < outputs)[None, :])
+
+
+@triton.jit
+def _sum(x_ptr, out_ptr, width, per_token, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out float32 [tokens, width]: the sums of the terms of each token, x [tokens, per_token, width], in their order."""
+    await_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for term in range(per_token):
+        total += tl.load(x_ptr + (token * per_token + term) * width + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * width + at, total, mask=at < width)
 
 
 Weights = torch.Tensor | IntMatrix
@@ -318,13 +363,15 @@ def _untiled(matrix: IntMatrix) -> IntMatrix:
 
 def tile_for(weights: Weights, x: torch.Tensor, mean_pairs: float) -> Tile:
     """The tile of a step with so many pairs of an expert on average."""
-    codes = weights if isinstance(weights, IntMatrix) else None
-    in_blocks = codes is not None and codes.scaling == "e8m0"
-    largest = is_hopper(x.device) and x.itemsize == 2 and not in_blocks  # kernels of MXFP4 end at 64 rows
-    tile = next(tile for least, tile in (HOPPER_TILES if largest else TILES) if mean_pairs >= least)
-    if codes is not None and not in_blocks:  # whole chunks of a row (ops.triton.integer)
-        tile = tile._replace(inputs=max(tile.inputs, 64 if codes.bits == 8 else 128))
-    return tile if x.itemsize == 2 else tile._replace(outputs=tile.outputs // 2)  # in the same shared memory
+    is_hopper_16 = is_hopper(x.device) and x.itemsize == 2
+    if not isinstance(weights, IntMatrix):
+        tiles = HOPPER_TILES if is_hopper_16 else TILES
+    elif weights.scaling == "e8m0":
+        tiles = TILES  # whose kernels end at 64 rows
+    else:
+        tiles = HOPPER_CODE_TILES if is_hopper_16 else CODE_TILES
+    tile = next(tile for least, tile in tiles if mean_pairs >= least)
+    return tile if x.itemsize == 2 else tile.of_floats()
 
 
 def _arguments(side: Stacked, dtype: torch.dtype) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -338,6 +385,10 @@ def _arguments(side: Stacked, dtype: torch.dtype) -> tuple[tuple[object, ...], d
     codes, zeros = weights.codes.view(torch.int16), weights.scales if weights.zeros is None else weights.zeros
     constant |= {**constants(weights, dtype), "FORM": CODES.value}
     return (codes, weights.scales, zeros, bias, codes.shape[-1], weights.scales.shape[-1]), constant
+
+
+def _launch(block: Block) -> dict[str, int]:
+    return {"WIDE": block.outputs, "BLOCK": block.inputs, "num_warps": block.warps, "num_stages": block.stages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,10 +427,10 @@ class GroupedExperts:
             return out.float()
         inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
         chosen, order = torch.empty((2, pairs), dtype=torch.int32, device=x.device)
-        shares = torch.empty(pairs, dtype=torch.float32, device=x.device)
+        shares, early = torch.empty(pairs, dtype=torch.float32, device=x.device), overlap(x.device)
         _route[(tokens,)](
             logits, chosen, shares, load, count, per_token, self._first, experts,
-            NORMALIZED=normalized, BLOCK=triton.next_power_of_2(count), num_warps=1,
+            NORMALIZED=normalized, BLOCK=triton.next_power_of_2(count), num_warps=1, **early,
         )  # fmt: skip
         tile = tile_for(gate_up.weights, x, 0 if self._fixed else pairs / count)
         is_sorted = pairs > FEW_PAIRS
@@ -388,25 +439,28 @@ class GroupedExperts:
         places = torch.empty((3, tiles), dtype=torch.int32, device=x.device)
         if is_sorted:
             block, warps = (MANY_SORTED_AT_ONCE, 8) if pairs >= MANY_SORTED_AT_ONCE else (SORTED_AT_ONCE, 4)
-            _sort[(groups,)](chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=block, num_warps=warps)
+            _sort[(groups,)](
+                chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=block, num_warps=warps, **early
+            )
         if tiled:
             columns = tile.rows // 8 if is_sorted or self._fixed else 1
             listed = block_tiles.Pairs(chosen, order, places, tiles, is_sorted, columns, experts, shares)
             self._multiply_tiles(x, inner, out, listed)
-            return out.view(tokens, per_token, d_model).sum(1)
-        launch = {"SORTED": is_sorted, "ROWS": tile.rows, "WIDE": tile.outputs, "BLOCK": tile.inputs}
-        launch |= {"num_warps": tile.warps, "num_stages": tile.stages}
-        listed_pairs = chosen, order, *places
-        arrays, constant = _arguments(gate_up, x.dtype)
-        _inner[(tiles, triton.cdiv(width, tile.outputs))](
-            x, *arrays, inner, *listed_pairs, width, d_model, per_token, experts,
-            KIND=self._kind, **constant, **launch,
-        )  # fmt: skip
-        arrays, constant = _arguments(down, x.dtype)
-        _outer[(tiles, triton.cdiv(d_model, tile.outputs))](
-            inner, *arrays, shares, out, *listed_pairs, d_model, width, experts, **constant, **launch,
-        )  # fmt: skip
-        return out.view(tokens, per_token, d_model).sum(1, dtype=torch.float32)
+        else:
+            listed_pairs = chosen, order, *places
+            arrays, constant = _arguments(gate_up, x.dtype)
+            _inner[(tiles, triton.cdiv(width, tile.inner.outputs))](
+                x, *arrays, inner, *listed_pairs, width, d_model, per_token, experts,
+                KIND=self._kind, SORTED=is_sorted, ROWS=tile.rows, **constant, **_launch(tile.inner), **early,
+            )  # fmt: skip
+            arrays, constant = _arguments(down, x.dtype)
+            _outer[(tiles, triton.cdiv(d_model, tile.outer.outputs))](
+                inner, *arrays, shares, out, *listed_pairs, d_model, width, experts,
+                SORTED=is_sorted, ROWS=tile.rows, **constant, **_launch(tile.outer), **early,
+            )  # fmt: skip
+        total = torch.empty((tokens, d_model), dtype=torch.float32, device=x.device)
+        _sum[(tokens, triton.cdiv(d_model, SUMMED))](out, total, d_model, per_token, BLOCK=SUMMED, **early)
+        return total
 
     def _is_tiled(self, dtype: torch.dtype) -> bool:
         """Whether weights are in tiles of MXFP4. The first x in a dtype that those kernels do not multiply undoes the tiles."""
