@@ -206,12 +206,10 @@ def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:
 
 
 def _expanded(plan: MemoryPlan, deployment: Deployment) -> str:
-    """What linears in blocks take that a GPU has in 16 bits too; "" if it has none of them."""
+    """What quantized linears take that a GPU has in 16 bits too; "" if it has none of them."""
     spec = deployment.spec
     if plan.expanded_bytes:
-        return (
-            f"{bytes_text(plan.expanded_bytes)}: linears in {spec.dtype} beside their blocks, for steps of many tokens"
-        )
+        return f"{bytes_text(plan.expanded_bytes)}: quantized linears are in {spec.dtype} too, for steps of many tokens"
     if not (size := deployment.planner(spec, {}).expandable_bytes):
         return ""
     return (

@@ -25,6 +25,7 @@ from ridgeline.cli.plan_options import (
     REPLICAS,
     add_options,
     check_calibration,
+    check_device,
     check_formats,
     check_numbers,
     owned_cluster,
@@ -33,6 +34,7 @@ from ridgeline.cli.plan_options import (
     read_offers,
     read_sizes,
     read_variants,
+    unpredicted_notes,
 )
 from ridgeline.cli.plan_proposals import proposal_facts, show_proposals
 from ridgeline.cli.plan_start import layout_command, start
@@ -100,6 +102,7 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
     rows = [offer.cluster.device for offer in offers]
     check_calibration(resolved.engine.calibration, checkpoint, rows)
     check_formats(checkpoint, options.get("formats", ""), rows)
+    check_device(resolved.engine.device, rows)
     notes = [f"{offer.cluster.device.name}: {note}" for offer in offers for note in offer.cluster.notes]
     longest = max(request.input + request.output for request in workload.requests)
     if longest > checkpoint.max_len:
@@ -115,6 +118,7 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
     task = Task(demand, workload, _one_rank(resolved.engine), *read_limits(args), options.get("sample", MOST))
     with Lines(announcer("text"), lambda: "ranking layouts") as lines:
         result = search(task, offers, Scope(variants, layouts, "split" in options, most, lines.show))
+    notes += unpredicted_notes(resolved)
     notes += expanded_notes([proposal.unit.coarse for proposal in result.proposals[: options["top"]]])
     _print(result, task, notes, resolved, (options, run))
     return 0 if any(not proposal.verdict for proposal in result.proposals) else 1
@@ -163,6 +167,7 @@ def _arithmetic(args: Arguments, resolved: Resolved) -> int:
     checkpoint, _ = read_model(resolve_model(replace(resolved.model, load_format="dummy")))
     check_calibration(resolved.engine.calibration, checkpoint, [cluster.device])
     check_formats(checkpoint, options.get("formats", ""), [cluster.device])
+    check_device(resolved.engine.device, [cluster.device])
     variants = read_variants(checkpoint, resolved.model, cluster.device, resolved.engine, options)
     notes = [*cluster.notes]
     if demand.length > checkpoint.max_len:
@@ -177,6 +182,7 @@ def _arithmetic(args: Arguments, resolved: Resolved) -> int:
         raise ConfigError(
             f"No layout of {cluster.count} devices has the given parallel sizes: give divisors of {cluster.count}."
         )
+    notes += unpredicted_notes(resolved, "batching", "kv_retention")
     notes += expanded_notes(ranked[: options["top"]])
     if "json" in options:
         print(json.dumps(layout_facts(cluster, demand, ranked, refused, notes), indent=2))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ridgeline.cli.place_file import Table
 from ridgeline.core.calibration import identity, read_calibration
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.resolve import read_file
+from ridgeline.core.resolve import Resolved, read_file
 from ridgeline.core.slo import Slo
 from ridgeline.core.spec import KV_FORMATS, ModelSpec
 from ridgeline.core.workload import Workload, arrivals, synthetic
@@ -242,6 +242,34 @@ def read_sizes(args: Arguments, names: Sequence[str] = (*DIVIDING, REPLICAS)) ->
     return lambda layout: (
         all(getattr(layout, name) == size for name, size in fixed.items()) and (layout.experts > 1 or not whole)
     )
+
+
+UNPREDICTED = (
+    "speculate", "deterministic", "enforce_eager", "reader_pace", "kv_offload_gb", "kv_disk", "enable_lora", "lora_modules",
+    "threads",
+)  # fmt: skip
+"""Options that change step times or what the cache holds, and that predictions do not read."""
+
+
+def check_device(device: str, rows: Sequence[Accelerator]) -> None:
+    """Raises ConfigError for --device that contradicts the planned devices."""
+    for row in rows:
+        if device != "auto" and device != row.kind:
+            raise ConfigError(
+                f"--device is {device}, and {row.name} is planned: --gpus and --candidates name devices. Leave --device out.",
+                param="device",
+            )
+
+
+def unpredicted_notes(resolved: Resolved, *more: str) -> list[str]:
+    """Which of the given options the predictions leave out."""
+    given = [
+        f"--{entry.name.replace('_', '-')}"
+        for config in (resolved.model, resolved.engine)
+        for entry in fields(config)
+        if entry.name in (*UNPREDICTED, *more) and getattr(config, entry.name) != entry.default
+    ]
+    return [f"Not in the predictions, only in the commands: {', '.join(given)}."] if given else []
 
 
 # --- number formats ------------------------------------------------------------------------------------------------------

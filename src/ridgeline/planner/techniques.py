@@ -1,7 +1,7 @@
 """The registry of techniques: what each one changes in a situation, its effort, its price, and its risk to the quality of answers.
 
 A technique proposes changed situations, and the diagnosis simulates each of them. A technique whose effect the record does not
-determine says so. One that is not built yet is listed too, so that a user knows that it was considered.
+determine says so.
 """
 
 from __future__ import annotations
@@ -318,5 +318,3 @@ NOT_PREDICTED: tuple[str, ...] = (
     "the batch lane (/v1/batches)",
 )
 """Techniques that the engine has and the diagnosis cannot judge yet."""
-NOT_BUILT: tuple[str, ...] = ("layers that run on the CPU beside a GPU",)
-"""Techniques that the diagnosis cannot propose, because the engine does not have them yet."""
