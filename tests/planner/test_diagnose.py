@@ -44,6 +44,12 @@ def test_the_bottleneck_is_named_with_its_evidence(changes: dict[str, float], na
     assert diagnosis.bottleneck == name and diagnosis.evidence
 
 
+def test_decode_steps_far_below_the_bandwidth_are_said_to_be_so() -> None:
+    assert len(diagnose(DECODING).evidence) == 1
+    (_, but) = diagnose(replace(DECODING, step_s=0.03)).evidence
+    assert "these steps reach 25% of the bandwidth: arithmetic, small kernels, or other processes" in but
+
+
 def test_a_snapshot_with_unknown_figures_is_read() -> None:
     snapshot = {
         "now": {}, "figures": {}, "facts": {}, "ceilings": {"measured_bytes": 0.0, "bytes": 0.0}, "latencies": {},

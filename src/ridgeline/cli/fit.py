@@ -32,7 +32,7 @@ from ridgeline.core.resolve import Resolved, parse
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.policy import admission
-from ridgeline.hardware.bandwidth import with_measured_rates
+from ridgeline.hardware.bandwidth import measured_note, with_measured_rates
 from ridgeline.hardware.probe import Device, probe, resolve_accelerator
 from ridgeline.hardware.serving import in_format, kind_on, search_space
 from ridgeline.models.build import served_spec
@@ -114,6 +114,8 @@ def _report(deployment: Deployment, device: Device) -> int:
         _plan(table, plan, deployment)
         verdict, status = f"[bold]fits[/bold]  {escape(command(deployment, {}))}", 0
     console.print(table)
+    if row is not None and (note := measured_note(row)):
+        console.print(f"\n{note}", soft_wrap=True, highlight=False)
     console.print(f"\n{verdict}", soft_wrap=True, highlight=False)
     _alternatives(console, deployment)
     return status

@@ -29,7 +29,7 @@ from ridgeline.core.host_weights import LINK_SHARE, HostTimes, check_gpu, stream
 from ridgeline.core.plural import counted
 from ridgeline.core.quantization import check_experts
 from ridgeline.core.spec import ModelSpec
-from ridgeline.hardware.bandwidth import with_measured_rates
+from ridgeline.hardware.bandwidth import measured_note, with_measured_rates
 from ridgeline.hardware.probe import probe, resolve_accelerator
 from ridgeline.hardware.serving import cost_model
 from ridgeline.hardware.table import Accelerator, Level
@@ -134,12 +134,8 @@ def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, 
         raise ConfigError(f"{device.name} is not in the hardware table: give an accelerator with --on.", param="on")
     row = with_measured_rates(device.accelerator, dtype)
     lines = [f"This processor: {row.source}."] if device.kind == "cpu" else []
-    names = {"dense": "FLOP/s", "memory.gb_s": "memory bandwidth"}
-    if row.measured:
-        measured = " and ".join(names[field] for field in row.measured)
-        lines.append(
-            f"Measured on this machine, because the specification is unknown: {measured}. Other processes lower what is measured."
-        )
+    if note := measured_note(row):
+        lines.append(note)
     return row, tuple(lines)
 
 

@@ -255,7 +255,14 @@ def _running(observation: Observation) -> Finding:
         return "none", (f"{busy} and no request waits: the server can take more load at the same speed",)
     if observation.prompt_share > 0.5:
         return "prefill compute", (f"{busy}, {prompts} of that in steps that computed prompts",)
-    return "decode bandwidth", (f"{busy}, {1 - observation.prompt_share:.0%} of that in steps that only decode",)
+    decoding = f"{busy}, {1 - observation.prompt_share:.0%} of that in steps that only decode"
+    if observation.bandwidth_share < LAUNCHED_BELOW:
+        return "decode bandwidth", (
+            decoding,
+            f"but these steps reach {observation.bandwidth_share:.0%} of the bandwidth: arithmetic, small kernels, or other "
+            "processes on the machine take the remainder",
+        )
+    return "decode bandwidth", (decoding,)
 
 
 def _load(observation: Observation) -> str:
