@@ -314,6 +314,8 @@ def test_plan_of_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str]) -
             "does not fit on one",
         ),
         (("--gpus", "2xh100", "--split", "--arithmetic"), "--split needs simulations: leave out --arithmetic"),
+        (("--gpus", "2xh100", "--most-usd-hour", "1", "--arithmetic"), "--most-usd-hour needs simulations: leave out"),
+        (("--on", "h100"), "Unknown option '--on': `ridgeline plan --help` lists the options"),
         (("--candidates", "h900"), "--candidates 'h900': Unknown accelerator"),
         (("--candidates", "h100,h100"), "NVIDIA H100 SXM is given twice"),
         (("--gpus", "h100", "--most-watts", "0"), "--most-watts is 0: give a number above 0"),

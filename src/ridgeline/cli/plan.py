@@ -54,6 +54,12 @@ from ridgeline.planner.proposals import MOST, Offer, Task
 from ridgeline.planner.ranking import Variant, expanded_notes, has_experts, rank
 from ridgeline.planner.search import FINALISTS, Scope, SearchResult, search
 
+SIMULATED = (
+    "split", "candidates", "html", "measured", "usd_hour", "most_usd_hour", "most_watts", "pue", "carbon_g_kwh", "finalists",
+    "sample",
+)  # fmt: skip
+"""Options that the arithmetic does not read."""
+
 
 def parser() -> Parser:
     parser = parser_for("plan", __doc__ or "", (ModelConfig, EngineConfig))
@@ -160,9 +166,9 @@ def _one_rank(engine: EngineConfig) -> EngineConfig:
 
 def _arithmetic(args: Arguments, resolved: Resolved) -> int:
     options, cluster = vars(args.options), owned_cluster(vars(args.options))
-    for name in ("split", "candidates", "html", "measured"):
+    for name in SIMULATED:
         if name in options:
-            raise ConfigError(f"--{name} needs simulations: leave out --arithmetic.", param=name)
+            raise ConfigError(f"--{name.replace('_', '-')} needs simulations: leave out --arithmetic.", param=name)
     demand, _ = read_demand(options, Slo.parse(resolved.service.slo))
     checkpoint, _ = read_model(resolve_model(replace(resolved.model, load_format="dummy")))
     check_calibration(resolved.engine.calibration, checkpoint, [cluster.device])
