@@ -208,20 +208,23 @@ def blocks(tried: Sequence[tuple[int, int, int, int]], form: str) -> list[Block]
     return [Block(*each) for each in tried if not form or each[1] >= 128]
 
 
-def compiled(form: str, tile: Tile, tokens: int) -> None:
-    """Leave the kernels of a tile in Triton's cache on disk."""
+def compiled(form: str, tile: Tile | None, tokens: int) -> None:
+    """Leave the kernels of a tile, or of the tile for so many pairs of an expert, in Triton's cache on disk."""
     shape = Shape("", 2048, 768, 8, 8)
-    experts.tile_for = lambda *_: tile
+    if tile is not None:
+        experts.tile_for = lambda *_: tile
     with torch.inference_mode():
         with suppress(OutOfResources):
             run([TritonExperts().group(*layer(shape, form), "silu", range(8))], shape, *given(shape, tokens))
         torch.cuda.synchronize()
 
 
-def compile_all(forms: Sequence[str]) -> None:
-    """Every kernel of a sweep, in several processes."""
-    work = []
-    for form in forms:
+def compile_all(forms: Sequence[str], sweep: bool) -> None:
+    """Every kernel that is timed, in several processes."""
+    work: list[tuple[str, Tile | None, int]] = [
+        (form, None, tokens) for form in forms for tokens in (1, 8, 20, 200, 512)
+    ]
+    for form in forms if sweep else ():
         for rows in INNER:
             inners, outers = blocks(INNER[rows], form), blocks(OUTER[rows], form)
             tiles = [Tile(rows, inner, outers[0]) for inner in inners]
@@ -244,8 +247,7 @@ def main() -> None:
     until, rows = time.monotonic() + arguments.seconds, []
     with torch.inference_mode():
         forms = ["" if form == "bf16" else form for form in arguments.forms]
-        if arguments.sweep:
-            compile_all(forms)
+        compile_all(forms, arguments.sweep)
         errors = [error for form in forms for error in wrong(form)]
         print("errors:", errors or "none", flush=True)
         for shape in SHAPES:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
-from ridgeline.core.loop_time import TURN_S, LoopTimeout, loop_clock
+from ridgeline.core.loop_time import TURN_S, LoopClock, LoopTimeout, loop_clock
 
 Run = Callable[[Callable[[], Awaitable[None]]], None]
 BLOCK_S = 0.25
@@ -44,6 +44,7 @@ def test_a_turn_counts_little_however_long_it_takes(run: Run) -> None:
 
     async def test() -> None:
         loop, clock = asyncio.get_running_loop(), loop_clock()
+        clock.begin()
         await asyncio.sleep(0.05)
         first = clock.time()
         for _ in range(3):
@@ -54,7 +55,7 @@ def test_a_turn_counts_little_however_long_it_takes(run: Run) -> None:
         await asyncio.sleep(0.004)
         await asyncio.sleep(0)
         assert clock.time() - first < 5 * TURN_S
-        assert clock.late_s > 0.1
+        assert clock.late_s < 0.1, "it had nothing to do"
 
     run(test)
 
@@ -62,6 +63,61 @@ def test_a_turn_counts_little_however_long_it_takes(run: Run) -> None:
 def _block_and_set_a_timer() -> None:
     time.sleep(BLOCK_S)
     asyncio.get_running_loop().call_later(0.0, int)
+
+
+def test_a_loop_with_much_to_do_is_late(run: Run) -> None:
+    async def test() -> None:
+        clock = loop_clock()
+        clock.begin()
+        end = time.thread_time() + BLOCK_S
+        while time.thread_time() < end:
+            pass
+        await asyncio.sleep(0.03)
+        assert 0.02 < clock.late_s < 1.0
+        for _ in range(2):
+            clock.saw(5.0)
+            end = time.thread_time() + BLOCK_S
+            while time.thread_time() < end:
+                pass
+            await asyncio.sleep(0.03)
+        late = clock.late_s
+        assert 0.2 < late < 1.0, "what was seen counts, but at most a second"
+        await asyncio.sleep(0.2)
+        assert clock.late_s < late, "it falls although nothing is done"
+
+    run(test)
+
+
+def test_the_clock_ticks_often_only_while_somebody_waits_with_a_short_limit(run: Run) -> None:
+    async def test() -> None:
+        clock = Ticks()
+        await asyncio.sleep(0.1)
+        clock.ticks = 0
+        await asyncio.sleep(0.3)
+        assert clock.ticks <= 2
+        clock.begin()
+        clock.ticks = 0
+        first, began = clock.time(), time.monotonic()
+        while clock.ticks < 5:
+            assert time.monotonic() - began < 5
+            await asyncio.sleep(0.01)
+        assert 0.08 < clock.time() - first <= time.monotonic() - began
+        time.sleep(BLOCK_S)
+        await asyncio.sleep(0)
+        assert clock.time() - first < time.monotonic() - began - BLOCK_S + 2 * TURN_S
+        clock.end()
+
+    run(test)
+
+
+class Ticks(LoopClock):
+    """Counts its ticks."""
+
+    ticks = 0
+
+    def _tick(self) -> None:
+        self.ticks += 1
+        super()._tick()
 
 
 def test_what_came_while_the_loop_was_blocked_comes_in_time(run: Run) -> None:

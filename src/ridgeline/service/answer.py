@@ -104,7 +104,11 @@ async def send_events(
             if not response.prepared:
                 raise
             log.warning("stream %s ended early: %s", call.id, error)
-            await response.write(events.error(as_ridgeline(error)))
+            try:
+                await write(request, response, events.error(as_ridgeline(error)))
+            except (ConnectionError, TimeoutError):  # it has left, too, or reads too slowly
+                if request.transport is not None:
+                    request.transport.abort()
     return response
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,14 +11,20 @@ from aiohttp import http_exceptions, web
 from aiohttp.web_protocol import RequestHandler
 
 from ridgeline.core.errors import EngineFailed, RequestError, RidgelineError
+from ridgeline.core.loop_time import loop_clock
 from ridgeline.service.errors import error_response
 from ridgeline.service.guard import from_http, request_id
+from ridgeline.service.listen import waited_s
 
 
 class Connection(RequestHandler):
     """One connection."""
 
     __slots__ = ()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        loop_clock().saw(waited_s(transport))
+        super().connection_made(transport)
 
     def handle_error(
         self,

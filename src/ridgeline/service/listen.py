@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
+import struct
 from typing import NamedTuple
 
 from ridgeline.core.errors import ConfigError
@@ -24,6 +26,9 @@ class Probes(NamedTuple):
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
+
+_LAST_DATA = struct.Struct("52xI")
+"""Of struct tcp_info (linux/tcp.h): tcpi_last_data_recv, in milliseconds."""
 
 CLIENTS = Probes(60, 10, 6)
 """A client may be out of reach for a while."""
@@ -56,3 +61,14 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     """The error for an address that cannot be used. It names the option to change."""
     option = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
     return ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --{option}.", param=option)
+
+
+def waited_s(connection: asyncio.BaseTransport) -> float:
+    """Seconds for which a new connection, or the first bytes that came on it, waited in the system. 0.0: it does not say."""
+    sock = connection.get_extra_info("socket")
+    if sock is None or not hasattr(socket, "TCP_INFO"):
+        return 0.0
+    try:
+        return float(_LAST_DATA.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA.size))[0]) / 1000
+    except (OSError, struct.error):
+        return 0.0

@@ -50,7 +50,8 @@ _CLOSE_S = 2.0
 """Seconds in which connections may close after the drain."""
 _LOOK_S = 0.05
 """Seconds between two polls of the engine's progress while it loads."""
-_BACKLOG = 1024
+_BACKLOG = 4096
+"""Connections that wait to be accepted. The system drops others, and their clients wait for a second or more to try again."""
 _NOTHING_RUNS = StepStats(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, steps=0)
 """A record without a step. It resets the gauges when the engine is lost."""
 

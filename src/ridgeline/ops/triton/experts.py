@@ -78,12 +78,12 @@ TILES = HOPPER_TILES[1:]
 generation may have 99."""
 HOPPER_CODE_TILES: Tiles = (
     (256, Tile(128, Block(64, 128, 8, 3), Block(128, 128, 8, 3))),
-    (40, Tile(64, Block(64, 128, 8, 3), Block(64, 128, 4, 3))),
+    (30, Tile(64, Block(64, 128, 8, 3), Block(64, 128, 4, 3))),
     (10, Tile(32, Block(64, 128, 8, 3), Block(64, 128, 4, 4))),
     (0, Tile(MMA_ROWS, Block(32, 128, 4, 4), Block(64, 128, 4, 4))),
 )
 CODE_TILES: Tiles = (
-    (40, Tile(64, Block(32, 128, 4, 3), Block(64, 128, 4, 3))),
+    (30, Tile(64, Block(32, 128, 4, 3), Block(64, 128, 4, 3))),
     (10, Tile(32, Block(32, 128, 4, 3), Block(64, 128, 4, 3))),
     *HOPPER_CODE_TILES[-1:],
 )

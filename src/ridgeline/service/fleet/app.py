@@ -37,11 +37,13 @@ MORE_SERIES: web.AppKey[Series] = web.AppKey("more_series")
 ROUTES = web.RouteTableDef()
 _VECTORS = ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")
 _FORWARDED = ("/v1/chat/completions", "/v1/completions", *_VECTORS, "/tokenize", "/detokenize")
+_WORK = frozenset({*_FORWARDED, "/v1/responses", "/v1/files"})
+"""Routes whose POST is refused while the router is late. All others are answered."""
 
 
 def make_router_app(access: Access, balancer: Balancer) -> web.Application:
     """The aiohttp application. Run it with `handler_cancellation`, so that a disconnect ends the request."""
-    app = web.Application(middlewares=[guard, _name_client])
+    app = web.Application(middlewares=[guard, _admit, _name_client])
     app[ACCESS], app[BALANCER], app[MORE_SERIES] = access, balancer, lambda: ""
     app[responses.STORE] = ResponseStore(int(access.config.response_store_mb * (1 << 20)))
     app.cleanup_ctx.append(_run_lane)
@@ -52,6 +54,14 @@ def make_router_app(access: Access, balancer: Balancer) -> web.Application:
     for table in (responses.ROUTES, batch_routes.ROUTES, ledger.ROUTES, ROUTES):
         app.router.add_routes(table)
     return app
+
+
+@web.middleware
+async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse new work before its body is read, while the router is late."""
+    if request.method == "POST" and request.path in _WORK:
+        request.app[BALANCER].admit()
+    return await handler(request)
 
 
 @web.middleware

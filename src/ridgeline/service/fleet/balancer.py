@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import AddrInfoType
 
-from ridgeline.core.errors import ConfigError
+from ridgeline.core.errors import ConfigError, Overloaded
+from ridgeline.core.loop_time import loop_clock
 from ridgeline.metrics.catalogue import FIRST_TOKEN_SECONDS
 from ridgeline.metrics.metrics import Histogram
 from ridgeline.service.batches.rows import LaneCounts, NoRoom
@@ -29,6 +30,10 @@ _READ_BUFFER = 1 << 16
 _PROBES = Probes(10, 5, 4)
 """A connection to a host that is gone, or that a firewall forgot, ends after 30 s. Health checks do not see it, because they have
 connections of their own."""
+LATE_S = 0.5
+"""Mean lateness of the event loop from which on new requests are refused. Rows of batches pause from half of it on, so that online
+requests are not refused because of them."""
+_LATE_RETRY_S = 5.0
 REMOVED = "removed"
 """Label of all replicas that were removed."""
 
@@ -75,6 +80,7 @@ class Balancer:
             read_bufsize=_READ_BUFFER,
         )
         self._clock = asyncio.get_running_loop().time
+        self._loop_clock = loop_clock()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -136,6 +142,24 @@ class Balancer:
         while self.upstreams[name].state is not State.UP:
             await asyncio.sleep(0.02)
 
+    @property
+    def late_s(self) -> float:
+        """By how many seconds the event loop is late because of what it has to do (`LoopClock`)."""
+        return self._loop_clock.late_s
+
+    def admit(self) -> None:
+        """Refuse a new request, before its body is read, while the event loop is late: it would make all others later.
+
+        Raises Overloaded.
+        """
+        if self.late_s > LATE_S:
+            self.router.totals.refused += 1
+            raise Overloaded(
+                "The router has more to do than its core can: send the request again after the seconds in the header retry-after, "
+                "or start more routers.",
+                retry_after_s=_LATE_RETRY_S,
+            )
+
     async def place(self, demand: Demand) -> Ticket:
         """A replica for a request, when one has room. Every ticket must end in `finish`.
 
@@ -148,7 +172,7 @@ class Balancer:
     @property
     def row_limit(self) -> int:
         """Choices of rows of batches that may be in flight."""
-        return self.router.row_limit(self._clock())
+        return 0 if self.late_s > LATE_S / 2 else self.router.row_limit(self._clock())
 
     def place_row(self, demand: Demand, choices: int) -> Ticket:
         """A replica for a row of a batch. Every ticket must end in `finish`. Raises NoRoom."""

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from ridgeline.core.errors import Unavailable
 from ridgeline.service.fleet.proxy import BALANCER
+from ridgeline.service.fleet.upstream import NOT_JSON
 from ridgeline.service.insight import no_request, read_order
 from ridgeline.service.routes import json_response
 from ridgeline.service.routing import State
@@ -62,7 +62,6 @@ async def ask_replicas(request: web.Request, path: str) -> dict[str, Any]:
     for name, answer in zip(names, await asyncio.gather(*asked, return_exceptions=True), strict=True):
         if isinstance(answer, dict):
             answers[name] = answer
-        elif not isinstance(answer, aiohttp.ClientError | OSError | msgspec.DecodeError):
-            assert isinstance(answer, BaseException)
+        elif isinstance(answer, BaseException) and not isinstance(answer, (aiohttp.ClientError, OSError, *NOT_JSON)):
             raise answer
     return answers

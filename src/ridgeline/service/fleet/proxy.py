@@ -220,9 +220,11 @@ class Passing:
                 EngineFailed(f"The replica was lost during the answer ({error}): send the request again.")
             )
             try:
-                await response.write(event if self._last.endswith(b"\n\n") else b"\n\n" + event)
-            except OSError:
-                log.info("%s: the client has left, too", self._request[REQUEST_ID])
+                await write(self._request, response, event if self._last.endswith(b"\n\n") else b"\n\n" + event)
+            except (OSError, TimeoutError):
+                log.info("%s: the client has left, too, or reads too slowly", self._request[REQUEST_ID])
+                if self._request.transport is not None:
+                    self._request.transport.abort()
         elif self._request.transport is not None:
             self._request.transport.abort()
         return response

@@ -13,7 +13,7 @@ from ridgeline.service.errors import BUSY, ENGINE
 from ridgeline.service.fleet.balancer import Balancer
 from ridgeline.service.fleet.demand import read_demand
 from ridgeline.service.fleet.proxy import NOT_READY
-from ridgeline.service.fleet.upstream import ReplicaLost, error_message
+from ridgeline.service.fleet.upstream import NOT_JSON, ReplicaLost, error_message
 from ridgeline.service.keys.keyring import Holder
 from ridgeline.service.routing import Demand, Ticket
 
@@ -90,7 +90,7 @@ class ReplicaRows:
             return RowAnswer(reply.status, data, None)
         try:
             return RowAnswer(200, data, msgspec.json.decode(data)["usage"])
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
+        except (*NOT_JSON, KeyError, TypeError) as error:
             raise ReplicaLost("its answer has no usage") from error
 
 

@@ -31,10 +31,15 @@ def render(balancer: Balancer) -> str:
             ((labels, replica.backlog) for labels, replica in replicas.items()),
         ),
         gauge(_name("requests_waiting"), "Requests that wait in the router.", [("", len(router.queue))]),
+        gauge(
+            _name("late_seconds"),
+            "Mean lateness of the router's event loop because of its own work; above 0.5 it refuses requests.",
+            [("", balancer.late_s)],
+        ),
         gauge(_name("index_bytes"), "Upper bound of the memory of the prefix index.", [("", router.index.used_bytes)]),
         _counter("requests", "Requests that arrived.", totals.requests),
         _counter("queued", "Requests that waited in the router.", totals.queued),
-        _counter("refused", "Requests that the router refused: no place, or no replica.", totals.refused),
+        _counter("refused", "Requests that the router refused: no place, no replica, or late.", totals.refused),
         _counter("retries", "Requests that were sent again before any byte of an answer.", totals.retried),
         _counter("prompt_tokens", "Prompt tokens of requests that were sent, by estimate.", totals.prompt_tokens),
         _counter(

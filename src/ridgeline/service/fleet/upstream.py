@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -37,6 +38,12 @@ KEYS_MISSING = (
     "it requires an API key and the router has none, so clients would share files, batches and stored responses: "
     "give the router the replicas' --api-key, or --admin-api-key if they have --api-keys"
 )
+
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for a replica's nonsense."""
+
+log = logging.getLogger(__name__)
 
 
 class ReplicaLost(Exception):
@@ -110,10 +117,12 @@ class Upstream:
             async with asyncio.timeout(None) as scope:
                 exchange = Exchange(scope)
                 self.exchanges.add(exchange)
+                self._clock.begin()
                 try:
                     async with await self._send(method, path, headers, body) as reply:
                         yield exchange, reply
                 finally:
+                    self._clock.end()
                     self.exchanges.discard(exchange)
         except aiohttp.ConnectionTimeoutError:
             raise ReplicaLost(f"it accepts no connection within {CONNECT_S:g} s", reached=False) from None
@@ -142,7 +151,11 @@ class Upstream:
         """Check its health until cancelled. changed: called after every check."""
         checks = 0
         while True:
-            self.state = await self._check()
+            try:
+                self.state = await self._check()
+            except Exception as error:  # without health checks a lost replica would keep its requests
+                log.exception("the health check of %s failed unexpectedly", self.url)
+                self.state, self.trouble = self._progress.failed(), f"its health check failed ({type(error).__name__})"
             changed(self.state)
             checks += 1
             if checks % _SWEEP_CHECKS == 0 or self._silent_since is not None:
@@ -231,7 +244,7 @@ def _number(body: bytes, name: str) -> int | None:
     """A number of a health check of Ridgeline: that of the last step, or of the rows that it runs."""
     try:
         value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except NOT_JSON:
         return None
     number = value.get(name) if isinstance(value, dict) else None
     return number if isinstance(number, int) else None
@@ -241,5 +254,5 @@ def error_message(body: bytes) -> str:
     """That of an error."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])[:200]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*NOT_JSON, KeyError, TypeError):
         return ""
