@@ -89,12 +89,8 @@ twice as many rows as outputs. Blocks are whole chunks of a row (ops.triton.inte
 
 Weights = torch.Tensor | IntMatrix
 _NO_CODES = {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": 4, "PTX": "", "POWER": 1.0}
-FORMATS = frozenset(
-    name
-    for name, form in NUMBER_FORMATS.items()
-    if not (form.ordered or form.kept or form.products == "int8") and form.in_blocks == form.experts
-)
-"""Number formats whose experts are grouped, beside the model's dtype. `fp8` leaves the inputs of experts unquantized."""
+FORMATS = frozenset(name for name, form in NUMBER_FORMATS.items() if form.on_gpu_experts)
+"""Number formats whose experts are grouped, beside the model's dtype."""
 
 
 class Stacked(NamedTuple):
