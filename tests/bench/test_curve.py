@@ -53,6 +53,10 @@ def test_a_server_that_counts_is_believed(spec: ModelSpec) -> None:
         make_run(run.rows, seconds=2.0, concurrency=1, counted=COUNTED, server={"ceilings": measured}), Limits()
     )
     assert (hidden.mfu, hidden.mbu) == pytest.approx((0.04, 0.12)) and "measured on that machine" in hidden.note
+    low = {"ceilings": measured | {"bytes": 0.0, "measured_flops": 1e12}}
+    exceeded = point(make_run(run.rows, seconds=2.0, concurrency=1, counted=COUNTED, server=low), Limits())
+    assert exceeded.mfu_executed == exceeded.mbu_executed == pytest.approx(1.0) and exceeded.mfu == pytest.approx(1 / 3)
+    assert "steps exceeded these rates" in exceeded.note
     unknown = point(make_run([row()], seconds=2.0, concurrency=1, counted=COUNTED, server=None), Limits())
     assert unknown.mfu is None and "--on" in unknown.note
 

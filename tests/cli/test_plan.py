@@ -314,6 +314,8 @@ def test_plan_of_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str]) -
             "does not fit on one",
         ),
         (("--gpus", "2xh100", "--split", "--arithmetic"), "--split needs simulations: leave out --arithmetic"),
+        (("--gpus", "2xh100", "--most-usd-hour", "1", "--arithmetic"), "--most-usd-hour needs simulations: leave out"),
+        (("--on", "h100"), "Unknown option '--on': `ridgeline plan --help` lists the options"),
         (("--candidates", "h900"), "--candidates 'h900': Unknown accelerator"),
         (("--candidates", "h100,h100"), "NVIDIA H100 SXM is given twice"),
         (("--gpus", "h100", "--most-watts", "0"), "--most-watts is 0: give a number above 0"),
@@ -341,7 +343,7 @@ def test_linears_in_both_forms_are_counted(tmp_path: Path, capsys: pytest.Captur
         return {name: " ".join(value.split()) for name, value in re.findall(r"^(\S+(?: \S+)*) {2,}(\S.*)$", text, re.M)}
 
     both, short = rows("--on", "h200"), rows("--on", "h200", "--memory", "30G")
-    assert both["expanded weights"].startswith("13.98 GiB: linears in bfloat16 beside their blocks")
+    assert both["expanded weights"].startswith("13.98 GiB: quantized linears are in bfloat16 too")
     assert short["expanded weights"].startswith("none: in bfloat16 linears take 13.98 GiB, more than may be taken")
     stage = rows("--on", "h200", "--memory", "20G", "--pipeline-parallel-size", "2")
     assert stage["expanded weights"].startswith("none: in bfloat16 linears take 8.29 GiB"), "the larger of two stages"
@@ -365,4 +367,19 @@ def test_linears_in_both_forms_are_counted(tmp_path: Path, capsys: pytest.Captur
     facts = json.loads(capsys.readouterr().out)
     sizes = {entry["tensor"]: entry["memory"]["expanded_bytes"] / 2**30 for entry in facts["ranking"]}
     assert sizes[2] == pytest.approx(6.99, abs=0.01)
-    assert any(note.startswith("Weights of TP2 include 7.0 GiB of linears in bfloat16") for note in facts["notes"])
+    assert any(
+        note.startswith("Weights of TP2 include 7.0 GiB of quantized linears in bfloat16 too")
+        for note in facts["notes"]
+    )
+
+
+def test_options_that_predictions_do_not_read_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--arithmetic", "--gpus", "1xh100"]
+    assert (
+        main([*words, "--speculate", "reference", "--kv-retention", "window:sinks=4,keep=64", "--deterministic"]) == 0
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Not in the predictions, only in the commands: --kv-retention, --speculate, --deterministic." in said
+    assert main([*words, "--device", "cuda"]) == 0 and "Not in the predictions" not in capsys.readouterr().out
+    assert main([*words, "--device", "cpu"]) == 2
+    assert "--device is cpu, and NVIDIA H100 SXM is planned" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_roofline_of_this_processor(
     processor(replace(known, flops={}, memory=replace(known.memory, bandwidth=0.0)))
     out = run(capsys, "roofline", "--on", "cpu")
     assert "x, 2 cores: 900 GFLOP/s dense, 50 GB/s" in out
-    assert "Measured on this machine, because the specification is unknown: FLOP/s and memory bandwidth." in out
+    assert "Measured on this machine now, because the specification is unknown: FLOP/s and memory bandwidth." in out
     accelerator = json.loads(run(capsys, "roofline", "--on", "cpu", "--json"))["accelerator"]
     assert (accelerator["measured"], accelerator["serves"]) == (["dense", "memory.gb_s"], True)
     assert "ms per token (uncalibrated)" in run(capsys, "fit", "--on", "cpu", "--memory", "24G")

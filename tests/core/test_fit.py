@@ -34,7 +34,9 @@ def deployment(spec: ModelSpec, on: str, stored: str = "", **options: int) -> De
     memory = Memory("cuda", row.memory_bytes)
     model = ModelConfig("model", max_model_len=options.get("max_model_len"))
     served = replace(spec, max_len=options.get("max_model_len", spec.max_len))
-    return Deployment(served, EngineConfig(), memory, model, space=search_space(device, stored))
+    return Deployment(
+        served, EngineConfig(), memory, model, space=search_space(device, replace(spec, quantization=stored))
+    )
 
 
 def refusal(case: Deployment) -> str:
@@ -76,18 +78,18 @@ def test_8b_on_24_gib_is_served_in_fp8(on: str) -> None:
     )
 
 
-def test_what_nothing_helps_names_the_smallest_device_and_what_is_not_built() -> None:
+def test_what_nothing_helps_names_the_smallest_device_and_how_to_use_several() -> None:
     message = refusal(deployment(LLAMA_405B, "h100"))
     assert (
-        "No option makes it fit: use a smaller model, or NVIDIA B200 SXM (179.06 GiB), which holds it with weights in "
+        "No option makes it fit: use a smaller model, NVIDIA B200 SXM (179.06 GiB), which holds it with weights in "
         in message
     )
-    assert "Parallelism over several GPUs is not built yet." in message
+    assert message.endswith("or more GPUs with --tensor-parallel-size; `ridgeline plan` compares layouts.")
     larger = refusal(deployment(replace(LLAMA_405B, layers=LLAMA_405B.layers * 2), "h200"))
-    assert "use a smaller model, or a device with more than" in larger
+    assert "use a smaller model, a device with more than" in larger
     on_cpu = refusal(replace(deployment(LLAMA_70B, "h200"), memory=Memory("cpu", 20 * GIB)))
-    assert "or NVIDIA A100 SXM 40GB (40.00 GiB), which holds it with weights in int3" in on_cpu
-    assert "Parallelism over several machines is not built yet." in on_cpu and "Offload" not in on_cpu
+    assert "NVIDIA A100 SXM 40GB (40.00 GiB), which holds it with weights in int3" in on_cpu
+    assert "or several hosts with --nnodes" in on_cpu and "Offload" not in on_cpu
 
 
 def test_what_fits_in_no_format_is_split_between_device_and_host_memory() -> None:

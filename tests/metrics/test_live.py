@@ -223,6 +223,8 @@ def test_distance_to_the_limits() -> None:
     shares = [name for name in figures if name.startswith(("mfu", "mbu"))]
     assert shares[:4] == ["mfu_wall_clock", "mbu_wall_clock", "mfu", "mbu"], "that of the system stands first"
     assert figures["mbu_measured"] == pytest.approx(0.5) and "mfu_measured" not in figures
+    live.ceilings = replace(live.ceilings, measured_bytes=1e10)
+    assert live.figures()["mbu_measured"] == pytest.approx(1.0), "measured on a busy machine: steps exceed it"
     assert figures["device_busy"] == pytest.approx(0.1) and figures["bubble"] == pytest.approx(0.2)
     assert figures["step_prediction_error"] == within(0.1)
     assert figures["decode_step_predicted_seconds"] == pytest.approx(0.009)

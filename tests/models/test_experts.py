@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from ridgeline.compress.checkpoint import Checkpoint
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.quantization import check_experts
 from ridgeline.core.sampling import SamplingParams
 from ridgeline.engine.expert_load import EVERY
 from ridgeline.engine.local import LocalEngine
-from ridgeline.models.build import LoadedModel, _check_experts, build
+from ridgeline.models.build import LoadedModel, build, served_spec
 from ridgeline.models.experts import Experts
 from ridgeline.models.weights import short_name
 from ridgeline.ops.reference import REFERENCE
@@ -166,21 +167,19 @@ def test_compression_refuses_experts(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-def test_a_gpu_refuses_formats_before_weights_load(tmp_path: Path) -> None:
+def test_a_gpu_refuses_formats_without_products_for_experts(tmp_path: Path) -> None:
+    """Before any weight is read, and where plans are made."""
     save("mixtral", tmp_path)
-    ops = REFERENCE.__class__(
-        "gpu",
-        REFERENCE.tokenwise,
-        REFERENCE.attention,
-        REFERENCE.matmul,
-        adapters=REFERENCE.adapters,
-        experts=TritonExperts(),
-    )
-    spec = load(tmp_path, quantization="w8a8").spec
+    spec = load(tmp_path).spec
     known = "fp8, fp8-block, fp8-weight, int3, int4, int8, mxfp4"
-    with pytest.raises(
-        ConfigError, match=f"no products for experts in w8a8, only in {known}: serve a checkpoint in one"
-    ):
-        _check_experts(spec, ops, torch.device("cuda"))
-    for form in ("", "int4-g32-zp", "fp8"):
-        _check_experts(replace(spec, quantization=form), ops, torch.device("cuda"))
+    for form in ("w8a8", "llm-int8"):
+        asked = ModelConfig(quantization=form)
+        with pytest.raises(
+            ConfigError, match=f"no products for experts in {form}, only in {known}: serve the model in"
+        ):
+            served_spec(spec, asked, "hopper")
+        assert served_spec(spec, asked, "cpu").quantization == form
+    with pytest.raises(ConfigError, match="int4-g32-ordered"):
+        check_experts(replace(spec, quantization="int4-g32-ordered"), "cuda")
+    for form in TritonExperts().formats:
+        check_experts(replace(spec, quantization=form), "cuda")

@@ -152,7 +152,7 @@ def test_large_tiles() -> None:
     chosen = group.chosen
     places = chosen.new_empty(3, len(slots) // kernels.LARGE_ROWS + SLOTS + 1)
     order = torch.empty_like(chosen)
-    kernels._sort[(SLOTS + 1,)](
+    kernels.sort_kernel[(SLOTS + 1,)](
         chosen,
         order,
         *places,

@@ -22,7 +22,7 @@ from ridgeline.models.build import build
 from ridgeline.ops.experts import by_expert, route
 from ridgeline.ops.reference import REFERENCE, activate, clamped_swiglu
 from ridgeline.ops.table import IntMatrix, Matrix
-from ridgeline.ops.triton import block_tiles, integer
+from ridgeline.ops.triton import block_tiles, expert_kernels, integer
 from ridgeline.ops.triton import experts as kernels
 from ridgeline.ops.triton.blocks import BLOCK_TRITON
 from ridgeline.ops.triton.experts import FEW_PAIRS, GroupedExperts, TritonExperts
@@ -331,11 +331,11 @@ STORED = {
 def compiled(
     name: str, form: str, constants: dict[str, object], block: kernels.Block, x: str = "*bf16", capability: int = 90
 ) -> Any:
-    kernel = getattr(kernels, name)
+    kernel = getattr(expert_kernels, name)
     weight, scale = STORED.get(form, ("*i16", "*fp16"))
     known = {**TYPES, "x_ptr": x, "w_ptr": x if form == "floats" else weight, "scale_ptr": scale, "out_ptr": x}
     constants = {"PDL": capability >= 90, **constants}
-    if name in ("_inner", "_outer"):
+    if name in ("inner_kernel", "outer_kernel"):
         conversions = FORMS[form] if capability >= 90 else {**FORMS[form], "PTX": with_fused(str(FORMS[form]["PTX"]))}
         constants = {**conversions, "WIDE": block.outputs, "BLOCK": block.inputs, **constants}
     signature = {
@@ -365,15 +365,15 @@ def shared_memory(*arguments: Any) -> int:
 
 
 KERNELS = (
-    ("_inner", {"KIND": 1, "BIASED": False}),
-    ("_outer", {"BIASED": False}),
-    ("_inner", {"KIND": 3, "BIASED": True}),
-    ("_outer", {"BIASED": True}),
+    ("inner_kernel", {"KIND": 1, "BIASED": False}),
+    ("outer_kernel", {"BIASED": False}),
+    ("inner_kernel", {"KIND": 3, "BIASED": True}),
+    ("outer_kernel", {"BIASED": True}),
 )
 
 
 def block_of(name: str, tile: kernels.Tile) -> kernels.Block:
-    return tile.inner if name == "_inner" else tile.outer
+    return tile.inner if name == "inner_kernel" else tile.outer
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_the_products_compile_for_hopper(kernel: tuple[str, dict[str, object]], 
 @pytest.mark.parametrize(
     ("name", "form", "x", "size"),
     crossed(
-        ("_inner", "_outer"),
+        ("inner_kernel", "outer_kernel"),
         ("floats", "int4-zp"),
         (torch.float32, torch.bfloat16),
         (0, 1),
@@ -408,7 +408,7 @@ def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype,
     tile = (kernels.TILES if form == "floats" else kernels.CODE_TILES)[size][1]
     tile = tile.of_floats() if x is torch.float32 else tile
     constants: dict[str, object] = {"SORTED": True, "BIASED": False, "ROWS": tile.rows}
-    constants |= {"KIND": 1} if name == "_inner" else {}
+    constants |= {"KIND": 1} if name == "inner_kernel" else {}
     constants |= {"PTX": ""} if x is torch.float32 else {}
     number = "*fp32" if x is torch.float32 else "*bf16"
     assert apart(shared_memory, name, form, constants, block_of(name, tile), number, 89) <= 99 << 10
@@ -417,10 +417,10 @@ def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype,
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
-        ("_route", {"NORMALIZED": True, "CHOICES": 8, "BLOCK": 128}),
-        ("_sort", {"ROWS": 64, "BLOCK": 1024}),
-        ("_sort", {"ROWS": 128, "BLOCK": 8192}),
-        ("_sum", {"BLOCK": kernels.SUMMED}),
+        ("route_kernel", {"NORMALIZED": True, "CHOICES": 8, "BLOCK": 128}),
+        ("sort_kernel", {"ROWS": 64, "BLOCK": 1024}),
+        ("sort_kernel", {"ROWS": 128, "BLOCK": 8192}),
+        ("sum_kernel", {"BLOCK": kernels.SUMMED}),
     ],
 )
 def test_routing_compiles_for_hopper(name: str, constants: dict[str, object], apart) -> None:

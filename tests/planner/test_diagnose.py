@@ -44,6 +44,12 @@ def test_the_bottleneck_is_named_with_its_evidence(changes: dict[str, float], na
     assert diagnosis.bottleneck == name and diagnosis.evidence
 
 
+def test_decode_steps_far_below_the_bandwidth_are_said_to_be_so() -> None:
+    assert len(diagnose(DECODING).evidence) == 1
+    (_, but) = diagnose(replace(DECODING, step_s=0.03)).evidence
+    assert "these steps reach 25% of the bandwidth: arithmetic, small kernels, or other processes" in but
+
+
 def test_a_snapshot_with_unknown_figures_is_read() -> None:
     snapshot = {
         "now": {}, "figures": {}, "facts": {}, "ceilings": {"measured_bytes": 0.0, "bytes": 0.0}, "latencies": {},
@@ -65,3 +71,45 @@ def test_the_distance_of_the_system_stands_before_that_of_busy_time() -> None:
     distance = diagnose(replace(DECODING, busy=0.5, mfu=0.2, mbu=0.8)).distance
     assert any("Over all time, the device reaches 10% of its peak FLOP/s (MFU) and 40%" in line for line in distance)
     assert any("while busy, 20% and 80%" in line for line in distance)
+
+
+BUSY_START = {"step_s": 2.25e-3, "step_bytes": 0.0287e9, "bandwidth": 5.24e9, "mfu": 0.2, "mbu": float("nan")}
+"""Of a server that started while other processes used the machine: 28.7 MB take 5.48 ms at the bandwidth that it measured."""
+
+
+def test_a_bandwidth_that_steps_exceed_is_no_limit() -> None:
+    observation = replace(DECODING, **BUSY_START)
+    text = " ".join(diagnose(observation).distance)
+    assert "takes 2.25 ms and moves 0.0287 GB, 12.8 GB/s. That is more than the 5.24 GB/s measured when" in text
+    assert "at least" not in text and "(MBU)" not in text and "20% of its peak FLOP/s (MFU); while busy, 20%." in text
+    assert "restart the server while the machine is idle" in text
+    known = " ".join(diagnose(replace(observation, published=64e9)).distance)
+    assert "By the published 64 GB/s it takes at least 0.45 ms: it reaches 20% of the bandwidth." in known
+    assert "restart" not in known
+    cached = diagnose(replace(observation, bandwidth=float("nan"), published=1e9)).distance[0]
+    assert cached.endswith("12.8 GB/s. The distance to the limit is not known.")
+
+
+def test_no_share_of_a_limit_is_above_one() -> None:
+    figures = {
+        "mbu_measured": 1.0,
+        "mfu_measured": 2.4,
+        "mbu": 0.4,
+        "decode_step_seconds": 1.0,
+        "decode_step_bytes": 2e9,
+    }
+    ceilings = {"measured_bytes": 1e9, "bytes": 4e9}
+    snapshot = {"now": {}, "figures": figures, "facts": {}, "ceilings": ceilings, "latencies": {}}
+    observation = observe(snapshot)
+    assert observation.mbu == 0.4 and observation.mfu != observation.mfu and observation.bandwidth_share == 0.5
+
+
+def test_the_cache_of_a_step_is_that_of_the_last_minutes() -> None:
+    """Not that of the moment in which the server is asked, when all requests may have ended."""
+    facts = {"weight_bytes": 6e9, "blocks": 100, "page_tokens": 10, "kv_bytes_per_token": 1e7}
+    snapshot = {
+        "now": {"kv_used": 0.0}, "figures": {"mean_kv_used": 0.2}, "facts": facts, "ceilings": {}, "latencies": {},
+    }  # fmt: skip
+    assert "75% of these bytes are weights, which all running requests share, and 25% are KV cache." in " ".join(
+        diagnose(observe(snapshot)).distance
+    )

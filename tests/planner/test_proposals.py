@@ -20,7 +20,7 @@ from ridgeline.planner import search as searching
 from ridgeline.planner.cluster import read_cluster
 from ridgeline.planner.layout_times import Times
 from ridgeline.planner.layouts import Layout, replica
-from ridgeline.planner.proposals import Limits, Offer, Task, Unit, confirmed, grows, highest, missed, propose
+from ridgeline.planner.proposals import Limits, Offer, Task, Unit, confirmed, grows, highest, keeps, missed, propose
 from ridgeline.planner.ranking import Demand, Variant
 from ridgeline.planner.search import Scope, SearchResult, search
 from ridgeline.planner.servers import divided_cost, replica_server
@@ -178,3 +178,7 @@ def test_a_rate_that_the_scheduler_does_not_keep_is_lowered() -> None:
     lowered = confirmed(best.task, best.unit, 1.1 * best.capacity)
     assert 0.9 * best.capacity < lowered <= 1.05 * best.capacity
     assert confirmed(best.task, best.unit, 3 * best.capacity) == pytest.approx(best.capacity, rel=0.1)
+    unit = plan(1.0).proposals[0].unit
+    task = Task(Demand(200, 8), REQUESTS, EngineConfig(), sample=60)
+    assert not keeps(task, unit, 20 * unit.coarse.capacity) and keeps(task, unit, 0.5 * unit.coarse.capacity)
+    assert highest(task, unit) <= max(unit.coarse.capacity, 60 / (4 * unit.coarse.e2e_s)) * 1.05

@@ -12,13 +12,15 @@ import pytest
 
 from ridgeline.core.calibration import cost_values, read_cost
 from ridgeline.core.config import EngineConfig, ModelConfig
-from ridgeline.core.cost import CostModel
+from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Risk
+from ridgeline.core.gpu_blocks import expanded_bytes
+from ridgeline.core.quantization import quantized
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope, kv_layout
 from ridgeline.core.workload import RequestSpec, Workload, prefix_hashes, synthetic
 from ridgeline.engine.policy import Limits
-from ridgeline.hardware.serving import PRODUCT_TIMES
+from ridgeline.hardware.serving import PRODUCT_TIMES, cost_model, in_format
 from ridgeline.hardware.table import find
 from ridgeline.planner.remedies import OBJECTIVES, Outlook, predict
 from ridgeline.planner.simulate import Server, simulate
@@ -181,9 +183,13 @@ def test_freed_weights_are_memory_for_the_cache() -> None:
     now = situation(steady(4, 64, 8, 4))
     smaller = now.served_as(replace(SPEC, quantization="int4"))
     freed = (SPEC.weight_bytes - replace(SPEC, quantization="int4").weight_bytes) // SERVER.layout.page_bytes
-    assert smaller.pages == pytest.approx(SERVER.pages + freed, abs=1)
+    freed -= expanded_bytes(smaller.spec) // SERVER.layout.page_bytes
+    assert smaller.spec.both_forms and smaller.server.pages == pytest.approx(SERVER.pages + freed, abs=2)
     fixed = replace(now, engine=EngineConfig(kv_cache_memory=1 << 30))
-    assert fixed.served_as(replace(SPEC, quantization="int4")).pages == SERVER.pages
+    assert fixed.served_as(replace(SPEC, quantization="int4")).server.pages == SERVER.pages
+    other = replace(smaller.spec, kv_format="int8")
+    pages = smaller.served_as(other).server.pages
+    assert pages == pytest.approx(2 * smaller.server.pages, rel=0.05), "the same weights in both forms"
 
 
 def test_measured_times_scale_the_cost_model() -> None:
@@ -201,6 +207,18 @@ def test_measured_times_scale_the_cost_model() -> None:
         eager.overhead_s == pytest.approx(SERVER.cost.overhead_s + 0.006)
         and eager.flops_per_s == SERVER.cost.flops_per_s
     )
+
+
+def test_slow_steps_with_short_prompts_leave_decode_steps_as_they_were_measured() -> None:
+    """Few prompt tokens in a long step are no rate of arithmetic: with it, decode steps would take many times the measured time."""
+    decode_s = SERVER.cost.decode_s([100])
+    figures = {
+        "decode_step_seconds": decode_s, "decode_step_predicted_seconds": decode_s, "mean_running": 1.0,
+        "prompt_step_seconds": 2.0, "prompt_step_predicted_seconds": decode_s,
+    }  # fmt: skip
+    cost = measured_cost(SERVER.cost, figures)
+    assert cost.decode_s([100]) == pytest.approx(decode_s, rel=0.01)
+    assert cost.step_s(step_work(SPEC, [(0, 8)])) == pytest.approx(2.0, rel=0.02)
 
 
 def test_times_that_the_model_does_not_explain_are_doubted() -> None:
@@ -291,3 +309,47 @@ def test_measured_times_of_products_are_those_of_the_result_files() -> None:
     plain, halved = (steps[f"8b-{name}-single128-tpot-ms"] for name in ("bf16", "fp8"))
     head = plain * SPEC.vocab_size * SPEC.d_model * 2 / SPEC.step_weight_bytes
     assert times["fp8"][0] == pytest.approx((halved - head / 2) / (plain - head), abs=0.006), "its head is in 8 bits"
+
+
+EIGHT = replace(SPEC, layers=SPEC.layers[:8])
+"""The model of shapes.json."""
+
+
+def share_of_bf16(name: str, step: str, *, both: bool) -> tuple[float, float]:
+    """(measured, predicted) time of a step of tokens without a cache on an H200, in that of bf16."""
+    steps, row = results("shapes.json", "us"), H200
+    assert row is not None
+    spec = replace(quantized(EIGHT, name), both_forms=both)
+    plain = replace(cost_model(row, EIGHT), overhead_s=0.0)
+    kind, _, amount = step.partition(":")
+    rows, _, length = amount.partition("x")
+    shares = [(int(length), 1)] * int(rows) if kind == "decode" else [(0, int(rows))]
+    times = [cost.step_s(step_work(cost.spec, shares)) for cost in (in_format(plain, spec, "cuda"), plain)]
+    suffix = "-both" if both else ""
+    return steps[f"llama-3.1-8b{suffix}:{name}-{step}"] / steps[f"llama-3.1-8b-{step}"], times[0] / times[1]
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize(
+    "step", ["decode:128x256", "decode:256x256", "decode:448x256", "prefill:512", "prefill:2048", "prefill:8192"]
+)
+def test_integers_in_both_forms_take_the_time_that_was_measured(name: str, step: str) -> None:
+    measured, predicted = share_of_bf16(name, step, both=True)
+    assert predicted == pytest.approx(measured, abs=0.08)
+    one_form = share_of_bf16(name, step, both=False)[1]
+    assert one_form == pytest.approx(predicted) if step == "decode:128x256" else one_form > predicted + 0.05
+
+
+def test_both_forms_are_proposed_where_the_memory_allows_them() -> None:
+    prompts = situation(steady(16, 8000, 2, 2))
+    assert prompts.served_as(quantized(SPEC, "int4")).spec.both_forms
+    for other in (
+        replace(prompts, row=None),
+        replace(prompts, row=find("NVIDIA L4")),
+        replace(prompts, engine=EngineConfig(deterministic=True)),
+    ):
+        after = other.served_as(quantized(SPEC, "int4"))
+        assert not after.spec.both_forms
+        assert after.server.cost.step_s(step_work(after.spec, [(0, 8000)])) > 1.1 * SERVER.cost.step_s(
+            step_work(SPEC, [(0, 8000)])
+        )

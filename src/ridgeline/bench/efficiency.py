@@ -26,6 +26,10 @@ COUNTERS = {
 }
 """Ridgeline's counters of its work. A run has their differences in the fact `counted`."""
 MEASURED = ", relative to rates measured on that machine, whose specification is unknown"
+EXCEEDED = (
+    "; steps exceeded these rates, so shares are relative to what steps reached: other processes used the machine when its server "
+    "started, or the weights stay in a cache of the processor"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +100,13 @@ def _counted(
     if not all(peaks[:2]):
         return Point(*place, None, None, "the peak rates of the server's device are unknown: give one with --on")
     busy = max(counted["busy_s"], 1e-9)
-    flops, n_bytes = counted["useful_flops"] / peaks[0], counted["bytes"] / peaks[1]
-    executed = (
-        (counted["flops"] + counted["draft_flops"]) / peaks[0],
-        (counted["bytes"] + counted["draft_bytes"]) / peaks[1],
-    )
+    amounts = counted["flops"] + counted["draft_flops"], counted["bytes"] + counted["draft_bytes"]
+    reached = tuple(amount / busy for amount in amounts)
     note = f"{counted['steps']:.0f} steps and their work, as counted by the server{peaks[2]}"
+    if peaks[2] and (reached[0] > peaks[0] or reached[1] > peaks[1]):
+        peaks, note = (max(peaks[0], reached[0]), max(peaks[1], reached[1]), peaks[2]), note + EXCEEDED
+    flops, n_bytes = counted["useful_flops"] / peaks[0], counted["bytes"] / peaks[1]
+    executed = amounts[0] / peaks[0], amounts[1] / peaks[1]
     of_busy = flops / busy, n_bytes / busy, *(amount / busy for amount in executed)
     return Point(*place, flops / seconds, n_bytes / seconds, note, *of_busy)
 

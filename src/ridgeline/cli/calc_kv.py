@@ -12,6 +12,7 @@ from ridgeline.cli.serve import resolve_arguments
 from ridgeline.cli.show import bytes_text
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.plural import counted
+from ridgeline.core.quantization import check_experts
 from ridgeline.core.spec import KV_FORMATS, ModelSpec
 from ridgeline.hardware.probe import resolve_accelerator
 from ridgeline.planner.kv import (
@@ -65,6 +66,7 @@ def kv(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
     ]
     if "on" in options:
         accelerator = resolve_accelerator(options["on"])
+        check_experts(cache.spec, accelerator.kind)
         fit = sequences(cache, need.tokens, accelerator.memory_bytes)
         weights_note = "with the weights" if cache.spec.vocab_size else "without weights"
         lines.append(

@@ -25,7 +25,7 @@ def lora(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
     resolved = resolve_arguments(args)
     spec, ranks = read_spec(resolved.model), resolved.engine.tensor_parallel_size
     slots, rank = resolved.model.max_loras or SLOTS, resolved.model.max_lora_rank or RANK
-    if any(layer.experts for layer in spec.layers):
+    if spec.has_experts:
         raise ConfigError("Adapters change no experts so far: give a model without experts.", param="model")
     spec.on_rank(ranks)  # raises for heads that so many ranks cannot share
     each, all_slots = (AdapterPlan(number, rank).bytes(spec, ranks) for number in (1, slots))

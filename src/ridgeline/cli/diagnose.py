@@ -40,7 +40,7 @@ from ridgeline.planner.diagnose import Diagnosis, diagnose, observe
 from ridgeline.planner.remedies import OBJECTIVES, Outlook, Remedy, objective_of, predict
 from ridgeline.planner.simulate import Figures
 from ridgeline.planner.situation import MAX_REQUESTS, Situation, read_situation
-from ridgeline.planner.techniques import NOT_BUILT, NOT_PREDICTED, Effort
+from ridgeline.planner.techniques import NOT_PREDICTED, Effort
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 10.0
@@ -258,7 +258,6 @@ def _show_outlook(outlook: Outlook, situation: Situation, console: Console) -> N
     if outlook.useless:
         console.print(f"\nConsidered, no gain here: {', '.join(outlook.useless)}.", highlight=False)
     console.print(f"Not judged yet: {', '.join(NOT_PREDICTED)}.", highlight=False)
-    console.print(f"Not built yet: {', '.join(NOT_BUILT)}.", highlight=False)
 
 
 def _doubts(outlook: Outlook, situation: Situation) -> list[str]:
@@ -333,7 +332,6 @@ def _content(result: Result) -> dict[str, Any]:
         "remedies": [_remedy(number, remedy, situation) for number, remedy in enumerate(outlook.offered, 1)],
         "no_gain": outlook.useless,
         "not_predicted": NOT_PREDICTED,
-        "not_built": NOT_BUILT,
     }
     if result.applied is not None:
         before, after = (asdict(figures) for figures in result.measurements)

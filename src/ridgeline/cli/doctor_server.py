@@ -137,7 +137,7 @@ _COUNTS = ("_tokens_total", "_requests_total", "_success_total", "_running", "_w
 _SIGNS = {
     "failed_steps": "the server's log has the reason of each.",
     "engine_restarts": "the server's log has the reason of each.",
-    "late_compiles": "`ridgeline diagnose` says which requests they delayed.",
+    "late_compiles": "the server's log names them, and GET /requests/{id}/why those that a request waited for.",
 }
 """Counters that are 0 in a server without trouble, with the remedy."""
 

@@ -32,9 +32,9 @@ from ridgeline.core.resolve import Resolved, parse
 from ridgeline.core.sizing import Memory, MemoryPlan
 from ridgeline.core.spec import ModelSpec
 from ridgeline.engine.policy import admission
-from ridgeline.hardware.bandwidth import with_measured_rates
+from ridgeline.hardware.bandwidth import measured_note, with_measured_rates
 from ridgeline.hardware.probe import Device, probe, resolve_accelerator
-from ridgeline.hardware.serving import kind_on, search_space
+from ridgeline.hardware.serving import in_format, kind_on, search_space
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
 from ridgeline.speculation.build import choice_of, memory_of_drafters
@@ -76,19 +76,19 @@ def _deployment(args: Arguments, resolved: Resolved, folder: Path) -> tuple[Depl
     beside = with_adapters(beside, model, spec, engine.tensor_parallel_size)
     if device.accelerator is not None:
         device = replace(device, row=with_measured_rates(device.accelerator, spec.dtype))
-    space = search_space(device, checkpoint.quantization)
+    space = search_space(device, checkpoint)
     if engine.calibration:
         calibrated = load_calibration(Path(engine.calibration), spec).cost
         link = device.accelerator.host_link * LINK_SHARE if device.accelerator is not None else 0.0
-        space = replace(space, cost=partial(_recalibrated, calibrated, link))
+        space = replace(space, cost=partial(_recalibrated, calibrated, link, device.kind))
     return Deployment(spec, engine, memory, model, beside, space), device
 
 
-def _recalibrated(calibrated: CostModel, link: float, spec: ModelSpec) -> CostModel:
+def _recalibrated(calibrated: CostModel, link: float, kind: str, spec: ModelSpec) -> CostModel:
     """The calibrated cost model for another format of the same model, for which it is a guess. link: bytes per second of copies of
     weights from host memory."""
     same = (spec.dtype, spec.quantization) == (calibrated.spec.dtype, calibrated.spec.quantization)
-    return replace(calibrated, spec=spec, calibrated=same, host=HostTimes(streamed_s(spec, link)))
+    return replace(in_format(calibrated, spec, kind), calibrated=same, host=HostTimes(streamed_s(spec, link)))
 
 
 def _report(deployment: Deployment, device: Device) -> int:
@@ -114,6 +114,8 @@ def _report(deployment: Deployment, device: Device) -> int:
         _plan(table, plan, deployment)
         verdict, status = f"[bold]fits[/bold]  {escape(command(deployment, {}))}", 0
     console.print(table)
+    if row is not None and (note := measured_note(row)):
+        console.print(f"\n{note}", soft_wrap=True, highlight=False)
     console.print(f"\n{verdict}", soft_wrap=True, highlight=False)
     _alternatives(console, deployment)
     return status
@@ -206,12 +208,10 @@ def _plan(table: Table, plan: MemoryPlan, deployment: Deployment) -> None:
 
 
 def _expanded(plan: MemoryPlan, deployment: Deployment) -> str:
-    """What linears in blocks take that a GPU has in 16 bits too; "" if it has none of them."""
+    """What quantized linears take that a GPU has in 16 bits too; "" if it has none of them."""
     spec = deployment.spec
     if plan.expanded_bytes:
-        return (
-            f"{bytes_text(plan.expanded_bytes)}: linears in {spec.dtype} beside their blocks, for steps of many tokens"
-        )
+        return f"{bytes_text(plan.expanded_bytes)}: quantized linears are in {spec.dtype} too, for steps of many tokens"
     if not (size := deployment.planner(spec, {}).expandable_bytes):
         return ""
     return (

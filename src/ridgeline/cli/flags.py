@@ -225,8 +225,9 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 def _unknown(parser: Parser, word: str) -> ConfigError:
     name = word.partition("=")[0]
-    similar = difflib.get_close_matches(name, _names(parser), n=1)
-    hint = f"did you mean {similar[0]}?" if similar else f"`{parser.prog} --help` lists the options."
+    names = {known.lstrip("-"): known for known in _names(parser)}  # two equal dashes are no similarity
+    similar = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.7)
+    hint = f"did you mean {names[similar[0]]}?" if similar else f"`{parser.prog} --help` lists the options."
     kind = "option" if name.startswith("-") else "argument"
     return ConfigError(f"Unknown {kind} {name!r}: {hint}")
 

@@ -14,6 +14,7 @@ from typing import Any
 from ridgeline.cli.roofline import read_spec
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.quantization import check_experts
 from ridgeline.core.resolve import read_file, read_integer
 from ridgeline.core.slo import Slo
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
@@ -236,7 +237,9 @@ def _spec(table: Table) -> ModelSpec:
     if not shaped:
         if not table.has("model"):
             raise table.bad("model", f"give a folder or hub name, or a shape: {', '.join(SHAPE)}.")
-        return read_spec(config)
+        spec = read_spec(config)
+        check_experts(spec, "cuda")
+        return spec
     if table.has("model"):
         raise table.bad("model", f"leave it out, or leave out {', '.join(shaped)}.")
     for key in ("layers", "width", "heads", "d_ff", "vocab_size"):

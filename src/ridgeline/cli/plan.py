@@ -25,6 +25,7 @@ from ridgeline.cli.plan_options import (
     REPLICAS,
     add_options,
     check_calibration,
+    check_device,
     check_formats,
     check_numbers,
     owned_cluster,
@@ -33,6 +34,7 @@ from ridgeline.cli.plan_options import (
     read_offers,
     read_sizes,
     read_variants,
+    unpredicted_notes,
 )
 from ridgeline.cli.plan_proposals import proposal_facts, show_proposals
 from ridgeline.cli.plan_start import layout_command, start
@@ -51,6 +53,12 @@ from ridgeline.planner.plan_page import plan_page
 from ridgeline.planner.proposals import MOST, Offer, Task
 from ridgeline.planner.ranking import Variant, expanded_notes, has_experts, rank
 from ridgeline.planner.search import FINALISTS, Scope, SearchResult, search
+
+SIMULATED = (
+    "split", "candidates", "html", "measured", "usd_hour", "most_usd_hour", "most_watts", "pue", "carbon_g_kwh", "finalists",
+    "sample",
+)  # fmt: skip
+"""Options that the arithmetic does not read."""
 
 
 def parser() -> Parser:
@@ -100,6 +108,7 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
     rows = [offer.cluster.device for offer in offers]
     check_calibration(resolved.engine.calibration, checkpoint, rows)
     check_formats(checkpoint, options.get("formats", ""), rows)
+    check_device(resolved.engine.device, rows)
     notes = [f"{offer.cluster.device.name}: {note}" for offer in offers for note in offer.cluster.notes]
     longest = max(request.input + request.output for request in workload.requests)
     if longest > checkpoint.max_len:
@@ -115,6 +124,7 @@ def _plan(args: Arguments, resolved: Resolved) -> int:
     task = Task(demand, workload, _one_rank(resolved.engine), *read_limits(args), options.get("sample", MOST))
     with Lines(announcer("text"), lambda: "ranking layouts") as lines:
         result = search(task, offers, Scope(variants, layouts, "split" in options, most, lines.show))
+    notes += unpredicted_notes(resolved)
     notes += expanded_notes([proposal.unit.coarse for proposal in result.proposals[: options["top"]]])
     _print(result, task, notes, resolved, (options, run))
     return 0 if any(not proposal.verdict for proposal in result.proposals) else 1
@@ -156,13 +166,14 @@ def _one_rank(engine: EngineConfig) -> EngineConfig:
 
 def _arithmetic(args: Arguments, resolved: Resolved) -> int:
     options, cluster = vars(args.options), owned_cluster(vars(args.options))
-    for name in ("split", "candidates", "html", "measured"):
+    for name in SIMULATED:
         if name in options:
-            raise ConfigError(f"--{name} needs simulations: leave out --arithmetic.", param=name)
+            raise ConfigError(f"--{name.replace('_', '-')} needs simulations: leave out --arithmetic.", param=name)
     demand, _ = read_demand(options, Slo.parse(resolved.service.slo))
     checkpoint, _ = read_model(resolve_model(replace(resolved.model, load_format="dummy")))
     check_calibration(resolved.engine.calibration, checkpoint, [cluster.device])
     check_formats(checkpoint, options.get("formats", ""), [cluster.device])
+    check_device(resolved.engine.device, [cluster.device])
     variants = read_variants(checkpoint, resolved.model, cluster.device, resolved.engine, options)
     notes = [*cluster.notes]
     if demand.length > checkpoint.max_len:
@@ -177,6 +188,7 @@ def _arithmetic(args: Arguments, resolved: Resolved) -> int:
         raise ConfigError(
             f"No layout of {cluster.count} devices has the given parallel sizes: give divisors of {cluster.count}."
         )
+    notes += unpredicted_notes(resolved, "batching", "kv_retention")
     notes += expanded_notes(ranked[: options["top"]])
     if "json" in options:
         print(json.dumps(layout_facts(cluster, demand, ranked, refused, notes), indent=2))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ridgeline.cli.place_file import Table
 from ridgeline.core.calibration import identity, read_calibration
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.resolve import read_file
+from ridgeline.core.resolve import Resolved, read_file
 from ridgeline.core.slo import Slo
 from ridgeline.core.spec import KV_FORMATS, ModelSpec
 from ridgeline.core.workload import Workload, arrivals, synthetic
@@ -244,6 +244,34 @@ def read_sizes(args: Arguments, names: Sequence[str] = (*DIVIDING, REPLICAS)) ->
     )
 
 
+UNPREDICTED = (
+    "speculate", "deterministic", "enforce_eager", "reader_pace", "kv_offload_gb", "kv_disk", "enable_lora", "lora_modules",
+    "threads",
+)  # fmt: skip
+"""Options that change step times or what the cache holds, and that predictions do not read."""
+
+
+def check_device(device: str, rows: Sequence[Accelerator]) -> None:
+    """Raises ConfigError for --device that contradicts the planned devices."""
+    for row in rows:
+        if device != "auto" and device != row.kind:
+            raise ConfigError(
+                f"--device is {device}, and {row.name} is planned: --gpus and --candidates name devices. Leave --device out.",
+                param="device",
+            )
+
+
+def unpredicted_notes(resolved: Resolved, *more: str) -> list[str]:
+    """Which of the given options the predictions leave out."""
+    given = [
+        f"--{entry.name.replace('_', '-')}"
+        for config in (resolved.model, resolved.engine)
+        for entry in fields(config)
+        if entry.name in (*UNPREDICTED, *more) and getattr(config, entry.name) != entry.default
+    ]
+    return [f"Not in the predictions, only in the commands: {', '.join(given)}."] if given else []
+
+
 # --- number formats ------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +286,7 @@ def read_variants(
         )
     configs = [
         replace(model, quantization=weights, kv_cache_dtype=cache)
-        for weights in _weight_names(model, row, options.get("formats", ""))
+        for weights in _weight_names(checkpoint, model, row, options.get("formats", ""))
         for cache in _cache_names(model, options.get("kv_formats", ""))
     ]
     kind = kind_on(row.name, "cpu" if row.kind == "cpu" else "cuda")
@@ -272,24 +300,26 @@ def check_formats(checkpoint: ModelSpec, formats: str, rows: Sequence[Accelerato
             f"--formats is given, and the checkpoint is quantized already ({checkpoint.quantization}): leave it out.",
             param="formats",
         )
-    served = [name for row in rows for name in _served(row)]
+    served = [name for row in rows for name in _served(row, checkpoint)]
     for name in formats.split(",") if formats not in ("", "all") else ():
         if name not in served:
             names = ", ".join(row.name for row in rows)
             raise ConfigError(
-                f"--formats {name!r} is not served on {names}: use {', '.join(served[:8])} or all.", param="formats"
+                f"--formats {name!r} is not served on {names}{' for models with experts' if checkpoint.has_experts else ''}: use "
+                f"{', '.join(served[:8])} or all.",
+                param="formats",
             )
 
 
-def _served(row: Accelerator) -> Sequence[str]:
-    return weight_formats("cpu" if row.kind == "cpu" else "cuda", row)
+def _served(row: Accelerator, checkpoint: ModelSpec) -> Sequence[str]:
+    return weight_formats("cpu" if row.kind == "cpu" else "cuda", row, checkpoint.has_experts)
 
 
-def _weight_names(model: ModelConfig, row: Accelerator, formats: str) -> Iterator[str]:
+def _weight_names(checkpoint: ModelSpec, model: ModelConfig, row: Accelerator, formats: str) -> Iterator[str]:
     """The model's own format, and those of --formats that the device serves."""
     yield model.quantization
     wanted = formats.split(",") if formats else ()
-    for name in _served(row) if formats else ():
+    for name in _served(row, checkpoint) if formats else ():
         if name != model.quantization and (formats == "all" or name in wanted):
             yield name
 

@@ -27,8 +27,9 @@ from ridgeline.core.cost import CostModel, step_work
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.host_weights import LINK_SHARE, HostTimes, check_gpu, streamed_s
 from ridgeline.core.plural import counted
+from ridgeline.core.quantization import check_experts
 from ridgeline.core.spec import ModelSpec
-from ridgeline.hardware.bandwidth import with_measured_rates
+from ridgeline.hardware.bandwidth import measured_note, with_measured_rates
 from ridgeline.hardware.probe import probe, resolve_accelerator
 from ridgeline.hardware.serving import cost_model
 from ridgeline.hardware.table import Accelerator, Level
@@ -75,6 +76,7 @@ def run(args: Arguments) -> int:
     check_output_paths(options, "html", "svg")
     accelerator, caveat = _accelerator(options.get("on"), spec.dtype)
     check_gpu(spec, accelerator.kind)
+    check_experts(spec, accelerator.kind)
     load = _load(options, spec.max_len)
     result = roofline(spec, accelerator, load)
     cost = _cost(spec, accelerator, resolved.engine.calibration)
@@ -132,10 +134,8 @@ def _accelerator(name: str | None, dtype: str) -> tuple[Accelerator, tuple[str, 
         raise ConfigError(f"{device.name} is not in the hardware table: give an accelerator with --on.", param="on")
     row = with_measured_rates(device.accelerator, dtype)
     lines = [f"This processor: {row.source}."] if device.kind == "cpu" else []
-    names = {"dense": "FLOP/s", "memory.gb_s": "memory bandwidth"}
-    if row.measured:
-        measured = " and ".join(names[field] for field in row.measured)
-        lines.append(f"Measured on this machine, because the specification is unknown: {measured}.")
+    if note := measured_note(row):
+        lines.append(note)
     return row, tuple(lines)
 
 

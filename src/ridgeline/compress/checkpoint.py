@@ -46,7 +46,7 @@ class Checkpoint:
             ) from None
         self.spec = read_spec({key: value for key, value in self.config.items() if key != KEY})
         require_llama(self.spec)
-        if any(layer.experts for layer in self.spec.layers):
+        if self.spec.has_experts:
             raise ConfigError(
                 f"{folder} is a model with experts, which compression does not support: serve it with --quantization int8, int4 or "
                 "fp8-weight, which quantize its experts while they load."

@@ -136,7 +136,8 @@ class CostModel:
     launch_s: seconds the host needs to launch a step with chunks, while the device works. ramp_tokens: tokens by which a step's
     arithmetic falls short of full tiles. overlap: how far arithmetic hides memory traffic, from 1 (one after the other) to
     infinity (the larger of the two); see `joined`. calibrated: the factors were fitted on this machine (`planner.calibrate`).
-    Otherwise they are defaults, and every figure derived from them must say so. host: of weights in host memory.
+    Otherwise they are defaults, and every figure derived from them must say so. host: of weights in host memory. wide: the model of
+    steps of more than wide_rows tokens if linears are in both forms (spec.both_forms): they read the model's dtype.
     """
 
     spec: ModelSpec
@@ -154,10 +155,14 @@ class CostModel:
     ramp_tokens: float = 0.0
     overlap: float = math.inf
     host: HostTimes = NO_HOST_WEIGHTS
+    wide: CostModel | None = None
+    wide_rows: int = 0
 
     def step_s(self, work: StepWork) -> float:
         """Predicted seconds of a step with this work."""
         tokens, flops, bytes_moved, attention_flops, kv_bytes, logits, chunked = work
+        if self.wide is not None and tokens > self.wide_rows and self.spec.both_forms:
+            return self.wide.step_s(work)
         ramp = 1 + self.ramp_tokens / tokens if tokens else 1.0
         linear = (flops - attention_flops) / (self.flops_per_s * self.compute_share) * ramp
         weights = (bytes_moved - kv_bytes) / (self.bytes_per_s * self.memory_share)

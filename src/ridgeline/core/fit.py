@@ -236,7 +236,7 @@ def _candidates(
 def _split(deployment: Deployment, spec: ModelSpec, formats: Mapping[str, object], risk: Risk) -> Iterator[Candidate]:
     """The candidate that leaves as few weights as possible in host memory, at most as many as the device has memory for."""
     memory, cost = deployment.memory, deployment.space.cost
-    if memory.kind == "cpu" or cost is None or any(layer.experts for layer in spec.layers):
+    if memory.kind == "cpu" or cost is None or spec.has_experts:
         return
     spec = replace(spec, host_bytes=0)
     _, missing = deployment.planner(spec, {}).plan()
@@ -336,7 +336,7 @@ def _adapters(deployment: Deployment) -> str:
 
 
 def _no_remedy(deployment: Deployment) -> str:
-    """The device that would be large enough, and what is not built yet."""
+    """The device that would be large enough, and how to use several."""
     spec, space = deployment.spec, deployment.space
     smallest = min((served for served, _, _ in _formats(spec, space)), key=lambda served: served.weight_bytes)
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "kv_cache_memory": None}
@@ -350,10 +350,8 @@ def _no_remedy(deployment: Deployment) -> str:
             larger = f"{name} ({_gib(count)})"
             larger += f", which holds it with {candidates[0]}" if candidates[0].change else ""
             break
-    others = "Parallelism over several GPUs is"
-    if deployment.memory.kind == "cpu":
-        others = "Parallelism over several machines is"
-    return f"No option makes it fit: use a smaller model, or {larger}. {others} not built yet."
+    more = "several hosts with --nnodes" if deployment.memory.kind == "cpu" else "more GPUs with --tensor-parallel-size"
+    return f"No option makes it fit: use a smaller model, {larger}, or {more}; `ridgeline plan` compares layouts."
 
 
 def _gib(count: int) -> str:

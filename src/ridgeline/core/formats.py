@@ -38,6 +38,12 @@ class NumberFormat:
         """Whether only ops.blocks has it."""
         return bool(self.scaling) or self.bits in (5, 6)
 
+    @property
+    def on_gpu_experts(self) -> bool:
+        """Whether a GPU has products for experts in it (ops.triton.experts): not with act-order, with integer inputs, with some
+        inputs in the dtype, or in blocks other than those of gpt-oss. With `fp8` it leaves the inputs of experts unquantized."""
+        return not (self.ordered or self.kept or self.products == "int8") and self.in_blocks == self.experts
+
     def kept_inputs(self, inputs: int) -> int:
         """The number of inputs, of `inputs`, whose weights stay in the model's dtype."""
         return min(inputs, -(-inputs // (self.kept * self.row)) * self.row) if self.kept else 0

@@ -39,7 +39,7 @@ blocks 9,030; but 24 make 5,690, 32 in blocks 6,650 (8B in Q4_K, benchmarks/resu
 def converted(spec: ModelSpec, kind: str) -> ModelSpec:
     """The model with linears in blocks in the dtype instead, but for the formats that this kind of GPU keeps. A CPU keeps all.
     Experts stay in theirs."""
-    if kind not in GPU_BLOCKS or any(layer.experts for layer in spec.layers):
+    if kind not in GPU_BLOCKS or spec.has_experts:
         return spec
     kept = GPU_BLOCKS[kind] if spec.dtype in KERNEL_DTYPES else frozenset()
     slow = {name for name, numbers in NUMBER_FORMATS.items() if numbers.in_blocks} - kept
@@ -68,7 +68,7 @@ def most_rows(formats: Iterable[str]) -> int:
 def expanded_bytes(spec: ModelSpec) -> int:
     """Bytes that quantized linears take in the model's dtype, of the part of a model that a rank of a GPU holds (`converted`).
     Models with experts have one form: most of their weights are experts."""
-    if not spec.quantization or spec.dtype not in KERNEL_DTYPES or any(layer.experts for layer in spec.layers):
+    if not spec.quantization or spec.dtype not in KERNEL_DTYPES or spec.has_experts:
         return 0
     counted = [(matrix, count) for layer, count in Counter(spec.layers).items() for matrix in spec.matrices(layer)]
     both = ((matrix, count) for matrix, count in [*counted, (spec.head, 1)] if most_rows(_formats(matrix, spec)))

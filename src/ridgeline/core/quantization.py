@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeline.core.errors import ConfigError
+from ridgeline.core.gpu_blocks import GPU_BLOCKS
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 
 _CHECKPOINT_FORMATS = ("gptq", "awq", "compressed-tensors")
@@ -19,6 +20,21 @@ def check_format(requested: str) -> None:
     """Raises ConfigError for a value of the option `quantization` that no checkpoint can be served with."""
     if requested not in ("", *NUMBER_FORMATS, *_CHECKPOINT_FORMATS):
         raise _unknown_format(requested)
+
+
+def check_experts(spec: ModelSpec, kind: str) -> None:
+    """Raises ConfigError for experts in a number format in which a GPU has no products for them. kind: of the device, see
+    core.gpu_blocks; a CPU multiplies by experts in every format."""
+    name = spec.quantization
+    if kind not in GPU_BLOCKS or not name or NUMBER_FORMATS[name].on_gpu_experts or not spec.has_experts:
+        return
+    served = (known for known, form in NUMBER_FORMATS.items() if form.on_gpu_experts)
+    known = ", ".join(sorted(known for known in served if "-g" not in known and "-channel" not in known))
+    raise ConfigError(
+        f"A GPU has no products for experts in {name}, only in {known}: serve the model in one of these, or unquantized, or on a "
+        "CPU (--device cpu).",
+        param="quantization",
+    )
 
 
 def quantized(spec: ModelSpec, name: str) -> ModelSpec:

@@ -343,6 +343,10 @@ class ModelSpec:
         return self.layer_bytes + outer + (0 if self.shares_embedding else self.head_bytes)
 
     @property
+    def has_experts(self) -> bool:
+        return any(layer.experts for layer in self.layers)
+
+    @property
     def shares_embedding(self) -> bool:
         """Whether the head is the embedding's memory."""
         return self.tied and not self.head_format

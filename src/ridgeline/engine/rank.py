@@ -135,7 +135,7 @@ def plan_rank(
     check_together(replace(choice, hands_over=pools.hands_over))
     drafter_memory = with_adapters(drafter_memory, model, spec, config.tensor_parallel_size)
     parts = stages(spec.on_rank(config.layer_ranks, config.tensor_parallel_size), config.pipeline_parallel_size)
-    space = space_here(device.type, checkpoint.quantization)
+    space = space_here(device.type, checkpoint)
     memory = _memory(device, len(config.host_ranks) * pools.engines_here)
     plan = size(Deployment(spec, config, memory, model, drafter_memory, space))
     if model.kv_selection:

@@ -48,6 +48,17 @@ def with_measured_rates(row: Accelerator, dtype: str) -> Accelerator:
     )
 
 
+def measured_note(row: Accelerator) -> str:
+    """Which figures of a row `with_measured_rates` measured, in words; "" for none."""
+    names = {"dense": "FLOP/s", "memory.gb_s": "memory bandwidth"}
+    measured = " and ".join(names[field] for field in row.measured)
+    return (
+        f"Measured on this machine now, because the specification is unknown: {measured}. Other processes lower them."
+        if measured
+        else ""
+    )
+
+
 def read_bandwidth(device: torch.device, size_bytes: int = 1 << 28, repeats: int = 10) -> float:
     """Measure the read bandwidth in bytes per second: the faster of a sum and a matrix-vector product, best of `repeats`."""
     matrix = torch.ones(size_bytes // 4 // 1024, 1024, dtype=torch.float32, device=device)

@@ -12,6 +12,7 @@ from ridgeline.core.calibration import FACTORS, load_calibration, read_calibrati
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Space
+from ridgeline.core.gpu_blocks import most_rows
 from ridgeline.core.host_weights import LINK_SHARE, HostTimes, streamed_s
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.hardware.probe import Device, probe
@@ -39,22 +40,26 @@ PRODUCT_TIMES: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "int4": (0.36, 1.12), "int3": (0.35, 1.18),
     },
 }  # fmt: skip
-"""Time of a layer's products by device type and format, relative to unquantized weights: with one token, and with thousands.
+"""Time of a layer's products by device type and format, relative to unquantized weights: with one token, and with thousands. Those
+of integers on a GPU are of one form; in both forms (core.gpu_blocks), many tokens take the time of unquantized weights.
 
 GPU, one token: fp8 by benchmarks/results/h200.json (8B, without the output layer), int8 by diagnose.json, int4 by shapes.json
 (relative to fp8 on Qwen3-4B; int3 as int4), the others by their ratio to fp8 in products_w8a8.json. Thousands: products_w8a8.json
 (8,192 tokens), and products_int.json for int4. fp8-weight: fp8_weight.json (2,048 tokens). CPU: cpu_formats.json."""
 
 
-def weight_formats(kind: str, row: Accelerator | None) -> tuple[str, ...]:
+def weight_formats(kind: str, row: Accelerator | None, experts: bool = False) -> tuple[str, ...]:
     """Number formats that a device serves weights in, preferred ones first. Each is named once.
 
-    kind: "cuda" or "cpu". row: None for an unknown device. Products of fp8 on a GPU need a unit for e4m3 (models.build).
+    kind: "cuda" or "cpu". row: None for an unknown device. experts: for a model with experts, for which a GPU has fewer. Products
+    of fp8 on a GPU need a unit for e4m3 (models.build).
     """
     ordered = [*PREFERRED[kind], *NUMBER_FORMATS]
     names = {NUMBER_FORMATS[name]: name for name in reversed(ordered)}  # of equal formats the first name stays
     fp8 = kind == "cpu" or (row is not None and "float8_e4m3" in row.flops)
     served = [name for stored, name in names.items() if not stored.published and (fp8 or name != "fp8")]
+    if experts and kind == "cuda":
+        served = [name for name in served if NUMBER_FORMATS[name].on_gpu_experts]
     return tuple(sorted(served, key=ordered.index))
 
 
@@ -63,11 +68,54 @@ def kind_on(name: str, kind: str) -> str:
     return "hopper" if kind == "cuda" and re.search(HOPPER, name) else kind
 
 
+def _times(kind: str, spec: ModelSpec) -> tuple[float, float] | None:
+    """PRODUCT_TIMES of a model's format; integers of any group as the ones that were measured. None: not measured. Experts have
+    other kernels."""
+    name = spec.quantization
+    if not name or spec.has_experts:
+        return None if name else (1.0, 1.0)
+    known = PRODUCT_TIMES.get(kind, {})
+    return known.get(name) or (known.get(name.partition("-")[0]) if name.startswith("int") else None)
+
+
+def _read_rate(spec: ModelSpec, one_token: float) -> float:
+    """Bytes per second of a step of one token, in those of unquantized weights. The head is read at their rate. one_token: see
+    PRODUCT_TIMES."""
+    layers = replace(spec, quantization="").layer_bytes
+    return spec.step_weight_bytes / (one_token * layers + spec.step_weight_bytes - spec.layer_bytes)
+
+
+def in_format(cost: CostModel, spec: ModelSpec, kind: str) -> CostModel:
+    """The cost model of a device for another number format of the same model, with the measured speed of its products. Where that
+    is unknown, steps differ by their bytes.
+
+    kind: "cuda" or "cpu". On a GPU the model holds for both forms too, as spec.both_forms says.
+    """
+    old, new = _times(kind, cost.spec), _times(kind, spec)
+    if old is None or new is None:
+        return replace(cost, spec=spec)
+    many_tokens = new[1] / old[1]
+    rows = most_rows([spec.quantization]) if kind == "cuda" and not cost.spec.quantization else 0
+    return replace(
+        cost,
+        spec=spec,
+        flops_per_s=cost.flops_per_s / many_tokens,
+        memory_share=cost.memory_share * _read_rate(spec, new[0]) / _read_rate(cost.spec, old[0]),
+        kv_share=cost.kv_share or cost.memory_share,
+        attention_share=(cost.attention_share or cost.compute_share) * many_tokens,
+        wide=cost if rows else None,
+        wide_rows=rows,
+    )
+
+
 def cost_model(row: Accelerator, spec: ModelSpec) -> CostModel:
-    """Uncalibrated cost model from the published figures of a device. Attention computes in the model's dtype, whatever the
-    products of the weights do."""
-    copies_s = streamed_s(spec, row.host_link * LINK_SHARE)
-    cost = CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth, host=HostTimes(copies_s))
+    """Uncalibrated cost model from the published figures of a device, and the measured speed of products in the model's number
+    format where it is known. Attention computes in the model's dtype, whatever the products of the weights do."""
+    host = HostTimes(streamed_s(spec, row.host_link * LINK_SHARE))
+    if spec.quantization and _times(row.kind, spec):
+        plain = replace(spec, quantization="", head_format="", both_forms=False, host_bytes=0)
+        return replace(in_format(cost_model(row, plain), spec, row.kind), host=host)
+    cost = CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth, host=host)
     return replace(cost, attention_share=cost.compute_share * row.peak(spec.dtype) / cost.flops_per_s)
 
 
@@ -86,32 +134,33 @@ def calibrated_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel:
 def transferred_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel | None:
     """Cost model of a model with the factors that a calibration measured with another model or number format on the same device,
     which are shares of its published peaks and times of its host. None: it was measured on another device."""
-    calibrated, _ = read_calibration(path, spec)
+    calibrated, properties = read_calibration(path, spec)
     if find(calibrated.device) != row:
         return None
-    cost, measured = cost_model(row, spec), calibrated.cost
+    measured, stored = calibrated.cost, replace(spec, quantization=str(properties["quantization"]))
+    if _times(row.kind, spec) is None or _times(row.kind, stored) is None:
+        stored = spec
+    cost = CostModel(stored, row.peak(stored.matrix_dtype), row.bandwidth)
     factors = {name: getattr(measured, name) for name in FACTORS}
     if measured.attention_share is not None:
         factors["attention_share"] = measured.attention_share * measured.flops_per_s / cost.flops_per_s
-    return replace(cost, **factors)
+    host = HostTimes(streamed_s(spec, row.host_link * LINK_SHARE))
+    return replace(in_format(replace(cost, **factors), spec, row.kind), host=host)
 
 
-def search_space(device: Device, stored: str) -> Space:
-    """What `core.fit` may change on a device.
-
-    stored: the number format of the checkpoint; if it has one, no other can be served.
-    """
+def search_space(device: Device, checkpoint: ModelSpec) -> Space:
+    """What `core.fit` may change on a device. A checkpoint in a number format can be served in no other."""
     row = device.accelerator
     known = row if row is not None and row.flops and row.bandwidth else None
     return Space(
-        weight_formats=() if stored else weight_formats(device.kind, row),
+        weight_formats=() if checkpoint.quantization else weight_formats(device.kind, row, checkpoint.has_experts),
         kv_formats=KV_FORMATS_SERVED[device.kind],
         cost=partial(cost_model, known) if known else None,
         devices={gpu.name: gpu.memory_bytes for gpu in ACCELERATORS if gpu.kind == "cuda" and gpu.serves},
     )
 
 
-def space_here(kind: str, stored: str) -> Space:
+def space_here(kind: str, checkpoint: ModelSpec) -> Space:
     """search_space of this machine's device of type `kind` ("cuda" or "cpu")."""
     device = probe().device(kind)
-    return search_space(device if device.kind == kind else Device(kind, "", 0, 0), stored)
+    return search_space(device if device.kind == kind else Device(kind, "", 0, 0), checkpoint)

@@ -212,8 +212,12 @@ LIVE: Mapping[str, Entry] = {
         "As mfu, with rejected drafts, tokens computed again and the drafter on the device.", ours=True
     ),
     "mbu_executed": Entry("As mbu, with the bytes of the drafter on the device.", ours=True),
-    "mfu_measured": Entry("mfu relative to the matrix product rate measured on this machine.", ours=True),
-    "mbu_measured": Entry("mbu relative to the read bandwidth measured on this machine.", ours=True),
+    "mfu_measured": Entry(
+        "mfu relative to the matrix product rate measured on this machine; 1 where steps exceed it.", ours=True
+    ),
+    "mbu_measured": Entry(
+        "mbu relative to the read bandwidth measured on this machine; 1 where steps exceed it.", ours=True
+    ),
     "bubble": Entry("Share of time the device waited for the host although there was work.", ours=True),
     "prompt_share": Entry("Share of busy time in steps that computed prompt tokens.", ours=True),
     "host_seconds_per_step": Entry("Seconds the scheduler spent per step.", ours=True),

@@ -48,7 +48,7 @@ class Ceilings:
     measured_flops: float = 0.0
     """FLOP/s of a matrix product measured on this machine."""
     measured_bytes: float = 0.0
-    """Read bandwidth measured on this machine, bytes per second."""
+    """Read bandwidth measured on this machine, bytes per second. Steps exceed it if others used the machine then."""
     price: float = 0.0
     """US dollars per hour."""
     power: str = ""
@@ -452,8 +452,8 @@ def _utilization(sums: Mapping[str, float], seconds: float, peaks: Ceilings) -> 
         ("mbu", n_bytes, peaks.bytes, busy),
         ("mfu_executed", sums["flops"] + sums["draft_flops"], peaks.flops, busy),
         ("mbu_executed", n_bytes + sums["draft_bytes"], peaks.bytes, busy),
-        ("mfu_measured", flops, peaks.measured_flops, busy),
-        ("mbu_measured", n_bytes, peaks.measured_bytes, busy),
+        ("mfu_measured", flops, peaks.measured_flops and max(peaks.measured_flops, flops / busy), busy),
+        ("mbu_measured", n_bytes, peaks.measured_bytes and max(peaks.measured_bytes, n_bytes / busy), busy),
     )
     return {name: amount / time_s / peak for name, amount, peak, time_s in parts if peak}
 

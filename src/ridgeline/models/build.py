@@ -13,7 +13,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.expert_parallel import whole_experts
 from ridgeline.core.gpu_blocks import converted
 from ridgeline.core.host_weights import NO_HOST_WEIGHTS, HostTimes
-from ridgeline.core.quantization import with_format
+from ridgeline.core.quantization import check_experts, with_format
 from ridgeline.core.selection import select_pages
 from ridgeline.core.spec import KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, ModelSpec
 from ridgeline.core.stages import stage_spec
@@ -89,6 +89,7 @@ def served_spec(spec: ModelSpec, model: ModelConfig, kind: str = "cpu") -> Model
     )
     served = replace(served, kv_format=_kv_format(served, model.kv_cache_dtype))
     served = converted(served, kind)
+    check_experts(served, kind)
     return select_pages(served, model.kv_selection) if model.kv_selection else served
 
 
@@ -142,25 +143,13 @@ def _host(spec: ModelSpec, ops: Ops, mesh: Mesh, stored: StoredAs) -> Host | Non
     rounds_inputs = spec.quantization and (
         spec.quantization not in NUMBER_FORMATS or NUMBER_FORMATS[spec.quantization].inputs_8bit
     )
-    plain = spec.gated and not rounds_inputs and not stored.blocks and not any(layer.experts for layer in spec.layers)
+    plain = spec.gated and not rounds_inputs and not stored.blocks and not spec.has_experts
     if not spec.host_bytes or not ops.from_host or mesh.size > 1 or mesh.stage.count > 1 or not plain:
         return None
     if (host := host_ops()) is None:
         return None
     host_format = _weight_format(spec.quantization, spec, host.ops, torch.device("cpu"), stored)
     return Host(host, host_format, ops.tokenwise.rms_norm, ops.from_host, spec.activation, DTYPES[spec.dtype])
-
-
-def _check_experts(spec: ModelSpec, ops: Ops, device: torch.device) -> None:
-    """Raise ConfigError for a number format in which the device cannot multiply by experts."""
-    formats = ops.experts.formats if ops.experts else {spec.quantization}
-    if device.type == "cuda" and spec.quantization not in formats and any(layer.experts for layer in spec.layers):
-        known = ", ".join(sorted(name for name in formats if "-g" not in name and "-channel" not in name and name))
-        raise ConfigError(
-            f"A GPU has no products for experts in {spec.quantization}, only in {known}: serve a checkpoint in one of these, or an "
-            "unquantized one, or use --device cpu.",
-            param="quantization",
-        )
 
 
 def build(
@@ -195,9 +184,8 @@ def load(
     """
     checkpoint, defaults = read_model(model_dir)
     spec = served_spec(checkpoint, model, kind_of(device))
-    _check_experts(spec, ops, device)
     dtype = DTYPES[spec.dtype]
-    recorded = spec.plain and not any(layer.experts for layer in spec.layers)
+    recorded = spec.plain and not spec.has_experts
     if mesh.size > 1 or mesh.stage.count > 1 or (device.type == "cpu" and not recorded):
         # A CPU captures only kernel calls: neither collectives nor PyTorch nor which experts the next step's tokens choose.
         ops = replace(ops, capture=Uncaptured)

@@ -66,6 +66,9 @@ class Observation:
     weight_bytes: float = 0.0
     kv_bytes_per_token: float = 0.0
     bandwidth: float = UNKNOWN
+    """Read bandwidth that the server measured when it started. Steps may exceed it: see `limit`."""
+    published: float = UNKNOWN
+    """Bandwidth by the specification of the device."""
     e2e_s: float = UNKNOWN
     queue_s: float = UNKNOWN
     prefill_s: float = UNKNOWN
@@ -93,9 +96,19 @@ class Observation:
         return self.weight_bytes / total if total else UNKNOWN
 
     @property
+    def reached(self) -> float:
+        """Bytes per second of a decode step."""
+        return self.step_bytes / self.step_s if self.step_s else UNKNOWN
+
+    @property
+    def limit(self) -> float:
+        """Bandwidth that decode steps do not exceed: the measured one, or else the published one. Unknown if they exceed both."""
+        return next((rate for rate in (self.bandwidth, self.published) if rate >= self.reached), UNKNOWN)
+
+    @property
     def bandwidth_share(self) -> float:
         """Share of the memory bandwidth that a decode step reaches. Launches, small kernels and the host take the remainder."""
-        return self.step_bytes / self.step_s / self.bandwidth if self.step_s and self.bandwidth else UNKNOWN
+        return self.reached / self.limit if self.limit else UNKNOWN
 
     @property
     def decoding(self) -> float:
@@ -124,23 +137,25 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
     def median(name: str) -> float:
         return float(latencies.get(name, {}).get("p50", UNKNOWN))
 
+    # Requests that were admitted together end together, so a single step may show an empty cache.
+    kv_used = max(now.get("kv_used", 0.0), figures.get("mean_kv_used", 0.0))
     return Observation(
         running=running,
         waiting=now.get("waiting", 0.0),
         max_running=facts.get("max_num_seqs", UNKNOWN),
-        # Requests that were admitted together end together, so a single step may show an empty cache.
-        kv_used=max(now.get("kv_used", 0.0), figures.get("mean_kv_used", 0.0)),
-        kv_tokens=now.get("kv_used", 0.0) * blocks * (1 - now.get("kv_waste_inside", 0.0)),
+        kv_used=kv_used,
+        kv_tokens=kv_used * blocks * (1 - now.get("kv_waste_inside", 0.0)),
         busy=figures.get("device_busy", 0.0),
         bubble=figures.get("bubble", 0.0),
         prompt_share=figures.get("prompt_share", 0.0),
-        mfu=figures.get("mfu_measured", figures.get("mfu", UNKNOWN)),
-        mbu=figures.get("mbu_measured", figures.get("mbu", UNKNOWN)),
+        mfu=_utilization(figures, "mfu"),
+        mbu=_utilization(figures, "mbu"),
         step_s=figures.get("decode_step_seconds", UNKNOWN),
         step_bytes=figures.get("decode_step_bytes", UNKNOWN),
         weight_bytes=weights,
         kv_bytes_per_token=facts.get("kv_bytes_per_token", 0.0),
-        bandwidth=ceilings.get("measured_bytes") or ceilings.get("bytes") or UNKNOWN,
+        bandwidth=ceilings.get("measured_bytes") or UNKNOWN,
+        published=ceilings.get("bytes") or UNKNOWN,
         e2e_s=median("e2e"),
         queue_s=median("queue"),
         prefill_s=median("prefill"),
@@ -154,6 +169,12 @@ def observe(snapshot: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = (),
         prompt_step_s=figures.get("prompt_step_seconds", UNKNOWN),
         options=facts.get("options", {}),
     )
+
+
+def _utilization(figures: Mapping[str, float], name: str) -> float:
+    """The share of the measured peak, or else of the published one. Unknown if steps exceed both: then neither is a peak."""
+    shares = (figures.get(key, UNKNOWN) for key in (f"{name}_measured", name))
+    return next((share for share in shares if share < 1), UNKNOWN)
 
 
 Finding = tuple[Bottleneck, tuple[str, ...]]
@@ -234,7 +255,14 @@ def _running(observation: Observation) -> Finding:
         return "none", (f"{busy} and no request waits: the server can take more load at the same speed",)
     if observation.prompt_share > 0.5:
         return "prefill compute", (f"{busy}, {prompts} of that in steps that computed prompts",)
-    return "decode bandwidth", (f"{busy}, {1 - observation.prompt_share:.0%} of that in steps that only decode",)
+    decoding = f"{busy}, {1 - observation.prompt_share:.0%} of that in steps that only decode"
+    if observation.bandwidth_share < LAUNCHED_BELOW:
+        return "decode bandwidth", (
+            decoding,
+            f"but these steps reach {observation.bandwidth_share:.0%} of the bandwidth: arithmetic, small kernels, or other "
+            "processes on the machine take the remainder",
+        )
+    return "decode bandwidth", (decoding,)
 
 
 def _load(observation: Observation) -> str:
@@ -244,21 +272,18 @@ def _load(observation: Observation) -> str:
 def _distance(observation: Observation) -> tuple[str, ...]:
     """Sentences about the distance to the hardware limit."""
     sentences = []
-    if observation.bandwidth_share == observation.bandwidth_share:
-        floor = observation.step_bytes / observation.bandwidth
-        sentences.append(
-            f"A decode step takes {observation.step_s * 1e3:.2f} ms and moves {observation.step_bytes / 1e9:.2f} GB, "
-            f"which takes at least {floor * 1e3:.2f} ms: it reaches {observation.bandwidth_share:.0%} of the bandwidth."
-        )
+    if observation.reached == observation.reached:
+        sentences.append(_decode_step(observation))
     if observation.weight_share == observation.weight_share:
         sentences.append(
-            f"{observation.weight_share:.0%} of these bytes are weights, which all running requests share. The others are KV cache."
+            f"{observation.weight_share:.0%} of these bytes are weights, which all running requests share, and "
+            f"{1 - observation.weight_share:.0%} are KV cache."
         )
-    if observation.mfu == observation.mfu:
+    peaks = (("peak FLOP/s (MFU)", observation.mfu), ("bandwidth (MBU)", observation.mbu))
+    if known := [(name, share) for name, share in peaks if share == share]:
+        over_all = " and ".join(f"{observation.busy * share:.0%} of its {name}" for name, share in known)
         sentences.append(
-            f"Over all time, the device reaches {observation.busy * observation.mfu:.0%} of its peak FLOP/s (MFU) and "
-            f"{observation.busy * observation.mbu:.0%} of its bandwidth (MBU); while busy, {observation.mfu:.0%} and "
-            f"{observation.mbu:.0%}."
+            f"Over all time, the device reaches {over_all}; while busy, {' and '.join(f'{share:.0%}' for _, share in known)}."
         )
     if observation.late_compile_s:
         sentences.append(
@@ -266,3 +291,24 @@ def _distance(observation: Observation) -> tuple[str, ...]:
             "prepared. The log of the server names them."
         )
     return tuple(sentences)
+
+
+def _decode_step(observation: Observation) -> str:
+    """What a decode step reaches of the bandwidth. A measured one that it exceeds is no limit, and the sentences say why."""
+    step, rate, limit = observation.step_bytes, observation.bandwidth, observation.limit
+    text = f"A decode step takes {observation.step_s * 1e3:.2f} ms and moves {step / 1e9:.3g} GB"
+    known = (
+        f"takes at least {step / limit * 1e3:.2f} ms: it reaches {observation.bandwidth_share:.0%} of the bandwidth."
+    )
+    if limit == rate:
+        return f"{text}, which {known}"
+    text += f", {observation.reached / 1e9:.3g} GB/s."
+    if rate == rate:
+        text += (
+            f" That is more than the {rate / 1e9:.3g} GB/s measured when the server started: other processes used the machine "
+            "then, or the weights stay in a cache of the processor."
+        )
+    if limit == limit:
+        return f"{text} By the published {limit / 1e9:.3g} GB/s it {known}"
+    remedy = ": restart the server while the machine is idle, which measures the limit again" if rate == rate else ""
+    return f"{text} The distance to the limit is not known{remedy}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -91,10 +91,10 @@ def _share(work: StepWork, ranks: int) -> StepWork:
 
 
 class Times:
-    """Predicted times of a replica. cost: of the model on one device; its spec is not read."""
+    """Predicted times of a replica. cost: of the model on one device."""
 
     def __init__(self, replica: Replica, cost: CostModel) -> None:
-        self.replica, self._cost = replica, cost
+        self.replica, self._cost = replica, replace(cost, spec=replica.spec)  # in the forms for which there is memory
         layout, fabric = replica.layout, replica.cluster.fabric
         self._context_links = fabric.strided(layout.tensor)
         self._width = DTYPE_BYTES[replica.spec.dtype]

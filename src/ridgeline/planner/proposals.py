@@ -168,7 +168,11 @@ def highest(task: Task, unit: Unit, fast: bool = True) -> float:
 
 
 def keeps(task: Task, unit: Unit, rate: float, fast: bool = False) -> bool:
-    """Whether one copy keeps the objectives at a rate."""
+    """Whether one copy keeps the objectives at a rate. Above the rate of arithmetic, only if the sample is long enough to show it:
+    a server that answers a burst does not answer as many requests all the time."""
+    shown = task.sample / (SPANS * unit.coarse.e2e_s)
+    if rate > max(shown, unit.coarse.capacity * unit.ratio.devices, LOWEST_RATE):
+        return False
     load = arriving(task, unit, rate)
     outcomes = unit.served(load, fast=fast)
     return not missed(task.demand.slo, outcomes) and not grows(outcomes, load.span_s * (1 - WARM_UP))

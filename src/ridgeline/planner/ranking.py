@@ -302,6 +302,6 @@ def expanded_notes(ranked: Sequence[Ranked]) -> list[str]:
     notes = []
     for entry in ranked:
         if size := entry.memory.expanded_bytes:
-            linears = f"{size / GIB:.1f} GiB of linears in {entry.variant.spec.dtype} beside their blocks"
+            linears = f"{size / GIB:.1f} GiB of quantized linears in {entry.variant.spec.dtype} too"
             notes.append(f"Weights of {entry.layout} include {linears}, for steps of many tokens.")
     return list(dict.fromkeys(notes))

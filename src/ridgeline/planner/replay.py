@@ -50,7 +50,8 @@ def _weights(now: Situation, name: str) -> Situation:
 
 
 def _as(now: Situation, spec: ModelSpec, changed: Situation) -> Situation:
-    return replace(changed, server=now.served_as(spec), spec=spec)
+    served = now.served_as(spec)
+    return replace(changed, server=served.server, spec=served.spec)
 
 
 def _cache(now: Situation, name: str) -> Situation:

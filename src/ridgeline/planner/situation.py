@@ -14,13 +14,14 @@ from ridgeline.core.compatibility import Choice, refusals
 from ridgeline.core.config import EngineConfig, ModelConfig
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
-from ridgeline.core.fit import flags
+from ridgeline.core.fit import Deployment, flags
 from ridgeline.core.host_weights import LINK_SHARE
+from ridgeline.core.sizing import Memory
 from ridgeline.core.slo import reader_pace
 from ridgeline.core.spec import ModelSpec, kv_layout
 from ridgeline.core.workload import HASHED_TOKENS, RequestSpec, Workload
 from ridgeline.engine.policy import Limits
-from ridgeline.hardware.serving import PRODUCT_TIMES
+from ridgeline.hardware.serving import in_format
 from ridgeline.hardware.table import Accelerator, find
 from ridgeline.kv.retention import read_retention
 from ridgeline.planner.simulate import Figures, Outcome, Server
@@ -75,13 +76,27 @@ class Situation:
             f"Recorded and modelled times differ by more than a factor of {DOUBTFUL:g} ({'; '.join(far)}). {remedy}"
         ]
 
-    def served_as(self, spec: ModelSpec) -> Server:
-        """The server with another number format of weights: step times, and on a GPU more or fewer pages in the same memory."""
-        cost, layout = cost_of(self.server.cost, spec, self.kind), kv_layout(spec, self.server.layout.page_tokens)
+    def served_as(self, spec: ModelSpec) -> Situation:
+        """With another number format of weights or of the cache: step times, and on a GPU more or fewer pages in the same memory.
+        It has both forms of linears if the engine would keep them on a GPU that it has for itself (core.gpu_blocks)."""
+        before = self._expanded(self.spec) if self.spec.both_forms else 0
+        same = spec.quantization == self.spec.quantization
+        expanded = before if same else self._expanded(spec)
+        spec = replace(spec, both_forms=self.spec.both_forms if same else expanded > 0)
+        cost, layout = in_format(self.server.cost, spec, self.kind), kv_layout(spec, self.server.layout.page_tokens)
         memory = self.server.pages * self.server.layout.page_bytes
         if self.kind == "cuda" and self.engine.kv_cache_memory is None:
-            memory += self.spec.weight_bytes - spec.weight_bytes
-        return replace(self.server, cost=cost, layout=layout, pages=max(1, memory // layout.page_bytes))
+            memory += self.spec.weight_bytes + before - spec.weight_bytes - expanded
+        server = replace(self.server, cost=cost, layout=layout, pages=max(1, memory // layout.page_bytes))
+        return replace(self, server=server, spec=spec)
+
+    def _expanded(self, spec: ModelSpec) -> int:
+        """Bytes of the linears that would be there in the dtype too. 0: none, also on an unknown GPU."""
+        if self.kind != "cuda" or self.row is None:
+            return 0
+        served = replace(spec, max_len=min(spec.max_len, self.server.limits.max_len))
+        deployment = Deployment(served, self.engine, Memory(self.kind, self.row.memory_bytes))
+        return deployment.planner(served, {}).plan()[0].expanded_bytes
 
     def options(self) -> dict[str, object]:
         """Options that differ from their defaults, by configuration field."""
@@ -109,20 +124,6 @@ class Situation:
         """Options that differ from those of another situation. None: the default."""
         old, new = before.options(), self.options()
         return {name: new.get(name) for name in (*new, *old) if new.get(name) != old.get(name)}
-
-
-def cost_of(cost: CostModel, spec: ModelSpec, kind: str) -> CostModel:
-    """The cost model of a device for another number format of weights, with the measured speed of its products."""
-    one_token, many_tokens = PRODUCT_TIMES[kind].get(spec.quantization, (1.0, 1.0))
-    fewer_bytes = spec.layer_bytes / cost.spec.layer_bytes
-    return replace(
-        cost,
-        spec=spec,
-        flops_per_s=cost.flops_per_s / many_tokens,
-        memory_share=cost.memory_share * fewer_bytes / one_token,
-        kv_share=cost.kv_share or cost.memory_share,
-        attention_share=(cost.attention_share or cost.compute_share) * many_tokens,
-    )
 
 
 def slower(cost: CostModel, factor: float) -> CostModel:
@@ -210,6 +211,9 @@ def _step_ratio(figures: Mapping[str, float]) -> float:
 def measured_cost(cost: CostModel, figures: Mapping[str, float], eager: bool = False) -> CostModel:
     """The cost model scaled so that its steps take as long as the measured ones, apart for steps with and without prompt tokens.
 
+    Steps with prompts change the rate of arithmetic, but not so far that it would bind decode steps, whose time is known: what
+    that does not explain is a fixed time of each step with prompts.
+
     eager: kernels are launched one by one, so what a step takes longer is overhead and not a lower rate.
     """
     decode, predicted = (figures.get(f"decode_step_{name}", 0.0) for name in ("seconds", "predicted_seconds"))
@@ -217,6 +221,11 @@ def measured_cost(cost: CostModel, figures: Mapping[str, float], eager: bool = F
     scaled = replace(cost, overhead_s=cost.overhead_s + max(0.0, decode - predicted)) if eager else slower(cost, ratio)
     prompt, predicted = (figures.get(f"prompt_step_{name}", 0.0) for name in ("seconds", "predicted_seconds"))
     rest = prompt / predicted / ratio if prompt and predicted and not eager else 1.0
+    rows = max(1, round(figures.get("mean_running", 1.0)))
+    arithmetic = cost.spec.linear_flops(rows, rows) / (scaled.flops_per_s * scaled.compute_share)
+    most = max(1.0, cost.spec.step_weight_bytes / (scaled.bytes_per_s * scaled.memory_share) / arithmetic)
+    if rest > most:
+        rest, scaled = most, replace(scaled, launch_s=max(scaled.launch_s, prompt - scaled.overhead_s))
     share = scaled.compute_share / rest
     return replace(scaled, compute_share=share, attention_share=(cost.attention_share or cost.compute_share) / rest)
 

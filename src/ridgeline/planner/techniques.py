@@ -1,7 +1,7 @@
 """The registry of techniques: what each one changes in a situation, its effort, its price, and its risk to the quality of answers.
 
 A technique proposes changed situations, and the diagnosis simulates each of them. A technique whose effect the record does not
-determine says so. One that is not built yet is listed too, so that a user knows that it was considered.
+determine says so.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ def _weights(now: Situation) -> Iterator[Change]:
     """The number formats that the device serves, for weights that are not quantized yet."""
     if now.spec.quantization:
         return
-    for name in [name for name in weight_formats(now.kind, now.row) if name in PREFERRED[now.kind]]:
+    for name in [
+        name for name in weight_formats(now.kind, now.row, now.spec.has_experts) if name in PREFERRED[now.kind]
+    ]:
         spec = quantized(now.spec, name)
         if spec.layer_bytes < now.spec.layer_bytes:
-            model = replace(now.model, quantization=name)
             unknown = "the step times of weights in host memory are not simulated" if spec.host_bytes else ""
-            after = replace(now, server=now.served_as(spec), model=model, spec=spec)
+            after = replace(now.served_as(spec), model=replace(now.model, quantization=name))
             yield Change(name, after, format_risk(name), unknown)
 
 
@@ -317,5 +318,3 @@ NOT_PREDICTED: tuple[str, ...] = (
     "the batch lane (/v1/batches)",
 )
 """Techniques that the engine has and the diagnosis cannot judge yet."""
-NOT_BUILT: tuple[str, ...] = ("layers that run on the CPU beside a GPU",)
-"""Techniques that the diagnosis cannot propose, because the engine does not have them yet."""

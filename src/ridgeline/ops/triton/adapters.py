@@ -25,7 +25,8 @@ from ridgeline.core.adapters import RANK_STEP as PADDED_RANK
 from ridgeline.ops.adapters import AdapterOps, Bank, Pairs
 from ridgeline.ops.step import StepInputs
 from ridgeline.ops.triton.activation import KINDS, gated
-from ridgeline.ops.triton.experts import MMA_ROWS, SORTED_AT_ONCE, _pairs_of, _sort
+from ridgeline.ops.triton.expert_kernels import pairs_of, sort_kernel
+from ridgeline.ops.triton.experts import MMA_ROWS, SORTED_AT_ONCE
 from ridgeline.ops.triton.launch import await_inputs, overlap, processors
 
 FEW_TOKENS = 16
@@ -61,7 +62,7 @@ RANK_STEP: tl.constexpr = tl.constexpr(PADDED_RANK)
 
 class Group(NamedTuple):
     """Tokens of a step by slot. chosen: int32 [T], the slot of each, 0 for none. order: int32 [T]. places: int32 [3, tiles], as
-    _sort writes them. arrivals: int32 [tiles], zeros between two linears. rows: tokens of a tile. slots: with slot 0."""
+    sort_kernel writes them. arrivals: int32 [tiles], zeros between two linears. rows: tokens of a tile. slots: with slot 0."""
 
     chosen: torch.Tensor
     order: torch.Tensor
@@ -94,7 +95,7 @@ def _adapt(
     program = tl.program_id(0)
     made = program < makers
     tile = tl.where(made, program % tiles, (program - makers) // users)
-    slot, token, inside = _pairs_of(
+    slot, token, inside = pairs_of(
         tile, chosen_ptr, order_ptr, tile_slot_ptr, tile_first_ptr, tile_end_ptr, held, ROWS, SORTED
     )
     rank = 0
@@ -314,5 +315,7 @@ def _group(bank: Bank, step: StepInputs, adapters: torch.Tensor) -> Group:
         return Group(chosen, order, chosen.new_empty(3, tokens), torch.zeros_like(chosen), rows, groups)
     places = chosen.new_empty(3, tokens // rows + groups)
     early = overlap(chosen.device)
-    _sort[(groups,)](chosen, order, *places, tokens, groups, ROWS=rows, BLOCK=SORTED_AT_ONCE, num_warps=4, **early)
+    sort_kernel[(groups,)](
+        chosen, order, *places, tokens, groups, ROWS=rows, BLOCK=SORTED_AT_ONCE, num_warps=4, **early
+    )
     return Group(chosen, order, places, torch.zeros_like(places[0]), rows, groups)
