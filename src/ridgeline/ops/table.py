@@ -464,13 +464,10 @@ class Grouped(Protocol):
 
 
 class ExpertOps(Protocol):
-    """formats: number formats of the layers (--quantization) whose experts the device groups. group: takes the
-    merged gate and up, and down, of the experts in `held`, as Weight.stored returns them."""
+    """Experts of a device whose steps are captured, in the number formats of core.quantization.check_experts."""
 
-    @property
-    def formats(self) -> frozenset[str]: ...
-
-    def group(self, gate_up: Sequence[Matrix], down: Sequence[Matrix], kind: str, held: range) -> Grouped: ...
+    def group(self, gate_up: Sequence[Matrix], down: Sequence[Matrix], kind: str, held: range) -> Grouped:
+        """Take the merged gate and up, and down, of the experts in `held`, as Weight.stored returns them."""
 
 
 FromHost = Callable[[torch.Tensor, torch.device], torch.Tensor]

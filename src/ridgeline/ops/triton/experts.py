@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ridgeline.core.formats import NUMBER_FORMATS
 from ridgeline.ops.table import Fp8Matrix, Grouped, IntMatrix, Matrix
 from ridgeline.ops.triton import block_tiles
 from ridgeline.ops.triton.activation import KINDS
@@ -85,12 +84,8 @@ CODE_TILES: Tiles = (
 )
 """Of weights in codes. A warp has 16 rows of weights, so that none is read twice or passes through shared memory; gate and up have
 twice as many rows as outputs. Blocks are whole chunks of a row (ops.triton.integer)."""
-
-
 Weights = torch.Tensor | IntMatrix
 _NO_CODES = {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": 4, "PTX": "", "POWER": 1.0}
-FORMATS = frozenset(name for name, form in NUMBER_FORMATS.items() if form.on_gpu_experts)
-"""Number formats whose experts are grouped, beside the model's dtype."""
 
 
 class Stacked(NamedTuple):
@@ -173,7 +168,6 @@ def _launch(block: Block) -> dict[str, int]:
 class TritonExperts:
     """ExpertOps. fixed: one tile for every step, so that a token's result does not depend on the number of tokens."""
 
-    formats: frozenset[str] = frozenset({"", *FORMATS})
     fixed: bool = False
 
     def group(self, gate_up: Sequence[Matrix], down: Sequence[Matrix], kind: str, held: range) -> Grouped:
