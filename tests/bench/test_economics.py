@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ridgeline.bench.session import BenchConfig
 from ridgeline.bench.show import differences_table, run_table, runs_table
 from ridgeline.cli.main import main
 
-from ..live.served import served
+from ..live.served import Served, served
 from ..service.live import behaviour, live, says
 from .rows import failed, make_run, row
 from .test_curve import COUNTED
@@ -149,11 +150,18 @@ def test_a_run_against_a_mock_shows_dollars_and_joules(tmp_path: Path, capsys: p
     assert "--usd-hour is -1" in capsys.readouterr().err
 
 
-def test_a_run_takes_the_price_of_a_server_of_ridgeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def priced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     flags = ("--device", "cpu", "--max-num-seqs", "4", "--max-model-len", "512", "--threads", "1")
-    with served(tmp_path, *flags, "--price-per-hour", "1.5") as server:
-        load = ["--num-prompts", "4", "--input-len", "16", "--output-len", "8"]
-        main(["bench", "run", server.url, *load, "--json", "--out", str(tmp_path / "run")])
+    with served(tmp_path_factory.mktemp("priced"), *flags, "--price-per-hour", "1.5") as server:
+        yield server
+
+
+def test_a_run_takes_the_price_of_a_server_of_ridgeline(
+    priced: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["--num-prompts", "4", "--input-len", "16", "--output-len", "8"]
+    main(["bench", "run", priced.url, *load, "--json", "--out", str(tmp_path / "run")])
     run = msgspec.json.decode(capsys.readouterr().out)
     figures = run["ridgeline"]["economics"]
     assert figures["usd_per_request"] == pytest.approx(1.5 * run["duration"] / 3600 / 4)
@@ -171,24 +179,11 @@ def test_a_run_takes_the_joules_of_the_servers_counter() -> None:
     assert figures.usd_per_request == pytest.approx(7.2 * figures.seconds / 3600 / 4)
 
 
-def test_prices_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prices_of_a_recorded_run(priced: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prompts share half of their tokens: the three prices times their tokens are the bill."""
-    flags = ("--device", "cpu", "--max-num-seqs", "4", "--max-model-len", "512", "--threads", "1")
     folder = str(tmp_path / "run")
-    with served(tmp_path, *flags) as server:
-        load = [
-            "--num-prompts",
-            "8",
-            "--input-len",
-            "128",
-            "--prefix-len",
-            "64",
-            "--output-len",
-            "16",
-            "--concurrency",
-            "2",
-        ]
-        main(["bench", "run", server.url, *load, "--out", folder])
+    load = "--num-prompts 8 --input-len 128 --prefix-len 64 --output-len 16 --concurrency 2".split()
+    main(["bench", "run", priced.url, *load, "--out", folder])
     capsys.readouterr()
     assert main(["calc", "cost", "--run", folder, "--usd-hour", "2", "--json"]) == 0
     figures = msgspec.json.decode(capsys.readouterr().out)
@@ -209,9 +204,13 @@ def test_prices_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert half["usd_million_output"] == pytest.approx(figures["usd_million_output"] / 2)
     assert main(["calc", "cost", "--run", folder, "--usd-hour", "2"]) == 0
     assert f"x {counts['cached']:,} tokens = $" in capsys.readouterr().out
-    assert main(["calc", "cost", "--run", folder]) == 2 and "--usd-hour" in capsys.readouterr().err
     assert main(["calc", "cost", "--run", folder, "--usd-hour", "2", "--paid-share", "2"]) == 2
     assert "--paid-share is 2: give a share of at most 1" in capsys.readouterr().err
+    file = Path(folder, "run.json")
+    content = msgspec.json.decode(file.read_bytes())
+    del content["ridgeline"]["facts"]["server"]["ceilings"]["price"]
+    file.write_bytes(msgspec.json.encode(content))
+    assert main(["calc", "cost", "--run", folder]) == 2 and "--usd-hour" in capsys.readouterr().err
 
 
 def test_prices_need_a_run_of_ridgeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

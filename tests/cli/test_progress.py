@@ -125,7 +125,7 @@ def _first_line(words: list[str], wanted: Callable[[str], bool]) -> str:
         process.communicate()
 
 
-@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("log_format", [pytest.param("text", marks=pytest.mark.long), "json"])
 def test_a_server_that_starts_says_so_on_a_pipe(log_format: str, tiny: Path) -> None:
     words = ["serve", str(tiny), "--load-format", "dummy", "--device", "cpu", "--port", "0", "--log-format", log_format]
     line = _first_line(words, lambda line: "so far" in line)

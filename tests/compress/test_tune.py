@@ -56,7 +56,7 @@ def check_saved(student: TrainableDecoder, start: Checkpoint, folder: Path) -> N
     assert all(torch.equal(a, b) for a, b in zip(weights(again), before, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["sparsegpt-2:4", "magnitude-50"])
+@pytest.mark.parametrize("recipe", ["sparsegpt-2:4", pytest.param("magnitude-50", marks=pytest.mark.long)])
 def test_what_was_pruned_stays_pruned_and_is_packed_as_it_is(model: Path, recipe: str, tmp_path: Path) -> None:
     Job(Checkpoint(model), read_recipe(recipe), texts(), tmp_path / "pruned").run(quiet)
     student = trainable_decoder(Checkpoint(tmp_path / "pruned"), 64)
@@ -71,9 +71,14 @@ def test_what_was_pruned_stays_pruned_and_is_packed_as_it_is(model: Path, recipe
 @pytest.mark.parametrize(
     "recipe",
     [
-        *("gptq-int3-g32", "gptq-int4-g32-zp", "gptq-int4-g32-actorder", "gptq-int4-g32-ordered"),
-        *("awq-int4-g32", "smoothquant-w8a8"),
-        *(pytest.param(recipe, marks=pytest.mark.long) for recipe in ("rtn-int3-g32", "awq-int3-g32", "rtn-w8a8")),
+        *("gptq-int4-g32-zp", "gptq-int4-g32-actorder"),
+        *(
+            pytest.param(recipe, marks=pytest.mark.long)
+            for recipe in (
+                *("gptq-int3-g32", "gptq-int4-g32-ordered", "awq-int4-g32", "smoothquant-w8a8"),
+                *("rtn-int3-g32", "awq-int3-g32", "rtn-w8a8"),
+            )
+        ),
     ],
 )
 def test_training_on_a_grid_starts_and_ends_on_it(model: Path, recipe: str, tmp_path: Path) -> None:

@@ -55,9 +55,13 @@ def kinds(*on_cpu: str) -> list[Any]:
     return [("cpu", dtype) for dtype in on_cpu] + [pytest.param("cuda", dtype, marks=ON_GPU) for dtype in BUILT]
 
 
-def kinds_with(values: Sequence[int], few: Sequence[str]) -> list[Any]:
-    """(value, device, dtype): the first value with every dtype; on a CPU the others with `few` alone."""
-    cpu = [(value, "cpu", dtype) for value in values for dtype in (BUILT if value == values[0] else few)]
+def kinds_with(values: Sequence[int], few: Sequence[str], rare: Sequence[str]) -> list[Any]:
+    """(value, device, dtype): the first value with every dtype; on a CPU the others with `few` alone. Those of `rare` are long."""
+    cpu = [
+        pytest.param(value, "cpu", dtype, marks=[pytest.mark.long] * (dtype in rare))
+        for value in values
+        for dtype in (BUILT if value == values[0] else few)
+    ]
     cuda = [pytest.param(value, "cuda", dtype, marks=ON_GPU) for value in values for dtype in BUILT]
     return cpu + cuda
 
@@ -124,7 +128,10 @@ def alone(device: str, dtype: str) -> Answers:
 
 
 # A step in flight changes when a step is planned, not which products compute it: one dtype is enough.
-@pytest.mark.parametrize(("steps_in_flight", "device", "dtype"), kinds_with([0, 1], ["bfloat16"]))
+# fp8 and llm-int8 have inputs in 8 bits like w8a8, int4 and float32 have weights and inputs like fp8-weight.
+@pytest.mark.parametrize(
+    ("steps_in_flight", "device", "dtype"), kinds_with([0, 1], ["bfloat16"], ["w8a8", "fp8-weight"])
+)
 def test_in_company(steps_in_flight: int, device: str, dtype: str) -> None:
     assert Session(device, dtype, replace(ROOM, steps_in_flight=steps_in_flight)).ask(requests()) == alone(
         device, dtype
@@ -135,8 +142,11 @@ def test_in_company(steps_in_flight: int, device: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        *kinds("bfloat16", "float32", "int4", "llm-int8"),
-        *(pytest.param("cpu", name, marks=pytest.mark.long) for name in ("fp8", "fp8-weight", "w8a8")),
+        *kinds("bfloat16", "int4"),
+        *(
+            pytest.param("cpu", name, marks=pytest.mark.long)
+            for name in ("float32", "llm-int8", "fp8", "fp8-weight", "w8a8")
+        ),
     ],
 )
 def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
@@ -146,8 +156,8 @@ def test_in_chunks(step_tokens: int, device: str, dtype: str) -> None:
     )
 
 
-LONG = ("float32", "int4", "w8a8", "fp8", "fp8-weight")
-"""On a CPU the others stand for them, with float products and with integer products beside outliers."""
+LONG = ("float32", "int4", "w8a8", "llm-int8", "fp8", "fp8-weight")
+"""On a CPU bfloat16 stands for them: chunks, in which other dtypes run as well, are what recomputes tokens."""
 
 
 @pytest.mark.parametrize(
@@ -172,7 +182,7 @@ def test_after_preemption(device: str, dtype: str) -> None:
 
 
 # Behind a hit a prompt is computed as in test_in_chunks, where every dtype is.
-@pytest.mark.parametrize(("device", "dtype"), kinds("float32", "fp8"))
+@pytest.mark.parametrize(("device", "dtype"), [*kinds("float32"), pytest.param("cpu", "fp8", marks=pytest.mark.long)])
 def test_behind_a_prefix_hit(device: str, dtype: str) -> None:
     session = Session(device, dtype, replace(ROOM, enable_prefix_caching=True))
     for _ in range(2):

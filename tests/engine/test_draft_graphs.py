@@ -74,7 +74,13 @@ def check(bench: DeviceBench, recorder: Recorder) -> None:
     assert {"step", "draw"} <= set(recorder.replayed)
 
 
-@pytest.mark.parametrize("name", ["itself", "medusa", "recurrent", "recurrent-tree", "recycling", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("itself", "medusa", "recurrent-tree", "recycling", "eagle3"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("recurrent", "eagle")),
+    ],
+)
 def test_what_the_device_drafts(name: str) -> None:
     bench = speculating("llama-gqa", name, step_tokens=TOKENS)
     check(bench, with_graphs(bench))
@@ -109,14 +115,14 @@ class Guesses:
 
 
 DRAFTING = (
-    *("guesses", "guesses+itself", "recurrent-tree", "recycling", "eagle"),
+    *("guesses+itself", "recurrent-tree", "guesses", "recycling", "eagle"),
     *("quotes", "lookahead", "itself", "medusa", "guesses+eagle3"),
 )
-"""The first three are quick: drafts of the host, of the device and of both, chains and trees."""
+"""The first two are quick: drafts of the device, and of the host beside them, chains and trees."""
 
 
 @pytest.mark.parametrize(
-    ("name", "depth"), crossed(DRAFTING, (0, 1), quick=lambda name, depth: name < 3 and depth == 1)
+    ("name", "depth"), crossed(DRAFTING, (0, 1), quick=lambda name, depth: name < 2 and depth == 1)
 )
 def test_no_step_with_drafts_runs_without_a_graph(name: str, depth: int) -> None:
     """Requests come while others verify drafts, prompts are read in pieces, and one needs logits processors for a while."""
@@ -168,7 +174,7 @@ def watch(bench: DeviceBench) -> list[bool]:
     return padded
 
 
-@pytest.mark.parametrize("tokens", [2, 5, 128])
+@pytest.mark.parametrize("tokens", [5, *(pytest.param(tokens, marks=pytest.mark.long) for tokens in (2, 128))])
 def test_a_draft_model_reads_what_was_said_while_it_was_off(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of so many tokens, of rows that have read differently much: a draft that is the target is always right if it has
     read every token."""

@@ -79,7 +79,7 @@ def test_answers_are_those_of_a_model_that_sees_sinks_and_recent_tokens(family: 
     assert bench.tokens["long", 0] != whole.tokens["long", 0], "nothing that matters was dropped"
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("depth", [1, *(pytest.param(depth, marks=pytest.mark.long) for depth in (0, 3))])
 def test_a_row_is_bounded_and_all_blocks_return(depth: int) -> None:
     """Many long answers run at once in a pool that holds two of them with all their keys."""
     bench = DeviceBench(retention=WINDOW, blocks=2 * MAX_LEN // PAGE, depth=depth, prefix_cache=False)
@@ -113,7 +113,9 @@ def test_a_dropped_prompt_stays_in_the_prefix_cache_and_forks_share_it() -> None
     assert longer == alone([*LONG, *expected[:20]], max_tokens=2) + longer[2:]
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    "trees", [pytest.param(False, marks=pytest.mark.long, id="chains"), pytest.param(True, id="trees")]
+)
 def test_drafts_are_verified_over_what_is_kept(trees: bool) -> None:
     """The nodes of a step see what the step before has kept: a block may leave some tokens later than without drafts."""
     plain = DeviceBench(retention=WINDOW)
@@ -307,7 +309,9 @@ def test_adaptive_rows_are_preempted_and_verify_drafts(depth: int) -> None:
     assert bench.leases.pool.used == 0
 
 
-@pytest.mark.parametrize("policy", ["snap", "heavy", pytest.param("adaptive", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "policy", ["heavy", *(pytest.param(name, marks=pytest.mark.long) for name in ("snap", "adaptive"))]
+)
 def test_compressed_requests_share_prompts_and_answer_alike(policy: str) -> None:
     """Chunks, prefix hits and forks change no token; rows stay bounded where the answer is compressed too, and blocks return."""
     retention = {"snap": SNAP, "heavy": HEAVY, "adaptive": ADAPTIVE}[policy]

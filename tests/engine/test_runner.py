@@ -63,7 +63,7 @@ def test_chunked_is_unchunked(family: str, depth: int) -> None:
     assert bench.tokens["one", 0] == alone(prompt, family)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_each_kind_in_one_batch_is_as_alone(depth: int) -> None:
     bench = DeviceBench(rows=len(KINDS), depth=depth, step_tokens=40)
     given = dict(zip(KINDS, prompts(len(KINDS)), strict=True))
@@ -75,7 +75,10 @@ def test_each_kind_in_one_batch_is_as_alone(depth: int) -> None:
     assert len({tuple(tokens) for tokens in bench.tokens.values()}) == len(KINDS)
 
 
-@pytest.mark.parametrize(("family", "depth"), AT_EITHER_DEPTH)
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    crossed(FAMILIES, (0, 1), quick=lambda *at: (FAMILIES[at[0]], at[1]) in (("llama-gqa", 0), ("mistral-window", 1))),
+)
 def test_preempted_is_never_preempted(family: str, depth: int) -> None:
     given = {f"r{number}": prompt for number, prompt in enumerate(prompts(4, 30))}
     longest = max(map(len, given.values())) + 40

@@ -52,7 +52,7 @@ def test_an_ample_budget_gives_the_tokens_of_full_attention(tmp_path: Path, name
     assert answers(wide) == answers(full)
 
 
-@pytest.mark.parametrize("name", ["auto", "int8"])
+@pytest.mark.parametrize("name", [pytest.param("auto", marks=pytest.mark.long), "int8"])
 def test_chunks_hits_and_forks_change_no_token_of_a_small_budget(tmp_path: Path, name: str) -> None:
     """Bounds are written by whatever step fills a page, and copies and prefix hits carry them. A row that runs alone selects in
     each of its steps."""

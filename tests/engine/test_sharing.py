@@ -16,6 +16,7 @@ from ridgeline.ops.choose import choose, choose_invariant
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Ops
 from ridgeline.planner.kv import cache_of, savings
+from tests.combinations import crossed
 from tests.engine import runners
 from tests.engine.runners import PAGE, PROMPT, DeviceBench
 from tests.models.families import SHARING, save
@@ -58,7 +59,7 @@ def test_deterministic_operations(tmp_path: Path, name: str) -> None:
     assert answers(model) == answers(model, step_tokens=16)
 
 
-@pytest.mark.parametrize("kv_format", QUANTIZED_KV)
+@pytest.mark.parametrize("kv_format", crossed(list(QUANTIZED_KV), quick=lambda at: at == 1))
 def test_formats_of_the_cache(tmp_path: Path, kv_format: str) -> None:
     """A shared cache is stored once, in any format."""
     model = load(tmp_path, "cla", REFERENCE, kv_format)

@@ -18,11 +18,10 @@ from ridgeline.engine.warm_up import chunk_sizes, chunked, length_bounds, mixes,
     "case",
     [
         "8b-drafts",
-        "last-stage",
         *(
             pytest.param(case, marks=pytest.mark.long)
             for case in (
-                *("8b", "8b-one-kernel", "8-heads", "window-eager"),
+                *("last-stage", "8b", "8b-one-kernel", "8-heads", "window-eager"),
                 *("8b-eager-drafts", "8-heads-quotes", "8b-select", "8b-select-eager", "fp8-weight", "fp8-block"),
             )
         ),

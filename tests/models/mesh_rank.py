@@ -1,4 +1,4 @@
-"""One rank of a mesh, run as `python -m tests.models.mesh_rank RANK SIZE FOLDER`: see test_mesh."""
+"""One rank of a mesh, run as `python -m tests.models.mesh_rank RANK SIZE FOLDER CASE ...`: see test_mesh."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from tests.models.paged import PagedRows
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
 CASES = {
-    "grouped heads": ("llama-gqa", "", False),
     "one KV head on both ranks": ("llama-mqa-tied", "", False),
     "biases": ("llama-mha-bias", "", True),
     "windows and post norms": ("gemma2", "", True),
     "shared caches": ("windows-shared", "", True),
-    "int8": ("llama-gqa", "int8", False),
     "int4 in groups": ("llama-wide", "int4-g32", False),
-    "parallel blocks, layer norms": ("cohere2", "", False),
     "learned positions, int8": ("gpt2", "int8", True),
-    "pairs moved apart": ("glm4", "", True),
-    "a norm of all heads": ("olmo2", "", True),
     "a norm of all heads, experts": ("olmoe", "", False),
     "sinks, experts with biases": ("gpt-oss", "", True),
     "divided stream": ("llama-mha-bias", "", True),
-    "divided stream, windows and post norms": ("gemma2", "", True),
-    "divided stream, a norm of all heads": ("olmo2", "", False),
     "divided stream, experts": ("mixtral", "", False),
     "divided stream, parallel blocks": ("cohere2", "", True),
+    "grouped heads": ("llama-gqa", "", False),
+    "int8": ("llama-gqa", "int8", False),
+    "parallel blocks, layer norms": ("cohere2", "", False),
+    "pairs moved apart": ("glm4", "", True),
+    "a norm of all heads": ("olmo2", "", True),
+    "divided stream, windows and post norms": ("gemma2", "", True),
+    "divided stream, a norm of all heads": ("olmo2", "", False),
     "divided stream, multipliers": ("granite", "", False),
     "divided stream, int8": ("llama-gqa", "int8", False),
 }
 """Family, quantization, and whether the CPU's kernels run it or the reference."""
+QUICK = tuple(CASES)[:11]
+"""What `make test` runs."""
 PROMPTS = ([5, 9, 2, 77, 41, 200, 13, 8, 300, 11, 6], list(range(20, 60)))
 DECODED = 6
 
@@ -89,15 +91,15 @@ def logits(model: LoadedModel) -> torch.Tensor:
     return torch.cat(results)
 
 
-def main(rank: int, size: int, folder: Path) -> None:
-    """Write what this rank computes, then end as rank 1 while rank 0 waits for it, and write what rank 0 is told."""
+def main(rank: int, size: int, folder: Path, cases: list[str]) -> None:
+    """Write what this rank computes in cases of CASES, then end as rank 1 while rank 0 waits, and write what rank 0 is told."""
     store = torch.distributed.FileStore(str(folder / "store"), size)
     mesh = connect(rank, size, Meeting(store, TIMEOUT_S))
     assert mesh.group is not None
     group = CountedGroup(mesh.group, size)
     mesh = replace(mesh, group=group)
     by_case: dict[str, object] = {}
-    for case in CASES:
+    for case in cases:
         group.sent = 0
         by_case[case] = logits(load(folder, case, mesh))
         by_case[f"{case}: sent"] = group.sent
@@ -114,4 +116,4 @@ def main(rank: int, size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -18,29 +18,36 @@ from ridgeline.parallel.gloo import GlooGroup
 from ridgeline.parallel.gpu import LIMITS
 from ridgeline.parallel.mesh import ONE_DEVICE, Mesh
 from tests.models.families import FAMILIES, save
-from tests.models.mesh_rank import CASES, DECODED, TIMEOUT_S, load, logits
+from tests.models.mesh_rank import CASES, DECODED, QUICK, TIMEOUT_S, load, logits
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
 
 
+@pytest.fixture(scope="session")
+def cases(request: pytest.FixtureRequest) -> list[str]:
+    """Those that this run asks for, and the two that tests of all cases need."""
+    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    return [case for case in CASES if case in asked or case in ("biases", "divided stream")]
+
+
 @pytest.fixture(scope="session")  # a worker may run this module in several parts, and would start the ranks for each
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(cases: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mesh")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, "llama-wide", ("Llama", {"intermediate_size": 128}))
-        for family in {family for family, _, _ in CASES.values()}:
+        for family in {CASES[case][0] for case in cases}:
             save(family, folder / family)
     return folder
 
 
 @pytest.fixture(scope="session")
-def ranks(folder: Path) -> Iterator[list[dict[str, torch.Tensor]]]:
+def ranks(cases: list[str], folder: Path) -> Iterator[list[dict[str, torch.Tensor]]]:
     """What each rank wrote."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.models.mesh_rank", str(rank), str(RANKS), str(folder)],
+            [sys.executable, "-m", "tests.models.mesh_rank", str(rank), str(RANKS), str(folder), *cases],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path},
             stderr=subprocess.PIPE,
@@ -58,7 +65,9 @@ def ranks(folder: Path) -> Iterator[list[dict[str, torch.Tensor]]]:
     yield [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.long]) for case in CASES]
+)
 def test_two_ranks_are_one_device(case: str, folder: Path, ranks: list[dict[str, torch.Tensor]]) -> None:
     """Logits of every token of every step, and so the greedy tokens, from the same checkpoint; bits are equal between ranks."""
     model = load(folder, case)

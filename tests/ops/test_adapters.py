@@ -104,7 +104,7 @@ def test_tokens_get_what_their_adapters_add(
     [
         ([2], (40, 40), torch.float32, "silu"),
         ([1, 0, 2, 4, 1, 2], (130, 130), torch.float32, "gelu_tanh"),
-        ([4, 0, 1] * 6 + [2] * 20, (600, 600), torch.float32, "silu"),
+        pytest.param([4, 0, 1] * 6 + [2] * 20, (600, 600), torch.float32, "silu", marks=pytest.mark.long),
         ([0] * 20, (16, 16), HALF, "silu"),
     ],
 )

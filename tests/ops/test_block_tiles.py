@@ -131,8 +131,8 @@ class Library:
     [
         ("q4_k", BF16, Tile(1, 2, 1), True),
         ("q5_1", BF16, Tile(2, 1, 1, 2), True),
-        ("q5_k", F16, Tile(1, 2, 1, 0), False),
-        ("q6_k", BF16, Tile(1, 4, 1, 2), False),
+        pytest.param("q5_k", F16, Tile(1, 2, 1, 0), False, marks=pytest.mark.long),
+        pytest.param("q6_k", BF16, Tile(1, 4, 1, 2), False, marks=pytest.mark.long),
     ],
 )
 def test_products(name: str, dtype: torch.dtype, tile: Tile, resident: bool, tmp_path: Path) -> None:

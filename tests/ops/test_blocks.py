@@ -235,9 +235,11 @@ def check_compiles(name: str, bits: int, scaling: str) -> str:
     ("bits", "scaling"),
     [
         (4, "super_6bit"),
-        (6, "super_8bit"),
         (4, "e8m0"),
-        *(pytest.param(*form, marks=pytest.mark.long) for form in ((5, "super_6bit"), (5, ""), (5, "float16_minimum"))),
+        *(
+            pytest.param(*form, marks=pytest.mark.long)
+            for form in ((6, "super_8bit"), (5, "super_6bit"), (5, ""), (5, "float16_minimum"))
+        ),
     ],
 )
 def test_the_kernels_compile_for_hopper(bits: int, scaling: str, apart) -> None:

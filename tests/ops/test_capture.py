@@ -194,7 +194,11 @@ def _plainly(loaded: tuple[Ops | None, str]) -> tuple[Ops | None, str]:
 
 @pytest.mark.parametrize(
     ("rows", "sampling"),
-    [(1, {"temperature": 0.0}), (3, {"temperature": 0.8}), (3, {"top_k": 30, "top_p": 0.9, "min_p": 0.02})],
+    [
+        pytest.param(1, {"temperature": 0.0}, marks=pytest.mark.long),
+        pytest.param(3, {"temperature": 0.8}, marks=pytest.mark.long),
+        (3, {"top_k": 30, "top_p": 0.9, "min_p": 0.02}),
+    ],
 )
 def test_an_engine_says_the_same(engines: tuple[LocalEngine, LocalEngine], rows: int, sampling: dict[str, Any]) -> None:
     tokenizer = Tokenizer.load(shipped_model())

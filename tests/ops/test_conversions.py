@@ -147,6 +147,6 @@ def compile_for(capability: int) -> None:
         triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32))
 
 
-@pytest.mark.parametrize("capability", [80, 89, 100])
+@pytest.mark.parametrize("capability", [89, *(pytest.param(number, marks=pytest.mark.long) for number in (80, 100))])
 def test_other_gpus_have_the_instructions(apart: Callable[..., None], capability: int) -> None:
     apart(compile_for, capability)

@@ -382,7 +382,7 @@ def block_of(name: str, tile: kernels.Tile) -> kernels.Block:
         KERNELS,
         tuple(FORMS),
         (0, 1, 2, 3),
-        quick=lambda kernel, form, size: (kernel, form, size) in ((0, 0, 0), (1, 1, 1), (0, 2, 0), (1, 4, 0)),
+        quick=lambda kernel, form, size: (kernel, form, size) in ((0, 0, 0), (1, 2, 0)),
     ),
 )
 def test_the_products_compile_for_hopper(kernel: tuple[str, dict[str, object]], form: str, size: int, apart) -> None:
@@ -400,7 +400,7 @@ def test_the_products_compile_for_hopper(kernel: tuple[str, dict[str, object]], 
         ("floats", "int4-zp"),
         (torch.float32, torch.bfloat16),
         (0, 1),
-        quick=lambda name, form, x, size: name == x == 0 and form == size,
+        quick=lambda name, form, x, size: name == x == 0 and form == size == 1,
     ),
 )
 def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype, size: int, apart) -> None:
@@ -418,7 +418,7 @@ def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype,
     ("name", "constants"),
     [
         ("route_kernel", {"NORMALIZED": True, "CHOICES": 8, "BLOCK": 128}),
-        ("sort_kernel", {"ROWS": 64, "BLOCK": 1024}),
+        pytest.param("sort_kernel", {"ROWS": 64, "BLOCK": 1024}, marks=pytest.mark.long),
         ("sort_kernel", {"ROWS": 128, "BLOCK": 8192}),
         ("sum_kernel", {"BLOCK": kernels.SUMMED}),
     ],

@@ -124,12 +124,17 @@ def compile_for_hopper(tile: IntRingTile, bits: int, group: int, kind: str | Non
     ("tile", "rest"),
     [
         (IntRingTile(64, 128, 4, 4, 128), (4, 128, "silu", False)),
-        (IntRingTile(16, 256, 4, 4, 128, split=4), (8, 0, None, False)),
-        (IntRingTile(128, 128, 8, 4), (4, 32, None, True)),
-        (IntRingTile(64, 128, 4, 3, 128), (0, 0, "silu", False)),
-        (IntRingTile(128, 128, 8, 4), (0, 0, None, False)),
         (IntRingTile(64, 128, 4, 3, 128), (0, 128, "silu", False)),
-        (IntRingTile(128, 128, 8, 3), (0, 128, "silu", False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (IntRingTile(16, 256, 4, 4, 128, split=4), (8, 0, None, False)),
+                (IntRingTile(128, 128, 8, 4), (4, 32, None, True)),
+                (IntRingTile(64, 128, 4, 3, 128), (0, 0, "silu", False)),
+                (IntRingTile(128, 128, 8, 4), (0, 0, None, False)),
+                (IntRingTile(128, 128, 8, 3), (0, 128, "silu", False)),
+            )
+        ),
     ],
     ids=str,
 )

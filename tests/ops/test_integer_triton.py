@@ -37,7 +37,10 @@ TILES = [(1, IntVectorTile(8, 1, 100)), (1, IntVectorTile(2, 4, 3)), (3, IntVect
 FEW_TOKENS = (
     [(*few, *case) for few in TILES for case in CASES]
     if DEVICE == "cuda"
-    else [(*TILES[place], *case) for place, case in zip((0, 2, 1, 0, 2, 1, 1, 2, 1, 0), CASES, strict=True)]
+    else [
+        pytest.param(*TILES[place], *case, marks=[] if at in (0, 4, 7, 8) else [pytest.mark.long])
+        for at, (place, case) in enumerate(zip((0, 2, 1, 0, 2, 1, 1, 2, 1, 0), CASES, strict=True))
+    ]
 )
 
 

@@ -24,9 +24,11 @@ from ridgeline.ops.triton.invariant import INVARIANT
 from ridgeline.ops.triton.invariant_attention import InvariantAttention
 from ridgeline.ops.triton.shapes import MatrixTile
 from ridgeline.ops.triton.table import TRITON
+from tests.combinations import crossed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+SLOW = [] if DEVICE == "cuda" else [pytest.mark.long]
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 MOST = 300 if DEVICE == "cuda" else 260
 TOKENS = (1, 2, 3, 16, 17, 64, 200) if DEVICE == "cuda" else (1, 3, 17, 64)
@@ -78,7 +80,7 @@ def some_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ("n", "k", "dtype"),
     [(*shape, dtype) for shape in SHAPES for dtype in DTYPES]
     if DEVICE == "cuda"
-    else [(70, 264, torch.float16), (70, 64, torch.float32)],
+    else [(70, 264, torch.float16), pytest.param(70, 64, torch.float32, marks=pytest.mark.long)],
     ids=str,
 )
 def test_a_row_is_the_same_among_any_number_of_tokens(n: int, k: int, dtype: torch.dtype) -> None:
@@ -181,12 +183,16 @@ ATTENTION: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
 }
 
 
+QUICK = ("decode", "mqa-odd-sizes", "softcap", "tree-window", "compacted-window")
+"""In the interpreter the others are long: each of their masks is in one of these."""
 SHORT_RUNS = InvariantAttention(run=64, runs=2, spare_programs=24)
 """Runs of 64 slots, 128 from slot 128 on, and so on, so that small cases have many of them."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", list(ATTENTION))
+@pytest.mark.parametrize(
+    "name", crossed(list(ATTENTION), quick=lambda name: DEVICE == "cuda" or [*ATTENTION][name] in QUICK)
+)
 def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> None:
     if DEVICE == "cpu" and dtype == torch.float16 and name != "mqa-odd-sizes":
         pytest.skip("one dtype is enough in the slow interpreter")
@@ -194,7 +200,7 @@ def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> 
     case = batch(rows, junk=float("nan"), **fields).to(DEVICE, dtype)
     want, want_lse = REFERENCE.attention.attend(case.q.double(), case.k, case.v, case.view, case.step)
     owned = slice(0, int(case.step.q_start[-1]))
-    for _ in range(2 if DEVICE == "cuda" or name in ("decode", "tree") else 1):  # again with the plan the step derived
+    for _ in range(2 if DEVICE == "cuda" or name == "decode" else 1):  # again with the plan the step derived
         out, lse = SHORT_RUNS(case.q, case.k, case.v, case.view, case.step)
         assert want_lse is not None and lse is not None
         seen = torch.isfinite(want_lse[owned, 0])
@@ -203,7 +209,14 @@ def test_attention(name: str, dtype: torch.dtype, batch: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cuda" else [torch.float16], ids=str)
-@pytest.mark.parametrize("fields", [{}, {"window": 70}, {"softcap": 3.0, "heads": 3, "kv_heads": 1, "head_dim": 40}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"window": 70},
+        pytest.param({}, marks=SLOW),
+        pytest.param({"softcap": 3.0, "heads": 3, "kv_heads": 1, "head_dim": 40}, marks=SLOW),
+    ],
+)
 def test_a_query_is_the_same_however_its_row_is_cut(
     fields: dict[str, Any], dtype: torch.dtype, batch: Callable[..., Any], pieces_of: Callable[..., Any]
 ) -> None:
@@ -228,7 +241,7 @@ def test_a_query_is_the_same_however_its_row_is_cut(
         assert torch.equal(lse, whole_lse[which]), pieces
 
 
-@pytest.mark.parametrize("spare", [1, 8])
+@pytest.mark.parametrize("spare", [pytest.param(1, marks=SLOW), 8])
 def test_who_computes_a_run_changes_nothing(spare: int, batch: Callable[..., Any]) -> None:
     """Rows split over programs, and rows for which there were no programs left."""
     case = batch([(400, 1), (330, 1), (380, 1)], heads=3, kv_heads=1).to(DEVICE, torch.float32)

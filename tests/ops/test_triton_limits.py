@@ -19,6 +19,7 @@ from ridgeline.ops.triton.table import TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+SLOW = [] if DEVICE == "cuda" else [pytest.mark.long]
 VOCAB = 128_256 if DEVICE == "cuda" else 4_700
 ROWS = 256 if DEVICE == "cuda" else 24
 
@@ -80,7 +81,9 @@ def to_the_edge(draw: Draw, row: int, token: int) -> float:
     return abs(float(chances[z[row] > z[row, token]].sum() / whole - limits.top_p[row]))
 
 
-@pytest.mark.parametrize("kind", ["peaked", "flat", "equals", "together", "masked"])
+@pytest.mark.parametrize(
+    "kind", ["equals", "masked", *(pytest.param(kind, marks=SLOW) for kind in ("peaked", "flat", "together"))]
+)
 def test_limits_leave_what_the_reference_leaves(kind: str) -> None:
     draw = draw_of(logits(kind))
     z, temperature, key, place, limits = on_device(draw)
@@ -108,7 +111,7 @@ def test_few_of_near_equals_are_left_to_the_last_one() -> None:
     assert torch.equal(drawn((z, temperature, key, place, limits)), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=SLOW)])
 def test_a_row_draws_alone_what_it_draws_among_others(dtype: torch.dtype) -> None:
     draw = draw_of(logits("together"))
     z, temperature, key, place, limits = draw
@@ -122,7 +125,7 @@ def test_a_row_draws_alone_what_it_draws_among_others(dtype: torch.dtype) -> Non
         )
 
 
-@pytest.mark.parametrize("wide", [1, 3])
+@pytest.mark.parametrize("wide", [pytest.param(1, marks=SLOW), 3])
 def test_draw_takes_the_limits_of_the_rows(wide: int) -> None:
     """The columns of wider tables, through the number of the row, for each of its nodes."""
     ints = torch.randint(1, 50, (9, Int.STOP + 3), dtype=torch.int32, device=DEVICE)

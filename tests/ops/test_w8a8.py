@@ -18,6 +18,7 @@ from ridgeline.ops.triton.linears import W8A8_TRITON
 from ridgeline.ops.triton.products import ProductShape, multiply
 from ridgeline.quant.format import LinearShape, Part, Share
 from ridgeline.quant.integer import IntFormat, round_to_nearest
+from tests.combinations import crossed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -59,8 +60,10 @@ def test_codes_are_the_rounded_inputs_in_the_order_of_the_weights(widest: int) -
     assert torch.equal(mine.values.view(torch.uint8), want)
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 130])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    crossed((1, 20, 130), DTYPES, quick=lambda tokens, dtype: DEVICE == "cuda" or tokens % 2 == dtype),
+)
 def test_products(tokens: int, dtype: torch.dtype) -> None:
     matrix, bias = matrix_of(72, 328), noise(72, seed=5).to(dtype)
     x, gain = noise(tokens, 328, seed=6).to(dtype), noise(328, seed=7).to(dtype)

@@ -100,6 +100,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def pair(tiny: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """The small model under two names, of which one is awake at a time. Tests end its engines."""
+    with serving(write(tmp_path_factory.mktemp("pair"), {"a": tiny, "b": tiny})) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """The shipped model under two names, of which one is awake at a time. In float32, where answers do not depend on how many
     requests a step has.
@@ -199,38 +206,39 @@ def test_a_model_that_cannot_be_loaded_gets_503_with_the_reason(tiny: dict[str, 
         assert server.get("/health").status == 200
 
 
-def test_budgets_need_a_price(tiny: dict[str, Any], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("price", "status"), [({}, 503), pytest.param({"price_per_hour": 2.0}, 200, marks=pytest.mark.long)]
+)
+def test_budgets_need_a_price(price: dict[str, float], status: int, tiny: dict[str, Any], tmp_path: Path):
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps({"ann": {"key": "ANN", "budget": {"day": 1}}}))
     options = {"api_keys": str(keys), "usage_file": "off"}
     body = {"model": "a", "prompt": PROMPT, "max_tokens": 2}
-    for price, status in (({}, 503), ({"price_per_hour": 2.0}, 200)):
-        with serving(write(tmp_path, {"a": tiny}), **options, **price) as server:
-            reply = server.send("POST", "/v1/completions", body, {"authorization": "Bearer ANN"})
-            assert reply.status == status, reply.data
-            model = server.server.front.models["a"]
-            assert (model.state == "failed") == (status == 503)
-            assert status == 200 or (
-                "'ann' has a budget" in reply.error["message"] and "--price-per-hour" in reply.error["message"]
-            )
+    with serving(write(tmp_path, {"a": tiny}), **options, **price) as server:
+        reply = server.send("POST", "/v1/completions", body, {"authorization": "Bearer ANN"})
+        assert reply.status == status, reply.data
+        model = server.server.front.models["a"]
+        assert (model.state == "failed") == (status == 503)
+        assert status == 200 or (
+            "'ann' has a budget" in reply.error["message"] and "--price-per-hour" in reply.error["message"]
+        )
 
 
-def test_a_sleeping_model_whose_engine_is_lost_comes_back_on_demand(tiny: dict[str, Any], tmp_path: Path):
+def test_a_sleeping_model_whose_engine_is_lost_comes_back_on_demand(pair: Live):
     """Another model has its memory by then."""
-    with serving(write(tmp_path, {"a": tiny, "b": tiny})) as server:
-        text(server, "a")
-        engine = server.server.front.models["a"]._supervisor.engine
-        text(server, "b")
-        os.kill(engine.process.pid, signal.SIGKILL)
-        server.until(lambda: states_of(server)["a"] != "asleep", 10)
-        time.sleep(0.5)
-        assert states_of(server) == {"a": "unloaded", "b": "awake"}
-        text(server, "a")
-        assert states_of(server) == {"a": "awake", "b": "asleep"}
+    text(pair, "a")
+    engine = pair.server.front.models["a"]._supervisor.engine
+    text(pair, "b")
+    os.kill(engine.process.pid, signal.SIGKILL)
+    pair.until(lambda: states_of(pair)["a"] != "asleep", 10)
+    time.sleep(0.5)
+    assert states_of(pair) == {"a": "unloaded", "b": "awake"}
+    text(pair, "a")
+    assert states_of(pair) == {"a": "awake", "b": "asleep"}
 
 
 def test_a_model_whose_engine_is_lost_on_its_way_to_sleep_gives_its_memory_all_the_same(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Live, monkeypatch: pytest.MonkeyPatch
 ):
     evict, lost = Model.evict, []
 
@@ -240,11 +248,10 @@ def test_a_model_whose_engine_is_lost_on_its_way_to_sleep_gives_its_memory_all_t
             os.kill(model._supervisor.engine.process.pid, signal.SIGKILL)
         await evict(model)
 
-    with serving(write(tmp_path, {"a": tiny, "b": tiny})) as server:
-        text(server, "a")
-        monkeypatch.setattr(Model, "evict", dies)
-        text(server, "b")
-        assert lost == ["a"] and states_of(server)["b"] == "awake" != states_of(server)["a"]
+    text(pair, "a")
+    monkeypatch.setattr(Model, "evict", dies)
+    text(pair, "b")
+    assert lost == ["a"] and states_of(pair)["b"] == "awake" != states_of(pair)["a"]
 
 
 @pytest.mark.long

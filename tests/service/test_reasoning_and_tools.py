@@ -11,6 +11,7 @@ import pytest
 from ridgeline.core.config import EngineConfig, ServiceConfig
 from ridgeline.core.errors import ConfigError
 from ridgeline.text.prompts import ChatTemplates, Parsers
+from tests.combinations import crossed
 
 from .live import MODEL, Live, Reply, behaviour, live, says, tokenizer
 from .real import real_server, write_checkpoint
@@ -80,8 +81,14 @@ def test_tool_calls_of_every_family(family: str) -> None:
         assert server.engine.submits[-1].sampling.grammar.kind == "lark"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"])
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    crossed(
+        ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"),
+        (False, True),
+        quick=lambda path, stream: path % 2 == stream,
+    ),
+)
 def test_a_call_that_cannot_be_read_is_no_failure(path: str, stream: bool) -> None:
     """Brackets that are never closed, and more of them than a JSON parser reads."""
     deep = "[" * 1200

@@ -201,7 +201,9 @@ def check_drafts(made: Case, fewest: int) -> None:
 CASES = (*LAYOUTS, "eagle-gemma3", "deepseek", "mimo")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", crossed(CASES, quick=lambda case: CASES[case] in ("eagle", "eagle3-sglang", "eagle-gemma3", "deepseek"))
+)
 def test_drafts_are_those_of_the_published_network(name: str) -> None:
     """Prompts in chunks, a batch, and a prefix from the cache."""
     made = case(name)
@@ -242,7 +244,9 @@ class Partly:
         self.known += len(tokens)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mimo"])
+@pytest.mark.parametrize(
+    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.long) for name in ("eagle", "mimo"))]
+)
 def test_pairs_are_right_after_accepted_nodes(name: str) -> None:
     """Steps gain several tokens at once, of trees; then the head drafts, with the pairs that these steps wrote."""
     made, prompt = case(name), PROMPT * 2
@@ -258,7 +262,7 @@ def test_pairs_are_right_after_accepted_nodes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "depth"), crossed(("eagle", "eagle3"), (0, 1), quick=lambda name, depth: name == depth)
+    ("name", "depth"), crossed(("eagle", "eagle3"), (0, 1), quick=lambda name, depth: name == depth == 1)
 )
 def test_preempted_and_cancelled_requests(name: str, depth: int) -> None:
     """With few pages requests are computed again; what is drafted then is drafted from the same pairs."""

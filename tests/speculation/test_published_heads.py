@@ -32,6 +32,7 @@ from ridgeline.speculation.eagle import Eagle
 from ridgeline.speculation.interface import NO_SPECULATION
 from ridgeline.speculation.speculator import DeviceTraits, Speculator
 from ridgeline.wire.messages import Submit
+from tests.combinations import crossed
 from tests.engine.runners import MAX_LEN, PROMPT, DeviceBench
 from tests.models.families import save
 from tests.speculation.published import DEEPSEEK, LAYOUTS, eagle, mtp, save_head, save_layout
@@ -61,13 +62,15 @@ def said_without_drafts() -> list[list[int]]:
     return said(shipped_model(), "")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", crossed(LAYOUTS, quick=lambda layout: LAYOUTS[layout] in ("eagle-speculators", "eagle3-sglang"))
+)
 def test_answers_are_those_without_drafts(tmp_path: Path, layout: str) -> None:
     save_layout(tmp_path, layout, shipped_spec())
     assert said(shipped_model(), f"eagle:{tmp_path}") == said_without_drafts()
 
 
-@pytest.mark.parametrize("name", ["deepseek", "mimo"])
+@pytest.mark.parametrize("name", ["deepseek", pytest.param("mimo", marks=pytest.mark.long)])
 def test_answers_with_mtp_layers_are_those_without_drafts(tmp_path: Path, name: str) -> None:
     save_with_mtp(tmp_path, name)
     for path in shipped_model().glob("tokenizer*"):
@@ -122,7 +125,7 @@ def test_a_vocabulary_map_of_another_model(tmp_path: Path) -> None:
         LLM(str(shipped_model()), device="cpu", max_model_len=128, speculate=f"eagle:{tmp_path}")
 
 
-@pytest.mark.parametrize("layout", ["eagle", "eagle3"])
+@pytest.mark.parametrize("layout", ["eagle3", pytest.param("eagle", marks=pytest.mark.long)])
 def test_steps_without_drafts_are_recorded_on_a_cpu(tmp_path: Path, layout: str) -> None:
     """A head follows every step. If torch computed a value meanwhile, Python would run each step."""
     folder = save_layout(tmp_path, layout, shipped_spec())
@@ -176,8 +179,7 @@ def passing_on(tensors: dict[str, torch.Tensor], fc: str, width: int) -> dict[st
     return tensors
 
 
-@pytest.mark.parametrize("form", ["eagle", "mtp"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("form", "depth"), crossed(("eagle", "mtp"), (0, 1), quick=lambda form, depth: form != depth))
 def test_a_head_that_is_right_is_always_kept(tmp_path: Path, form: str, depth: int) -> None:
     check_right_head(tmp_path, form, depth=depth)
 

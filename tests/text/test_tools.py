@@ -74,7 +74,7 @@ def follow(state: GrammarState, tokenizer: Tokenizer, text: str) -> str:
 
 @pytest.mark.parametrize("kind", ["tagged", "sentencepiece"])
 @pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=["hermes", "llama3"])
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_required_calls_are_valid(kind: str, form: ToolFormat, parallel: bool, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     seen = set()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import asdict
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -64,15 +64,16 @@ def test_a_draft_model_is_distilled_beside_the_other_students(tmp_path: Path) ->
     assert all(parameter.grad is not None for parameter in small.parameters()), "the draft model is trained"
 
 
-def test_a_draft_model_needs_a_folder() -> None:
-    """In a process of its own: benchmarks has a module of the same name."""
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "training"))
-    code = "import sys; sys.argv = 'x --model m --out o --students draft'.split(); import drafters; drafters.options()"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert ended.returncode == 2
-    assert "--students draft needs --draft" in ended.stderr
+def test_a_draft_model_needs_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The module has a name of its own here: benchmarks has one of the same name."""
+    module_spec = spec_from_file_location("training_drafters", ROOT / "training" / "drafters.py")
+    assert module_spec is not None and module_spec.loader is not None
+    drafters = module_from_spec(module_spec)
+    module_spec.loader.exec_module(drafters)
+    monkeypatch.setattr("sys.argv", "x --model m --out o --students draft".split())
+    with pytest.raises(SystemExit, match="2"):
+        drafters.options()
+    assert "--students draft needs --draft" in capsys.readouterr().err
 
 
 def test_a_finished_stage_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

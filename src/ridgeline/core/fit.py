@@ -167,10 +167,11 @@ def size(deployment: Deployment) -> MemoryPlan:
 # --- search ------------------------------------------------------------------------------------------------------------
 
 
-def alternatives(deployment: Deployment) -> tuple[Candidate, ...]:
+def alternatives(deployment: Deployment, host_weights: bool = True) -> tuple[Candidate, ...]:
     """Changes with which the model fits, best first: the best one for each dtype, number of bits of weights, and KV format.
 
     Candidates that keep a context that the user set (--max-model-len) come first. Of one grade, milder changes come first.
+    host_weights: formats that do not fit otherwise may leave weights in host memory.
     """
     groups: dict[tuple[str, int, str], list[Candidate]] = {}
     for served, change, risk in _formats(deployment.spec, deployment.space):
@@ -178,7 +179,7 @@ def alternatives(deployment: Deployment) -> tuple[Candidate, ...]:
         group = groups.setdefault((served.dtype, bits, served.kv_format), [])
         if served.weight_bytes - served.host_bytes < deployment.memory.total:
             group += _candidates(deployment, served, change, risk)
-        if not group:
+        if not group and host_weights:
             group += _split(deployment, served, change, risk)
     asked = deployment.model.max_model_len or 0
     best = [_mildest(group, asked) for group in groups.values() if group]
@@ -345,7 +346,7 @@ def _no_remedy(deployment: Deployment) -> str:
     larger = f"a device with more than {_gib(int(fixed / 0.9))}"
     for name, count in sorted((space.devices or {}).items(), key=lambda device: device[1]):
         larger_one = replace(deployment, memory=Memory("cuda", count))
-        candidates = [candidate for candidate in alternatives(larger_one) if not candidate.spec.host_bytes]
+        candidates = alternatives(larger_one, host_weights=False)
         if candidates and candidates[0].plan.max_len >= min(spec.max_len, USEFUL_CONTEXT):
             larger = f"{name} ({_gib(count)})"
             larger += f", which holds it with {candidates[0]}" if candidates[0].change else ""
