@@ -43,7 +43,8 @@ PROMPT = [5, 9, 2, 77, 41, 200, 13, 8, 300, 11, 6]
 @cache
 def pair(family: str, device: str = "cpu") -> tuple[torch.nn.Module, LoadedModel]:
     """(transformers' model, ours) of one tiny random checkpoint in float32."""
-    with tempfile.TemporaryDirectory() as name:
+    # Whoever asks first may be in inference mode, in which the next one must not be.
+    with torch.inference_mode(False), tempfile.TemporaryDirectory() as name:
         theirs = save(family, Path(name))
         config = ModelConfig(max_model_len=MAX_LEN)
         place = torch.device(device)
