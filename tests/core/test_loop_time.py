@@ -92,14 +92,15 @@ def test_the_clock_ticks_often_only_while_somebody_waits_with_a_short_limit(run:
     async def test() -> None:
         clock = Ticks()
         await asyncio.sleep(0.1)
-        clock.ticks = 0
+        clock.ticks, began = 0, time.monotonic()
         await asyncio.sleep(0.3)
-        assert clock.ticks <= 2
+        # On a busy machine it sleeps longer.
+        assert clock.ticks <= (time.monotonic() - began) / 0.25 + 1
         clock.begin()
         clock.ticks = 0
         first, began = clock.time(), time.monotonic()
         while clock.ticks < 5:
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 30
             await asyncio.sleep(0.01)
         assert 0.08 < clock.time() - first <= time.monotonic() - began
         time.sleep(BLOCK_S)
