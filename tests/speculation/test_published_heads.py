@@ -63,7 +63,11 @@ def said_without_drafts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "layout", crossed(LAYOUTS, quick=lambda layout: LAYOUTS[layout] in ("eagle-speculators", "eagle3-sglang"))
+    "layout",
+    [
+        pytest.param(layout, marks=[] if layout in ("eagle-speculators", "eagle3-sglang") else [pytest.mark.long])
+        for layout in LAYOUTS
+    ],
 )
 def test_answers_are_those_without_drafts(tmp_path: Path, layout: str) -> None:
     save_layout(tmp_path, layout, shipped_spec())
