@@ -15,7 +15,7 @@ Run = Callable[[Callable[[], Awaitable[None]]], None]
 BLOCK_S = 0.25
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture(params=[pytest.param("asyncio", marks=pytest.mark.long), "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
     factory = uvloop.new_event_loop if request.param == "uvloop" else None
 

@@ -38,6 +38,7 @@ from tests.ops.test_blocks import on_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL, WIDTH, EXPERTS, PER_TOKEN = 48, 40, 6, 3
 ALL = range(EXPERTS)
+QUICK = ((0, 0, 0), (1, 0, 0), (3, 0, 1), (2, 1, 0), (3, 2, 0), (3, 3, 0), (4, 4, 1), (1, 5, 0), (4, 6, 0), (3, 7, 0))
 CODES = kernels.HOPPER_CODE_TILES[0][1], kernels.CODE_TILES[0][1].of_floats()
 NIBBLES = IntMatrix(torch.empty(1, 1), torch.empty(1), None, 4, 32, 32, 32)
 
@@ -68,14 +69,15 @@ def weights(form: str = "") -> tuple[list[Matrix], list[Matrix], list[tuple[torc
     return [inner for (inner, _), _ in pairs], [outer for _, (outer, _) in pairs], [(a, b) for (_, a), (_, b) in pairs]
 
 
-@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "form"),
-    [
-        (0, ""), (1, ""), (FEW_PAIRS // PER_TOKEN, "fp8-weight"), (11, ""), (50, "fp8-weight"), (11, "fp8-block"),
-        (1, "int4-g32"), (50, "int4-g32-zp"), (11, "int8"), (50, "int8-g32"), (11, "int3-channel-zp"),
-    ],
-)  # fmt: skip
+    ("tokens", "form", "fixed"),
+    crossed(
+        (0, 1, FEW_PAIRS // PER_TOKEN, 11, 50),
+        ("", "fp8-weight", "fp8-block", "int8", "int8-g32", "int4-g32", "int4-g32-zp", "int3-channel-zp"),
+        (False, True),
+        quick=lambda tokens, form, fixed: (tokens, form, fixed) in QUICK,
+    ),
+)
 def test_grouped_equals_the_definition(tokens: int, form: str, fixed: bool) -> None:
     gate_up, down, dense = weights(form)
     grouped = TritonExperts(fixed=fixed).group(gate_up, down, "silu", ALL)
@@ -121,7 +123,7 @@ def test_terms_in_16_bits_add_one_rounding(tokens: int) -> None:
     assert torch.equal(terms, terms.to(dtype).float()), "with a single expert a sum is a term, a number of 16 bits"
 
 
-@pytest.mark.parametrize("form", ["", "int4"])
+@pytest.mark.parametrize("form", [pytest.param("", marks=pytest.mark.long), "int4"])
 def test_the_largest_tile_equals_the_definition(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no float32 gets otherwise."""
     monkeypatch.setattr(kernels, "TILES", kernels.HOPPER_TILES)
@@ -270,7 +272,7 @@ def test_a_token_that_is_not_a_number_harms_no_other() -> None:
     ("family", "quantization"),
     [
         pytest.param("mixtral", "", marks=pytest.mark.long),
-        ("qwen2-moe", ""),
+        pytest.param("qwen2-moe", "", marks=pytest.mark.long),
         pytest.param("gpt-oss", "", marks=pytest.mark.long),
         ("qwen2-moe", "int4-g32-zp"),
         pytest.param("qwen3-moe", "fp8", marks=pytest.mark.long),
@@ -418,9 +420,14 @@ def test_tiles_of_all_gpus_fit_into_99_kib(name: str, form: str, x: torch.dtype,
     ("name", "constants"),
     [
         ("route_kernel", {"NORMALIZED": True, "CHOICES": 8, "BLOCK": 128}),
-        pytest.param("sort_kernel", {"ROWS": 64, "BLOCK": 1024}, marks=pytest.mark.long),
-        ("sort_kernel", {"ROWS": 128, "BLOCK": 8192}),
-        ("sum_kernel", {"BLOCK": kernels.SUMMED}),
+        *(
+            pytest.param(name, constants, marks=pytest.mark.long)
+            for name, constants in (
+                ("sort_kernel", {"ROWS": 64, "BLOCK": 1024}),
+                ("sort_kernel", {"ROWS": 128, "BLOCK": 8192}),
+                ("sum_kernel", {"BLOCK": kernels.SUMMED}),
+            )
+        ),
     ],
 )
 def test_routing_compiles_for_hopper(name: str, constants: dict[str, object], apart) -> None:

@@ -41,6 +41,7 @@ async def test_a_late_router_keeps_its_replicas(monkeypatch: pytest.MonkeyPatch)
         assert (await fleet.chat()).status == 200
 
 
+@pytest.mark.long
 async def test_a_late_router_makes_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes several turns, here more than CONNECT_S. No replica is said to be lost."""
     monkeypatch.setattr(upstream_module, "CONNECT_S", 0.4)
@@ -72,6 +73,7 @@ async def test_a_replica_that_accepts_no_connection_is_found_in_time() -> None:
                 each.close()
 
 
+@pytest.mark.long
 async def test_time_in_which_the_router_is_late_is_no_silence() -> None:
     """A replica misses two health checks. Between them the router stands for longer than MOVE_S."""
     async with routed(thinks, stall_s=0.5) as fleet:
@@ -90,6 +92,7 @@ async def test_time_in_which_the_router_is_late_is_no_silence() -> None:
         assert len(replica.bodies) == 1, "it was not sent again"
 
 
+@pytest.mark.long
 async def test_a_late_router_finds_no_stream_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream_module, "_SWEEP_CHECKS", 1)
     async with routed(waits, idle_s=0.8) as fleet:

@@ -224,6 +224,7 @@ def test_budgets_need_a_price(price: dict[str, float], status: int, tiny: dict[s
         )
 
 
+@pytest.mark.long
 def test_a_sleeping_model_whose_engine_is_lost_comes_back_on_demand(pair: Live):
     """Another model has its memory by then."""
     text(pair, "a")
