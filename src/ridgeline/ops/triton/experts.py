@@ -84,8 +84,10 @@ CODE_TILES: Tiles = (
 )
 """Of weights in codes. A warp has 16 rows of weights, so that none is read twice or passes through shared memory; gate and up have
 twice as many rows as outputs. Blocks are whole chunks of a row (ops.triton.integer)."""
+
 Weights = torch.Tensor | IntMatrix
 _NO_CODES = {"SHIFT": 0.0, "GROUP": 0, "ZEROS": False, "BITS": 4, "PTX": "", "POWER": 1.0}
+"""Constants of integer_matrix for weights that are not codes."""
 
 
 class Stacked(NamedTuple):
@@ -95,6 +97,10 @@ class Stacked(NamedTuple):
 
     weights: Weights
     biases: torch.Tensor | None
+
+    @property
+    def experts(self) -> int:
+        return len(self.weights.codes if isinstance(self.weights, IntMatrix) else self.weights)
 
     @property
     def outputs(self) -> int:
@@ -190,7 +196,7 @@ class GroupedExperts:
         tokens, d_model = x.shape
         tiled = self._is_tiled(x.dtype)
         gate_up, down = self._gate_up, self._down
-        width, experts = gate_up.outputs // 2, len(next(self.tensors()))
+        width, experts = gate_up.outputs // 2, gate_up.experts
         pairs, count = tokens * per_token, logits.shape[1]
         new = torch.empty if experts == count else torch.zeros  # nobody writes the pairs of other ranks' experts
         # The kernels of tiles write float32.
