@@ -26,7 +26,7 @@ from triton.runtime.errors import OutOfResources
 
 from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.experts import by_expert, route
-from ridgeline.ops.reference import activate
+from ridgeline.ops.reference import activate, quantize
 from ridgeline.ops.table import Grouped, IntMatrix, Matrix
 from ridgeline.ops.triton import experts, integer
 from ridgeline.ops.triton.experts import Block, Tile, TritonExperts
@@ -34,12 +34,13 @@ from ridgeline.quant.fp8 import quantize_groups
 from ridgeline.quant.integer import round_to_nearest
 
 DTYPE = torch.bfloat16
-FORMS = ("", "fp8-weight", "fp8-block", "int8", "int4", "int4-g128-zp", "int4-g32")
+FORMS = ("", "fp8", "fp8-weight", "fp8-block", "int8", "int4", "int4-g128-zp", "int4-g32")
 TOKENS = (1, 4, 16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 COPIES = 3
 BANDWIDTH, FLOPS = 4.3e12, 800e12
 """Bytes and bfloat16 FLOPs a second that products of an H200 reach (benchmarks/results/limits.json)."""
 ALLOWED = 6e-3
+Read = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Shape(NamedTuple):
@@ -77,7 +78,8 @@ def matrix(outputs: int, inputs: int, form: str) -> Matrix:
     numbers = NUMBER_FORMATS[form]
     if form.startswith("fp8"):
         scaled = quantize_groups(weight, numbers.group)
-        return Matrix(replace(integer.pack_e4m3(scaled.values, scaled.scales), group=numbers.group), None)
+        packed = integer.pack_e4m3(scaled.values, scaled.scales)
+        return Matrix(replace(packed, group=numbers.group, rounded=numbers.inputs_8bit), None)
     codes, scales, zeros = round_to_nearest(weight, numbers)
     return Matrix(integer.pack(codes, scales, zeros, numbers.bits, numbers.group or inputs), None)
 
@@ -120,19 +122,26 @@ def wrong(form: str) -> Iterator[str]:
     dense = [
         [floats(each, inputs) for each in side] for side, inputs in ((gate_up, shape.d_model), (down, shape.width))
     ]
-    for tokens in (1, 7, 16, 40, 200, 1000):
+    for tokens in (1, 7, 16, 40, 200, 1000, 1200):
         x, logits, load = given(shape, tokens)
         chosen = route(logits, shape.per_token, True)
+        read = e4m3 if form == "fp8" and tokens >= 200 else torch.Tensor.double
 
-        def expert(number: int, rows: torch.Tensor | None, x: torch.Tensor = x) -> torch.Tensor:
-            inner = (x if rows is None else x[rows]).double() @ dense[0][number].t()
-            return activate(inner, "silu") @ dense[1][number].t()
+        def expert(number: int, rows: torch.Tensor | None, x: torch.Tensor = x, read: Read = read) -> torch.Tensor:
+            inner = activate(read(x if rows is None else x[rows]) @ dense[0][number].t(), "silu")
+            return read(inner.to(x.dtype)) @ dense[1][number].t()
 
         counts = torch.bincount(chosen.experts.flatten(), minlength=shape.experts).tolist()
         exact = by_expert(shape.d_model, chosen, counts, expert, range(shape.experts))
         got = grouped(x, logits, shape.per_token, True, load)
         if not off(got, exact.double()) < ALLOWED:
             yield f"{form or 'bf16'}, {tokens} tokens: error {off(got, exact.double()):.2g}"
+
+
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    """float64 of rows that are rounded to e4m3, as experts in `fp8` round those of many tokens."""
+    scaled = quantize(x)
+    return scaled.values.double() * scaled.scales.double()[:, None]
 
 
 def floats(weight: Matrix, inputs: int) -> torch.Tensor:
@@ -220,7 +229,7 @@ def compiled(form: str, tile: Tile | None, tokens: int) -> None:
 def compile_all(forms: Sequence[str], sweep: bool) -> None:
     """Every kernel that is timed, in several processes."""
     work: list[tuple[str, Tile | None, int]] = [
-        (form, None, tokens) for form in forms for tokens in (1, 8, 20, 200, 512)
+        (form, None, tokens) for form in forms for tokens in (1, 8, 20, 40, 128, 200, 512, 1100)
     ]
     for form in forms if sweep else ():
         for rows in INNER:

@@ -78,11 +78,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Any]:
-    """Triton's interpreter, which is a module, mended in three places. Version 3.6 makes loop bounds of arrays of one element,
+    """Triton's interpreter, which is a module, mended in four places. Version 3.6 makes loop bounds of arrays of one element,
     which numpy 2.4 no longer converts. It patches triton.language at each call of one function by another and never takes
     that back, which is half of its time: it is enough once a launch, if all is patched that any function may see. And version
-    3.9 makes a mask of integers where a comparison of numbers is broadcast, and then refuses it. `keep_types` halves the rest of
-    its time."""
+    3.9 makes a mask of integers where a comparison of numbers is broadcast, and then refuses it. A number that e4m3 rounds up to a
+    power of two becomes the one below. `keep_types` halves the rest of its time."""
+    import torch
     from triton import language
     from triton.runtime import interpreter as module
 
@@ -106,11 +107,20 @@ def interpreter() -> Iterator[Any]:
         in_effect = True
         return patch_for(anything)
 
+    convert_float = module._convert_float
+
+    def converted(values: Any, of: Any, to: Any, rounding: Any) -> Any:
+        if (of, to) != (language.float32, language.float8e4nv):
+            return convert_float(values, of, to, rounding)
+        floats = torch.from_numpy(numpy.ascontiguousarray(values).view(numpy.float32))
+        return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
     def splat(self: Any, kind: Any, number: Any) -> Any:
         return module.TensorHandle(numpy.full(kind.shape, number.data), number.dtype.scalar)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module.InterpreterBuilder, "create_splat", splat)
+        patch.setattr(module, "_convert_float", converted)
         patch.setattr(module, "_patch_lang_tensor", bounded)
         patch.setattr(module, "_patch_lang", patch_once)
         patch.setattr(module, "_LangPatchScope", Launch)

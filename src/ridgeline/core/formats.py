@@ -41,7 +41,7 @@ class NumberFormat:
     @property
     def on_gpu_experts(self) -> bool:
         """Whether a GPU has products for experts in it (ops.triton.experts): not with act-order, with integer inputs, with some
-        inputs in the dtype, or in blocks other than those of gpt-oss. With `fp8` it leaves the inputs of experts unquantized."""
+        inputs in the dtype, or in blocks other than those of gpt-oss. With `fp8` long prompts quantize inputs of experts."""
         return not (self.ordered or self.kept or self.products == "int8") and self.in_blocks == self.experts
 
     def kept_inputs(self, inputs: int) -> int:

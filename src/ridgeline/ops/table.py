@@ -163,13 +163,14 @@ class Fp8Matrix:
 
     values: float8_e4m3fn [out, in] in the layout of Fp8Ops.pack, which may pad both. scales: float32 [out], or [out, groups] of
     `group` inputs (set after `pack`, for MatmulOps.fp8_weight only). counters: int32, arrivals of the programs that share a tile of
-    outputs. Zero between products, empty if no kernel needs them.
+    outputs. Zero between products, empty if no kernel needs them. rounded: the format quantizes inputs, too (set as `group` is).
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     counters: torch.Tensor
     group: int = 0
+    rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Fp8Format:
     group: int = 0
     """Inputs of an output channel that share a scale; 0: all."""
     of_experts: Fp8Ops | None = None
-    """Operations of weights of experts, which leave inputs unquantized. None: `ops`."""
+    """Operations of weights of experts, whose layout ops.triton.experts reads. None: `ops`."""
     name: str = "fp8"
 
     def create(self, shape: LinearShape, share: Share) -> Fp8Weight:
@@ -112,7 +112,8 @@ class Fp8Weight(Weight):
             self._bias[target].copy_(tensor[rows])
         self._missing.discard((part, name))
         if not self._missing:
-            self._matrix = replace(self._ops.pack(self._values, self._scales), group=self._group)
+            packed = self._ops.pack(self._values, self._scales)
+            self._matrix = replace(packed, group=self._group, rounded=self._form.inputs)
             self._values, self._scales = self._matrix.values, self._matrix.scales
 
     def _of_columns(self, scales: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.ops.table import Fp8Matrix, Grouped, IntMatrix, Matrix
 from ridgeline.ops.triton import block_tiles
@@ -28,9 +29,11 @@ from ridgeline.ops.triton.expert_kernels import (
     sort_kernel,
     sum_kernel,
 )
+from ridgeline.ops.triton.expert_prompts import inner_prompt_kernel, outer_prompt_kernel, round_kernel
 from ridgeline.ops.triton.integer import as_codes
 from ridgeline.ops.triton.integer_matrix import constants
 from ridgeline.ops.triton.launch import is_hopper, overlap
+from ridgeline.ops.triton.quantize import FP8
 
 FEW_PAIRS = 32
 """Most pairs of a step without an order."""
@@ -39,6 +42,8 @@ SUMMED = 1024
 SORTED_AT_ONCE, MANY_SORTED_AT_ONCE = 1024, 8192
 """Pairs that `sort_kernel` reads at once, and those of a long prompt."""
 MMA_ROWS = 16
+TMA_ROW = 16
+"""Rows of weights in 16 bits that are multiples of so many elements begin where TMA can load. Two of gate's make one of down's."""
 
 
 class Block(NamedTuple):
@@ -51,32 +56,37 @@ class Block(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """rows: pairs of a tile. inner, outer: blocks of the two products."""
+    """rows: pairs of a tile. inner, outer: blocks of the two products. by_tma: the kernels are those of expert_prompts."""
 
     rows: int
     inner: Block
     outer: Block
+    by_tma: bool = False
 
     def of_floats(self) -> Tile:
         """For x in float32, in the same shared memory."""
-        inner, outer = (block._replace(outputs=block.outputs // 2) for block in self[1:])
+        inner, outer = (block._replace(outputs=block.outputs // 2) for block in self[1:3])
         return Tile(self.rows, inner, outer)
 
 
 Tiles = tuple[tuple[int, Tile], ...]
 FEW = Tile(MMA_ROWS, Block(32, 128, 4, 4), Block(32, 128, 4, 4))
 MANY = Tile(64, Block(64, 64, 4, 3), Block(64, 64, 4, 3))
-MOST = Tile(128, Block(128, 64, 8, 4), Block(128, 64, 8, 4))
-HOPPER_TILES: Tiles = ((128, MOST), (MMA_ROWS, MANY), (0, FEW))
-TILES = HOPPER_TILES[1:]
-"""From so many pairs of an expert, on average, this tile. MOST takes 192 KiB of shared memory; GPUs before and after Hopper's
-generation may have 99."""
+TILES: Tiles = ((MMA_ROWS, MANY), (0, FEW))
+HOPPER_TILES: Tiles = ((128, Tile(128, Block(128, 64, 8, 4), Block(256, 64, 8, 4), by_tma=True)), *TILES)
+"""From so many pairs of an expert, on average, this tile."""
 HOPPER_CODE_TILES: Tiles = (
     (256, Tile(128, Block(64, 128, 8, 3), Block(128, 128, 8, 3))),
     (30, Tile(64, Block(64, 128, 8, 3), Block(64, 128, 4, 3))),
     (10, Tile(32, Block(64, 128, 8, 3), Block(64, 128, 4, 4))),
     (0, Tile(MMA_ROWS, Block(32, 128, 4, 4), Block(64, 128, 4, 4))),
 )
+HOPPER_ROUNDED_TILES: Tiles = (
+    (256, Tile(128, Block(128, 128, 8, 4), Block(256, 128, 8, 4), by_tma=True)),
+    (32, Tile(64, Block(128, 128, 8, 4), Block(256, 128, 8, 4), by_tma=True)),
+    *HOPPER_CODE_TILES[1:],
+)
+"""Of e4m3 weights whose format quantizes inputs: those of many pairs are."""
 CODE_TILES: Tiles = (
     (30, Tile(64, Block(32, 128, 4, 3), Block(64, 128, 4, 3))),
     (10, Tile(32, Block(32, 128, 4, 3), Block(64, 128, 4, 3))),
@@ -144,7 +154,10 @@ def tile_for(weights: Weights, x: torch.Tensor, mean_pairs: float) -> Tile:
     """The tile of a step with so many pairs of an expert on average."""
     is_hopper_16 = is_hopper(x.device) and x.itemsize == 2
     if not isinstance(weights, IntMatrix):
-        tiles = HOPPER_TILES if is_hopper_16 else TILES
+        by_tma = is_hopper_16 and weights.dtype is x.dtype and not any(size % TMA_ROW for size in weights.shape[1:])
+        tiles = HOPPER_TILES if by_tma else TILES
+    elif weights.inputs == "rounded" and is_hopper_16:
+        tiles = HOPPER_ROUNDED_TILES
     elif weights.scaling == "e8m0":
         tiles = TILES  # whose kernels end at 64 rows
     else:
@@ -164,6 +177,37 @@ def _arguments(side: Stacked, dtype: torch.dtype) -> tuple[tuple[object, ...], d
     codes, zeros = weights.codes.view(torch.int16), weights.scales if weights.zeros is None else weights.zeros
     constant |= {**constants(weights, dtype), "FORM": CODES.value}
     return (codes, weights.scales, zeros, bias, codes.shape[-1], weights.scales.shape[-1]), constant
+
+
+def _prompt_arguments(
+    side: Stacked, x: torch.Tensor, block: Block
+) -> tuple[tuple[object, ...], int, dict[str, object]]:
+    """(arguments up to `bias_ptr`, length of a row, constants) of the kernels of expert_prompts."""
+    x_scales, w_scales = None, None
+    if isinstance(side.weights, IntMatrix):
+        values, w_scales = side.weights.codes.view(FP8).flatten(0, 1), side.weights.scales
+        x, x_scales = rounded(x, values.shape[1])
+    else:
+        values = side.weights.flatten(0, 1)
+    inputs = values.shape[1]
+    box = TensorDescriptor(values, list(values.shape), list(values.stride()), [block.outputs, block.inputs])
+    constant: dict[str, object] = {
+        "BIASED": side.biases is not None,
+        "ROUNDED": x_scales is not None,
+        "EVEN": inputs % block.inputs == 0,
+    }
+    return (x, x_scales, box, w_scales, side.biases), inputs, constant
+
+
+def rounded(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of x as `round_kernel` makes them: (e4m3 [rows, padded], scales float32 [rows])."""
+    rows, size = x.shape
+    values = torch.empty((rows, padded), dtype=FP8, device=x.device)
+    scales, block = torch.empty(rows, dtype=torch.float32, device=x.device), triton.next_power_of_2(padded)
+    round_kernel[(rows,)](
+        x, values, scales, size, padded, BLOCK=block, num_warps=min(16, max(1, block // 1024)), **overlap(x.device)
+    )
+    return values, scales
 
 
 def _launch(block: Block) -> dict[str, int]:
@@ -211,8 +255,8 @@ class GroupedExperts:
             NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token), BLOCK=triton.next_power_of_2(count),
             num_warps=1, **early,
         )  # fmt: skip
-        tile = tile_for(gate_up.weights, x, 0 if self._fixed else pairs / count)
         is_sorted = pairs > FEW_PAIRS
+        tile = tile_for(gate_up.weights, x, pairs / count if is_sorted and not self._fixed else 0)
         groups = min(experts + 1, count)  # the last one are the pairs of other ranks' experts, if there are any
         tiles = pairs // tile.rows + groups if is_sorted else pairs
         places = torch.empty((3, tiles), dtype=torch.int32, device=x.device)
@@ -221,20 +265,22 @@ class GroupedExperts:
             sort_kernel[(groups,)](
                 chosen, order, *places, pairs, experts, ROWS=tile.rows, BLOCK=block, num_warps=warps, **early
             )
+        listed = chosen, order, *places
         if tiled:
             columns = tile.rows // 8 if is_sorted or self._fixed else 1
-            listed = block_tiles.Pairs(chosen, order, places, tiles, is_sorted, columns, experts, shares)
-            self._multiply_tiles(x, inner, out, listed)
+            given = block_tiles.Pairs(chosen, order, places, tiles, is_sorted, columns, experts, shares)
+            self._multiply_tiles(x, inner, out, given)
+        elif tile.by_tma:
+            self._multiply_prompt(x, inner, out, shares, listed, tile)
         else:
-            listed_pairs = chosen, order, *places
             arrays, constant = _arguments(gate_up, x.dtype)
             inner_kernel[(tiles, triton.cdiv(width, tile.inner.outputs))](
-                x, *arrays, inner, *listed_pairs, width, d_model, per_token, experts,
+                x, *arrays, inner, *listed, width, d_model, per_token, experts,
                 KIND=self._kind, SORTED=is_sorted, ROWS=tile.rows, **constant, **_launch(tile.inner), **early,
             )  # fmt: skip
             arrays, constant = _arguments(down, x.dtype)
             outer_kernel[(tiles, triton.cdiv(d_model, tile.outer.outputs))](
-                inner, *arrays, shares, out, *listed_pairs, d_model, width, experts,
+                inner, *arrays, shares, out, *listed, d_model, width, experts,
                 SORTED=is_sorted, ROWS=tile.rows, **constant, **_launch(tile.outer), **early,
             )  # fmt: skip
         total = torch.empty((tokens, d_model), dtype=torch.float32, device=x.device)
@@ -260,6 +306,24 @@ class GroupedExperts:
         assert isinstance(gate_up.weights, IntMatrix) and isinstance(down.weights, IntMatrix)
         block_tiles.expert_product(x.contiguous(), gate_up.weights, gate_up.biases, inner, pairs, self._kind)
         block_tiles.expert_product(inner, down.weights, down.biases, out, pairs)
+
+    def _multiply_prompt(
+        self, x: torch.Tensor, inner: torch.Tensor, out: torch.Tensor, shares: torch.Tensor,
+        listed: tuple[torch.Tensor, ...], tile: Tile,
+    ) -> None:  # fmt: skip
+        """`inner_kernel` and `outer_kernel` by the kernels of expert_prompts. listed: chosen, order and places of tiles."""
+        tiles, experts, early = len(listed[-1]), self._gate_up.experts, overlap(x.device)
+        (pairs, width), (tokens, d_model) = inner.shape, x.shape
+        arrays, inputs, constant = _prompt_arguments(self._gate_up, x, tile.inner)
+        inner_prompt_kernel[(triton.cdiv(width, tile.inner.outputs), tiles)](
+            *arrays, inner, *listed, width, inputs, pairs // tokens, experts,
+            KIND=self._kind, ROWS=tile.rows, **constant, **_launch(tile.inner), **early,
+        )  # fmt: skip
+        arrays, inputs, constant = _prompt_arguments(self._down, inner, tile.outer)
+        outer_prompt_kernel[(triton.cdiv(d_model, tile.outer.outputs), tiles)](
+            *arrays, shares, out, *listed, d_model, inputs, experts,
+            ROWS=tile.rows, **constant, **_launch(tile.outer), **early,
+        )  # fmt: skip
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for side in (self._gate_up, self._down):

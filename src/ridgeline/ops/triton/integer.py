@@ -60,7 +60,9 @@ def pack_e4m3(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
 def as_codes(matrix: Fp8Matrix, inputs: int) -> IntMatrix:
     """The memory of `pack_e4m3` as the kernels for integers read it. inputs: of the linear, without padding."""
     outputs, scales = len(matrix.scales), matrix.scales if matrix.group else matrix.scales.unsqueeze(1)
-    return IntMatrix(matrix.values, scales, None, 8, matrix.group or inputs, outputs, inputs, scaling="e4m3")
+    reads: str = "rounded" if matrix.rounded else "float"
+    group = matrix.group or inputs
+    return IntMatrix(matrix.values, scales, None, 8, group, outputs, inputs, inputs=reads, scaling="e4m3")
 
 
 def with_e4m3(ops: IntOps) -> Fp8Ops:
