@@ -39,7 +39,9 @@ TOKENS = (1, 4, 16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 COPIES = 3
 BANDWIDTH, FLOPS = 4.3e12, 800e12
 """Bytes and bfloat16 FLOPs a second that products of an H200 reach (benchmarks/results/limits.json)."""
-ALLOWED = 6e-3
+ALLOWED, ALLOWED_E4M3 = 6e-3, 1.5e-2
+"""Relative errors. Products of e4m3 are added in some 14 bits, so that some of what down multiplies is rounded to its other
+neighbour in e4m3; the rounding itself is 4e-2."""
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -134,8 +136,9 @@ def wrong(form: str) -> Iterator[str]:
         counts = torch.bincount(chosen.experts.flatten(), minlength=shape.experts).tolist()
         exact = by_expert(shape.d_model, chosen, counts, expert, range(shape.experts))
         got = grouped(x, logits, shape.per_token, True, load)
-        if not off(got, exact.double()) < ALLOWED:
-            yield f"{form or 'bf16'}, {tokens} tokens: error {off(got, exact.double()):.2g}"
+        error = off(got, exact.double())
+        if not error < (ALLOWED if read is torch.Tensor.double else ALLOWED_E4M3):
+            yield f"{form or 'bf16'}, {tokens} tokens: error {error:.2g}"
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:

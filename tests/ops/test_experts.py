@@ -140,7 +140,9 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_long_prompts_equal_the_definition(form: str, mean: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 16 bits, and with inputs rounded to e4m3, which changes results by more than the error that is allowed."""
+    """In 16 bits, and with inputs rounded to e4m3, which changes results by more than the error that is allowed. A GPU's matrix
+    unit adds products of e4m3 in some 14 bits (DeepSeek-AI 2024, DeepSeek-V3 Technical Report, 3.3.2), which rounds some of what
+    down multiplies to the other neighbour."""
     if DEVICE == "cpu":
         monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -173,8 +175,8 @@ def test_long_prompts_equal_the_definition(form: str, mean: int, biased: bool, m
     exact = expected(e4m3 if form else torch.Tensor.float)
     load = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
     got = TritonExperts().group(*sides, "silu", ALL)(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load).cpu()
-    assert (got - exact).norm() / exact.norm() < 5e-3
-    assert not form or (got - expected(torch.Tensor.float)).norm() / exact.norm() > 1e-2
+    assert (got - exact).norm() / exact.norm() < (8e-3 if DEVICE == "cuda" else 5e-3)
+    assert not form or (got - expected(torch.Tensor.float)).norm() / exact.norm() > 2e-2
     fixed = TritonExperts(fixed=True).group(*sides, "silu", ALL)
     alone = fixed(x.to(DEVICE), logits.to(DEVICE), PER_TOKEN, True, load).cpu()
     assert (alone - expected(torch.Tensor.float)).norm() / exact.norm() < 5e-3, "a fixed tile leaves inputs as they are"
