@@ -3,7 +3,8 @@
     python benchmarks/products_experts.py [--out benchmarks/results/products_experts.json] [--seconds 120] [--sweep]
 
 Random weights and logits. Every format is first compared with float64. COPIES layers take turns, so that weights come from memory.
-`floor_us`: the bytes of the experts that are chosen at the card's bandwidth, or their FLOPs in bfloat16, whichever is longer.
+`floor_us`: the bytes of the chosen experts at the card's bandwidth or their FLOPs at the rate of bfloat16 (`fp8`: of e4m3),
+whichever is longer.
 --sweep times other tiles, too, and changes nothing.
 """
 
@@ -99,7 +100,8 @@ def floor_us(shape: Shape, form: str, tokens: int) -> float:
         weights += numbers.matrix_bytes(outputs, inputs) if numbers else outputs * inputs * 2
     used = shape.experts * (1 - (1 - shape.per_token / shape.experts) ** tokens)
     flops = 6.0 * shape.width * shape.d_model * shape.per_token * tokens
-    return max(used * weights / BANDWIDTH, flops / FLOPS) * 1e6
+    rate = FLOPS * (2 if numbers and numbers.inputs_8bit else 1)
+    return max(used * weights / BANDWIDTH, flops / rate) * 1e6
 
 
 def run(layers: Sequence[Grouped], shape: Shape, x: torch.Tensor, logits: torch.Tensor, load: torch.Tensor) -> None:
