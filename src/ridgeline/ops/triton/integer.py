@@ -9,6 +9,7 @@ not faster here. e4m3 weights lie as codes of 8 bits do, and the same kernels mu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -60,9 +61,8 @@ def pack_e4m3(values: torch.Tensor, scales: torch.Tensor) -> Fp8Matrix:
 def as_codes(matrix: Fp8Matrix, inputs: int) -> IntMatrix:
     """The memory of `pack_e4m3` as the kernels for integers read it. inputs: of the linear, without padding."""
     outputs, scales = len(matrix.scales), matrix.scales if matrix.group else matrix.scales.unsqueeze(1)
-    reads: str = "rounded" if matrix.rounded else "float"
-    group = matrix.group or inputs
-    return IntMatrix(matrix.values, scales, None, 8, group, outputs, inputs, inputs=reads, scaling="e4m3")
+    made = IntMatrix(matrix.values, scales, None, 8, matrix.group or inputs, outputs, inputs, scaling="e4m3")
+    return replace(made, inputs="rounded") if matrix.rounded else made
 
 
 def with_e4m3(ops: IntOps) -> Fp8Ops:
