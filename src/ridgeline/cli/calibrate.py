@@ -30,6 +30,7 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth, with_measured_rates
 from ridgeline.hardware.ceilings import place
 from ridgeline.hardware.probe import Device, probe
+from ridgeline.hardware.serving import held_on
 from ridgeline.planner.calibrate import MAX_SHARE, NEEDS, Measured, calibrate
 from ridgeline.planner.svg import si
 
@@ -72,7 +73,8 @@ def run(args: Arguments) -> int:
             param="calibration",
         )
     resolved = resolve_arguments(args)
-    spec = read_spec(resolved.model)
+    device = probe().device(resolved.engine.device)
+    spec = held_on(read_spec(resolved.model), device.name, device.kind)
     if spec.host_bytes:
         raise ConfigError(
             "`ridgeline calibrate` measures steps that copy no weights: leave --cpu-offload-gb out, or give a --quantization with "
@@ -88,7 +90,6 @@ def run(args: Arguments) -> int:
             steps = measure(local, step_shapes, repeats, lambda done, total: stages("steps", done, total))
         finally:
             local.close()
-    device = probe().device(resolved.engine.device)
     device_name = place(torch.device(device.kind))
     calibration = calibrate(guess(spec, device), steps, device_name, datetime.now(UTC).strftime("%Y-%m-%d"))
     Path(out).write_text(calibration.to_json(), encoding="utf-8")

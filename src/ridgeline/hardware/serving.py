@@ -12,7 +12,7 @@ from ridgeline.core.calibration import FACTORS, load_calibration, read_calibrati
 from ridgeline.core.cost import CostModel
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Space
-from ridgeline.core.gpu_blocks import most_rows
+from ridgeline.core.gpu_blocks import converted, most_rows
 from ridgeline.core.host_weights import LINK_SHARE, HostTimes, streamed_s
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.hardware.probe import Device, probe
@@ -66,6 +66,11 @@ def weight_formats(kind: str, row: Accelerator | None, experts: bool = False) ->
 def kind_on(name: str, kind: str) -> str:
     """As ops.blocks.kind_of, of a device with this name of the table or of a driver."""
     return "hopper" if kind == "cuda" and re.search(HOPPER, name) else kind
+
+
+def held_on(spec: ModelSpec, name: str, kind: str) -> ModelSpec:
+    """The model as a device holds it, whose name and kind are as in `kind_on`."""
+    return converted(spec, kind_on(name, kind))
 
 
 def _times(kind: str, spec: ModelSpec) -> tuple[float, float] | None:
