@@ -25,6 +25,8 @@ from common import provenance, write_rows
 from products import PROCESSES, off, replayed
 from triton.runtime.errors import OutOfResources
 
+from ridgeline.core.experts import ExpertSpec
+from ridgeline.core.gpu_layout import held_format
 from ridgeline.core.spec import NUMBER_FORMATS
 from ridgeline.ops.experts import by_expert, route
 from ridgeline.ops.reference import activate, quantize
@@ -96,8 +98,12 @@ def layer(shape: Shape, form: str) -> tuple[list[Matrix], list[Matrix]]:
 
 def floor_us(shape: Shape, form: str, tokens: int) -> float:
     numbers, weights = NUMBER_FORMATS.get(form), 0
-    for outputs, inputs in ((2 * shape.width, shape.d_model), (shape.d_model, shape.width)):
-        weights += numbers.matrix_bytes(outputs, inputs) if numbers else outputs * inputs * 2
+    chosen = (
+        each for each in ExpertSpec(shape.experts, shape.per_token, shape.width).matrices(shape.d_model) if each.chosen
+    )
+    for each in chosen:
+        held = numbers and held_format(numbers, "hopper", each)
+        weights += held.matrix_bytes(each.outputs, each.inputs) if held else 2 * each.elements
     used = shape.experts * (1 - (1 - shape.per_token / shape.experts) ** tokens)
     flops = 6.0 * shape.width * shape.d_model * shape.per_token * tokens
     rate = FLOPS * (2 if numbers and numbers.inputs_8bit else 1)

@@ -135,6 +135,7 @@ BESIDE_HEART: Mapping[str, str] = {
     "core/drafting.py": "measures: FLOPs and bytes of drafters",
     "core/fit.py": "start-up: options with which a model fits",
     "core/gpu_blocks.py": "start-up: which weights a GPU converts or expands",
+    "core/gpu_layout.py": "start-up: bytes of quantized weights on a GPU",
     "core/host_weights.py": "start-up: weights that stay in host memory",
     "core/logs.py": "log lines",
     "core/loop_time.py": "limits of the service on others",

@@ -46,6 +46,31 @@ def test_roofline_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(operation["flops"] for operation in decode["operations"]) == decode["flops"]
 
 
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "torch_dtype": "bfloat16",
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+    "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+}  # fmt: skip
+"""Qwen3-30B-A3B in int4."""
+
+
+def test_a_gpu_has_more_bytes_of_experts_than_a_processor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+
+    def weights(place: str) -> int:
+        facts = json.loads(run(capsys, "roofline", str(tmp_path), "--on", place, "--json"))
+        return int(facts["model"]["weight_bytes"])
+
+    assert weights("h200") - weights("epyc") == 48 * 128 * 3 * 768 * 2048 // 128 * 2
+
+    words = ("calc", "kv", str(tmp_path), "--tokens", "64", "--on", "h200", "--json")
+    facts = json.loads(run(capsys, *words))
+    left = lookup("h200").memory_bytes - weights("h200")
+    assert facts["sequences_that_fit"] == left // facts["sequence_bytes"]
+
+
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Accelerator], None]:
     """Makes a row the specification of this machine's processor."""

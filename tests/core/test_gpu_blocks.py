@@ -12,7 +12,7 @@ from ridgeline.core.errors import DoesNotFit
 from ridgeline.core.experts import ExpertSpec
 from ridgeline.core.fit import Deployment
 from ridgeline.core.fit import size as size_of
-from ridgeline.core.gpu_blocks import expanded_bytes, kept_bytes, most_rows
+from ridgeline.core.gpu_blocks import converted, expanded_bytes, kept_bytes, most_rows
 from ridgeline.core.sizing import GIB, Memory, MemoryPlan, Planner
 from ridgeline.core.spec import LayerSpec, ModelSpec, Rope
 
@@ -102,6 +102,31 @@ def test_steps_of_many_rows_read_the_dtype():
     many = [(100, 1)] * 32
     assert step_work(spec, many).bytes == step_work(wide, many).bytes > 2.6 * step_work(blocks, many).bytes
     assert more([]) == 0
+
+
+def qwen3_30b_a3b(name: str) -> ModelSpec:
+    experts = ExpertSpec(128, 8, 768)
+    layer = LayerSpec(32, 4, 128, experts.active_width, Rope(), experts=experts)
+    return ModelSpec("", 151_936, 2048, (layer,) * 48, 8192, quantization=name, head_format="int8")
+
+
+def test_a_gpu_has_scales_of_experts_in_words():
+    """Two bytes more for each group of an expert, one with zero points; nothing more in other formats and on a CPU."""
+    groups = 48 * 128 * 3 * 768 * 2048 // 128
+    for name, more in (("int4", 2), ("int8-g128", 2), ("int4-g128-zp", 1), ("int8", 0), ("fp8-block", 0), ("", 0)):
+        spec = qwen3_30b_a3b(name)
+        for kind in ("cuda", "hopper"):
+            held = converted(spec, kind)
+            assert held.weight_bytes - spec.weight_bytes == groups * more
+            assert plan(held, 141 * GIB).weight_bytes == held.weight_bytes
+            assert replace(held, quantization="").weight_bytes == replace(spec, quantization="").weight_bytes
+        assert converted(spec, "cpu") == spec
+    assert groups * 2 == pytest.approx(0.45e9, rel=0.01)
+
+
+def test_a_gpu_has_three_bits_as_four():
+    spec = llama_8b(quantization="int3", head_format="int3")
+    assert converted(spec, "cuda").weight_bytes == replace(spec, quantization="int4", head_format="int4").weight_bytes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -8,6 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from ridgeline.core.experts import Matrix as Linear
+from ridgeline.core.formats import NumberFormat
+from ridgeline.core.gpu_layout import held_format
 from ridgeline.ops.reference import REFERENCE, dequantized
 from ridgeline.ops.table import IntMatrix, Normed
 from ridgeline.ops.triton.integer import pack
@@ -73,6 +76,10 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_whole_matrices(n: int, k: int, form: tuple[int, int, bool], dtype: torch.dtype) -> None:
     packed, weight = matrix(n, k, form)
     close(dequantize(packed, dtype), weight, dtype)
+    bits, group, zeros = form
+    held = sum(tensor.nbytes for tensor in (packed.codes, packed.scales, packed.zeros) if tensor is not None)
+    counted = held_format(NumberFormat(bits, group, zeros), "cuda", Linear("qkv", n, k))
+    assert held == counted.matrix_bytes(n, k)
 
 
 @pytest.mark.parametrize(("tokens", "tile", "form", "dtype"), FEW_TOKENS)

@@ -54,6 +54,14 @@ def test_the_memory_of_a_replica_is_what_the_engine_plans() -> None:
     assert Planner(M8, engine, Memory("cuda", taken - plan.layout.page_bytes)).plan(2048)[0].concurrency(2048) == 15
 
 
+def test_weights_are_those_that_a_gpu_holds() -> None:
+    three_bits, four_bits = (
+        footprints(replace(M8, quantization=name), ReplicaNeed(Demand(1024, 256)), GPU, None, ENGINE)[0]
+        for name in ("int3", "int4")
+    )
+    assert three_bits == four_bits
+
+
 def test_a_smaller_share_of_a_gpu_takes_more_memory() -> None:
     gpu, row = Gpu("h100", 70 * 10**9), lookup("h100")
     feet, _ = footprints(M8, ReplicaNeed(Demand(1024, 256, 2.0)), gpu, row, ENGINE)

@@ -20,6 +20,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.resolve import split_options
 from ridgeline.hardware.bandwidth import with_measured_rates
 from ridgeline.hardware.probe import probe, resolve_accelerator
+from ridgeline.hardware.serving import held_on
 
 
 async def run_curve(
@@ -61,5 +62,5 @@ def _limits(config: CurveConfig) -> Limits:
     if device is None and (device := probe().device().accelerator) is None:
         raise ConfigError("The device of this machine is not in the hardware table: give one with --on.", param="on")
     model = "" if config.model_folder == SHIPPED else config.model_folder
-    spec = read_spec(ModelConfig(model=model))
+    spec = held_on(read_spec(ModelConfig(model=model)), device.name, device.kind)
     return Limits(spec, with_measured_rates(device, spec.dtype), named=bool(config.on))

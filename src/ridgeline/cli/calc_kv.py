@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ridgeline.cli.calc_lines import Line, Option, count, flag, gb
@@ -15,6 +16,7 @@ from ridgeline.core.plural import counted
 from ridgeline.core.quantization import check_experts
 from ridgeline.core.spec import KV_FORMATS, ModelSpec
 from ridgeline.hardware.probe import resolve_accelerator
+from ridgeline.hardware.serving import held_on
 from ridgeline.planner.kv import (
     Cache,
     cache_of,
@@ -67,6 +69,7 @@ def kv(args: Arguments, options: Mapping[str, Any]) -> list[Line]:
     if "on" in options:
         accelerator = resolve_accelerator(options["on"])
         check_experts(cache.spec, accelerator.kind)
+        cache = replace(cache, spec=held_on(cache.spec, accelerator.name, accelerator.kind))
         fit = sequences(cache, need.tokens, accelerator.memory_bytes)
         weights_note = "with the weights" if cache.spec.vocab_size else "without weights"
         lines.append(

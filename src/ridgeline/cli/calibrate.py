@@ -30,6 +30,7 @@ from ridgeline.engine.local import LocalEngine
 from ridgeline.hardware.bandwidth import matmul_rate, read_bandwidth, with_measured_rates
 from ridgeline.hardware.ceilings import place
 from ridgeline.hardware.probe import Device, probe
+from ridgeline.hardware.serving import held_on, with_experts
 from ridgeline.planner.calibrate import MAX_SHARE, NEEDS, Measured, calibrate
 from ridgeline.planner.svg import si
 
@@ -72,7 +73,8 @@ def run(args: Arguments) -> int:
             param="calibration",
         )
     resolved = resolve_arguments(args)
-    spec = read_spec(resolved.model)
+    device = probe().device(resolved.engine.device)
+    spec = held_on(read_spec(resolved.model), device.name, device.kind)
     if spec.host_bytes:
         raise ConfigError(
             "`ridgeline calibrate` measures steps that copy no weights: leave --cpu-offload-gb out, or give a --quantization with "
@@ -88,7 +90,6 @@ def run(args: Arguments) -> int:
             steps = measure(local, step_shapes, repeats, lambda done, total: stages("steps", done, total))
         finally:
             local.close()
-    device = probe().device(resolved.engine.device)
     device_name = place(torch.device(device.kind))
     calibration = calibrate(guess(spec, device), steps, device_name, datetime.now(UTC).strftime("%Y-%m-%d"))
     Path(out).write_text(calibration.to_json(), encoding="utf-8")
@@ -113,9 +114,10 @@ def guess(spec: ModelSpec, device: Device) -> CostModel:
     row = device.accelerator
     if row is not None:
         row = with_measured_rates(row, spec.dtype)
-        return CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth)
+        return with_experts(CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth), device.kind)
     torch_device = torch.device(device.kind)
-    return CostModel(spec, matmul_rate(torch_device, torch.bfloat16, 4096), read_bandwidth(torch_device, 1 << 30))
+    rates = matmul_rate(torch_device, torch.bfloat16, 4096), read_bandwidth(torch_device, 1 << 30)
+    return with_experts(CostModel(spec, *rates), device.kind)
 
 
 def show(console: Console, calibration: Calibration, steps: list[Measured]) -> None:

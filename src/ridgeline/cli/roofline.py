@@ -31,7 +31,7 @@ from ridgeline.core.quantization import check_experts
 from ridgeline.core.spec import ModelSpec
 from ridgeline.hardware.bandwidth import measured_note, with_measured_rates
 from ridgeline.hardware.probe import probe, resolve_accelerator
-from ridgeline.hardware.serving import cost_model
+from ridgeline.hardware.serving import cost_model, held_on
 from ridgeline.hardware.table import Accelerator, Level
 from ridgeline.models.build import served_spec
 from ridgeline.models.config import read_model
@@ -75,6 +75,7 @@ def run(args: Arguments) -> int:
     options = vars(args.options)
     check_output_paths(options, "html", "svg")
     accelerator, caveat = _accelerator(options.get("on"), spec.dtype)
+    spec = held_on(spec, accelerator.name, accelerator.kind)
     check_gpu(spec, accelerator.kind)
     check_experts(spec, accelerator.kind)
     load = _load(options, spec.max_len)

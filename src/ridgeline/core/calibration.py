@@ -73,7 +73,7 @@ class Calibration:
 def cost_values(cost: CostModel) -> dict[str, Any]:
     """The rates and factors of a cost model as JSON values. Factors that equal another one (None) are left out."""
     factors = {name: _finite(value) for name in FACTORS if (value := getattr(cost, name)) is not None}
-    rates = {"flops_per_s": cost.flops_per_s, "bytes_per_s": cost.bytes_per_s}
+    rates = {"flops_per_s": cost.flops_per_s, "bytes_per_s": cost.bytes_per_s, "expert_s": cost.expert_s}
     host = {name: _finite(value) for name, value in asdict(cost.host).items()}
     return {**rates, "host": host, "factors": factors}
 
@@ -83,6 +83,7 @@ def read_cost(spec: ModelSpec, values: Mapping[str, Any], calibrated: bool = Fal
     factors: dict[str, Any] = {name: float(value) for name, value in values["factors"].items()}
     times = {name: float(value) for name, value in values.get("host", {}).items()}
     host = HostTimes(**{**times, "few_tokens": int(times.get("few_tokens", 0))})  # type: ignore[arg-type]
+    factors["expert_s"] = float(values.get("expert_s", 0.0))
     return CostModel(spec, values["flops_per_s"], values["bytes_per_s"], calibrated=calibrated, host=host, **factors)
 
 

@@ -23,7 +23,7 @@ class StepWork(NamedTuple):
 
     flops: a multiply-add counts 2. bytes: read and written, weights once. attention_flops and kv_bytes: the parts of these totals
     for attention and the KV cache; the remainder belongs to the matrix products. logits: query tokens whose logits are computed.
-    chunked: some row runs more than one query token.
+    chunked: some row runs more than one query token. expert_layers: layers with experts.
     """
 
     tokens: int
@@ -33,6 +33,12 @@ class StepWork(NamedTuple):
     kv_bytes: int = 0
     logits: int = 0
     chunked: bool = False
+    expert_layers: int = 0
+
+
+def expert_layers(spec: ModelSpec) -> int:
+    """The number of layers with experts."""
+    return sum(layer.experts is not None for layer in spec.layers)
 
 
 def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | None = None) -> StepWork:
@@ -48,7 +54,8 @@ def step_work(spec: ModelSpec, shares: Iterable[tuple[int, int]], logits: int | 
     linear = spec.linear_flops(tokens, needed)
     weights = spec.step_weight_bytes - spec.idle_bytes(tokens, needed) if tokens else 0
     read = weights + more_bytes(wide_reads(spec), tokens, needed) + kv
-    return StepWork(tokens, linear + attention, read, attention, kv, needed, longest > 1)
+    layers = expert_layers(spec) if tokens else 0
+    return StepWork(tokens, linear + attention, read, attention, kv, needed, longest > 1, layers)
 
 
 def more_bytes(reads: tuple[Reads, Reads], tokens: int, logits: int) -> int:
@@ -64,6 +71,7 @@ class WorkMeter:
     __slots__ = (
         "_by_window",
         "_by_window_but_last",
+        "_expert_layers",
         "_experts",
         "_kv_written",
         "_last_experts",
@@ -77,7 +85,7 @@ class WorkMeter:
     def __init__(self, spec: ModelSpec) -> None:
         self._token_flops, self._logit_flops = spec.linear_flops(1, 0), spec.linear_flops(0, 1)
         self._weights, self._kv_written = spec.step_weight_bytes, spec.kv_bytes_per_token()
-        self._wide = wide_reads(spec)
+        self._wide, self._expert_layers = wide_reads(spec), expert_layers(spec)
         self._experts, self._last_experts = spec.experts(spec.layers[:-1]), spec.experts(spec.layers[-1:])
         by_window: dict[int | None, tuple[int, int]] = {}
         for layer in spec.layers:
@@ -123,7 +131,8 @@ class WorkMeter:
         linear = tokens * self._token_flops + logits * self._logit_flops
         weights = self._weights + more_bytes(self._wide, tokens, logits)
         weights -= idle_bytes(self._experts, tokens) + idle_bytes(self._last_experts, logits)
-        return StepWork(tokens, linear + attention, weights + kv, attention, kv, logits, tokens != rows)
+        layers = self._expert_layers
+        return StepWork(tokens, linear + attention, weights + kv, attention, kv, logits, tokens != rows, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +141,11 @@ class CostModel:
 
     flops_per_s, bytes_per_s: the hardware's peaks at the model's precision. compute_share, memory_share: shares of the peaks that
     matrix products reach. attention_share, kv_share: those that attention reaches (None: the same as matrix products).
-    overhead_s: time of an empty step. row_s, token_s: seconds per row that draws (sampling) and per query token (activations).
-    launch_s: seconds the host needs to launch a step with chunks, while the device works. ramp_tokens: tokens by which a step's
-    arithmetic falls short of full tiles. overlap: how far arithmetic hides memory traffic, from 1 (one after the other) to
-    infinity (the larger of the two); see `joined`. calibrated: the factors were fitted on this machine (`planner.calibrate`).
+    overhead_s: time of an empty step. expert_s: seconds of a layer with experts that bytes do not explain, which no calibration
+    fits. row_s, token_s: seconds per row that draws (sampling) and per query token (activations). launch_s: seconds the host
+    needs to launch a step with chunks, while the device works. ramp_tokens: tokens by which a step's arithmetic falls short of full
+    tiles. overlap: how far arithmetic hides memory traffic, from 1 (one after the other) to infinity (the larger of the two); see
+    `joined`. calibrated: the factors were fitted on this machine (`planner.calibrate`).
     Otherwise they are defaults, and every figure derived from them must say so. host: of weights in host memory. wide: the model of
     steps of more than wide_rows tokens if linears are in both forms (spec.both_forms): they read the model's dtype.
     """
@@ -157,10 +167,11 @@ class CostModel:
     host: HostTimes = NO_HOST_WEIGHTS
     wide: CostModel | None = None
     wide_rows: int = 0
+    expert_s: float = 0.0
 
     def step_s(self, work: StepWork) -> float:
         """Predicted seconds of a step with this work."""
-        tokens, flops, bytes_moved, attention_flops, kv_bytes, logits, chunked = work
+        tokens, flops, bytes_moved, attention_flops, kv_bytes, logits, chunked, layers = work
         if self.wide is not None and tokens > self.wide_rows and self.spec.both_forms:
             return self.wide.step_s(work)
         ramp = 1 + self.ramp_tokens / tokens if tokens else 1.0
@@ -169,7 +180,7 @@ class CostModel:
         attention = attention_flops / (self.flops_per_s * (self.attention_share or self.compute_share))
         cache = kv_bytes / (self.bytes_per_s * (self.kv_share or self.memory_share))
         products = joined(self.overlap, linear, weights, self.launch_s if chunked else 0.0)
-        extra = self.overhead_s + logits * self.row_s + tokens * self.token_s
+        extra = self.overhead_s + layers * self.expert_s + logits * self.row_s + tokens * self.token_s
         return self.host.step_s(products + joined(self.overlap, attention, cache) + extra, tokens)
 
     def decode_s(self, lengths: Iterable[int]) -> float:

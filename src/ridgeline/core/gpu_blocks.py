@@ -37,9 +37,12 @@ blocks 9,030; but 24 make 5,690, 32 in blocks 6,650 (8B in Q4_K, benchmarks/resu
 
 
 def converted(spec: ModelSpec, kind: str) -> ModelSpec:
-    """The model with linears in blocks in the dtype instead, but for the formats that this kind of GPU keeps. A CPU keeps all.
-    Experts stay in theirs."""
-    if kind not in GPU_BLOCKS or spec.has_experts:
+    """The model as this kind of device holds it. A GPU has linears in blocks in the dtype instead, but for the formats that it
+    keeps. A CPU keeps all. Experts stay in theirs."""
+    if kind not in GPU_BLOCKS:
+        return spec
+    spec = replace(spec, device_kind=kind)
+    if spec.has_experts:
         return spec
     kept = GPU_BLOCKS[kind] if spec.dtype in KERNEL_DTYPES else frozenset()
     slow = {name for name, numbers in NUMBER_FORMATS.items() if numbers.in_blocks} - kept

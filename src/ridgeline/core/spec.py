@@ -14,6 +14,7 @@ from typing import Literal
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.experts import ExpertSpec, Idle, Matrix, idle_bytes
 from ridgeline.core.formats import DTYPE_BYTES, GROUPS, KV_FORMATS, NUMBER_FORMATS, QUANTIZED_KV, KvFormat, NumberFormat
+from ridgeline.core.gpu_layout import held_format
 from ridgeline.core.ranks import units_on_rank
 
 __all__ = [
@@ -157,8 +158,8 @@ class ModelSpec:
 
     `quantization`: the number format of the layers' matrices, a name of NUMBER_FORMATS; "" means `dtype`.
     `head_format`: likewise of the head. A tied head that has one is kept beside the embedding, which is in `dtype`.
-    `kv_format`: the format of the cache, a name of KV_FORMATS; "" means `dtype`.
-    `vocabulary_ranks`: ranks that share the rows of embedding and head. `host_bytes`: of weights that stay in host memory.
+    `kv_format`: the format of the cache, a name of KV_FORMATS; "" means `dtype`. `vocabulary_ranks`: ranks that share the rows of
+    embedding and head. `device_kind`: of the device with the weights (core.gpu_blocks). `host_bytes`: of those in host memory.
     `both_forms`: quantized linears are in `dtype` too, which steps of many rows read (core.gpu_blocks); memory is not counted here.
 
     `norm_offset`: Gemma's norms scale by (1 + weight). `post_norms`: Gemma 2 and 3 also norm the output of attention and
@@ -208,6 +209,7 @@ class ModelSpec:
     vocabulary_ranks: int = 1
     host_bytes: int = 0
     both_forms: bool = False
+    device_kind: str = "cpu"
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     mtp_layers: int = 0
@@ -272,7 +274,7 @@ class ModelSpec:
             if stored is None or (stored.experts and not matrix.chosen):
                 total += outputs * matrix.inputs * width
             else:
-                total += stored.matrix_bytes(outputs, matrix.inputs, width)
+                total += held_format(stored, self.device_kind, matrix).matrix_bytes(outputs, matrix.inputs, width)
         return matrix.copies * (total + (matrix.outputs * width if matrix.bias else 0))
 
     def layer_linear_params(self, layer: LayerSpec) -> int:

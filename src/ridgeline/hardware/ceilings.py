@@ -15,6 +15,7 @@ from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.hardware.bandwidth import host_link_rate, measured_rates
 from ridgeline.hardware.power import Meter, power_counter
 from ridgeline.hardware.probe import probe
+from ridgeline.hardware.serving import with_experts
 from ridgeline.hardware.table import Accelerator
 
 
@@ -46,7 +47,8 @@ def read_ceilings(
         "calibration": str(fitted or ""),
         **(published(known, spec) if known else {}),
     }
-    guess = CostModel(spec, ceilings.get("flops") or measured, ceilings.get("bytes") or read)
+    rates = ceilings.get("flops") or measured, ceilings.get("bytes") or read
+    guess = with_experts(CostModel(spec, *rates), device.type)
     cost = fitted.cost if fitted else guess
     if spec.host_bytes:
         ceilings["host_link"] = host_link_rate(device)

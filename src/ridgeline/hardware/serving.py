@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ridgeline.core.calibration import FACTORS, load_calibration, read_calibration
-from ridgeline.core.cost import CostModel
+from ridgeline.core.cost import CostModel, expert_layers
 from ridgeline.core.errors import ConfigError
 from ridgeline.core.fit import Space
-from ridgeline.core.gpu_blocks import most_rows
+from ridgeline.core.gpu_blocks import converted, most_rows
 from ridgeline.core.host_weights import LINK_SHARE, HostTimes, streamed_s
 from ridgeline.core.spec import NUMBER_FORMATS, ModelSpec
 from ridgeline.hardware.probe import Device, probe
 from ridgeline.hardware.table import ACCELERATORS, Accelerator, find
+
+Measure = TypeVar("Measure")
 
 KV_FORMATS_SERVED: Mapping[str, tuple[str, ...]] = {"cuda": (), "cpu": ()}
 """Formats of the KV cache by device type that `core.fit` and `diagnose` propose. None yet: the cost model reads every format at the
@@ -47,6 +50,18 @@ GPU, one token: fp8 by benchmarks/results/h200.json (8B, without the output laye
 (relative to fp8 on Qwen3-4B; int3 as int4), the others by their ratio to fp8 in products_w8a8.json. Thousands: products_w8a8.json
 (8,192 tokens), and products_int.json for int4. fp8-weight: fp8_weight.json (2,048 tokens). CPU: cpu_formats.json."""
 
+EXPERT_LAYER_S = 40e-6
+"""Seconds of a layer with experts on a GPU that its bytes do not explain: the short kernels of attention and of the experts (five:
+routing, order, two products, sum), one after the other."""
+EXPERT_READS: Mapping[str, float] = {
+    "": 0.87, "fp8": 0.75, "int8": 0.75, "fp8-weight": 0.54, "fp8-block": 0.54, "int4": 0.515, "int3": 0.515,
+}  # fmt: skip
+"""Share of a GPU's published bandwidth at which steps of few tokens read a model with experts, by number format. Unpacking limits
+codes of 4 bits, and products outside of experts fp8-weight.
+
+Both are fitted to steps of 1 to 64 requests of a Qwen3-30B-A3B on an H200 (qwen3-30b-a3b in benchmarks/results/shapes.json), within
+6.4 %. fp8-block is as fp8-weight, int8 as fp8 and int3 as int4, whose experts take about as long (products_experts.json)."""
+
 
 def weight_formats(kind: str, row: Accelerator | None, experts: bool = False) -> tuple[str, ...]:
     """Number formats that a device serves weights in, preferred ones first. Each is named once.
@@ -68,14 +83,21 @@ def kind_on(name: str, kind: str) -> str:
     return "hopper" if kind == "cuda" and re.search(HOPPER, name) else kind
 
 
+def held_on(spec: ModelSpec, name: str, kind: str) -> ModelSpec:
+    """The model as a device holds it, whose name and kind are as in `kind_on`."""
+    return converted(spec, kind_on(name, kind))
+
+
 def _times(kind: str, spec: ModelSpec) -> tuple[float, float] | None:
-    """PRODUCT_TIMES of a model's format; integers of any group as the ones that were measured. None: not measured. Experts have
-    other kernels."""
-    name = spec.quantization
-    if not name or spec.has_experts:
-        return None if name else (1.0, 1.0)
-    known = PRODUCT_TIMES.get(kind, {})
-    return known.get(name) or (known.get(name.partition("-")[0]) if name.startswith("int") else None)
+    """PRODUCT_TIMES of a model's format. None: not measured. Experts have other kernels."""
+    if not spec.quantization or spec.has_experts:
+        return None if spec.quantization else (1.0, 1.0)
+    return _measured(PRODUCT_TIMES.get(kind, {}), spec.quantization)
+
+
+def _measured(table: Mapping[str, Measure], name: str) -> Measure | None:
+    """The entry of a number format; integers of any group as the ones that were measured."""
+    return table.get(name) or (table.get(name.partition("-")[0]) if name.startswith("int") else None)
 
 
 def _read_rate(spec: ModelSpec, one_token: float) -> float:
@@ -85,6 +107,29 @@ def _read_rate(spec: ModelSpec, one_token: float) -> float:
     return spec.step_weight_bytes / (one_token * layers + spec.step_weight_bytes - spec.layer_bytes)
 
 
+def _expert_reads(spec: ModelSpec) -> float | None:
+    """EXPERT_READS of a model's format. None: not measured, or no experts."""
+    return _measured(EXPERT_READS, spec.quantization) if spec.has_experts else None
+
+
+def with_experts(cost: CostModel, kind: str) -> CostModel:
+    """An uncalibrated cost model with what is measured of experts; as it is for a model without, and on a CPU. kind: see in_format.
+
+    The time of a layer replaces that of an empty step, of which layers without experts keep their part.
+    """
+    spec = cost.spec
+    if kind != "cuda" or not spec.has_experts:
+        return cost
+    dense = 1 - expert_layers(spec) / len(spec.layers)
+    return replace(
+        cost,
+        overhead_s=cost.overhead_s * dense,
+        expert_s=EXPERT_LAYER_S,
+        memory_share=_expert_reads(spec) or cost.memory_share,
+        kv_share=cost.kv_share or cost.memory_share,
+    )
+
+
 def in_format(cost: CostModel, spec: ModelSpec, kind: str) -> CostModel:
     """The cost model of a device for another number format of the same model, with the measured speed of its products. Where that
     is unknown, steps differ by their bytes.
@@ -92,6 +137,10 @@ def in_format(cost: CostModel, spec: ModelSpec, kind: str) -> CostModel:
     kind: "cuda" or "cpu". On a GPU the model holds for both forms too, as spec.both_forms says.
     """
     old, new = _times(kind, cost.spec), _times(kind, spec)
+    before, after = _expert_reads(cost.spec), _expert_reads(spec)
+    if kind == "cuda" and before and after:
+        shares = cost.memory_share * after / before, cost.kv_share or cost.memory_share
+        return replace(cost, spec=spec, memory_share=shares[0], kv_share=shares[1])
     if old is None or new is None:
         return replace(cost, spec=spec)
     many_tokens = new[1] / old[1]
@@ -116,7 +165,8 @@ def cost_model(row: Accelerator, spec: ModelSpec) -> CostModel:
         plain = replace(spec, quantization="", head_format="", both_forms=False, host_bytes=0)
         return replace(in_format(cost_model(row, plain), spec, row.kind), host=host)
     cost = CostModel(spec, row.peak(spec.matrix_dtype), row.bandwidth, host=host)
-    return replace(cost, attention_share=cost.compute_share * row.peak(spec.dtype) / cost.flops_per_s)
+    cost = replace(cost, attention_share=cost.compute_share * row.peak(spec.dtype) / cost.flops_per_s)
+    return with_experts(cost, row.kind)
 
 
 def calibrated_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel:
@@ -138,9 +188,9 @@ def transferred_cost(path: Path, spec: ModelSpec, row: Accelerator) -> CostModel
     if find(calibrated.device) != row:
         return None
     measured, stored = calibrated.cost, replace(spec, quantization=str(properties["quantization"]))
-    if _times(row.kind, spec) is None or _times(row.kind, stored) is None:
+    if not all(_times(row.kind, known) or _expert_reads(known) for known in (spec, stored)):
         stored = spec
-    cost = CostModel(stored, row.peak(stored.matrix_dtype), row.bandwidth)
+    cost = with_experts(CostModel(stored, row.peak(stored.matrix_dtype), row.bandwidth), row.kind)
     factors = {name: getattr(measured, name) for name in FACTORS}
     if measured.attention_share is not None:
         factors["attention_share"] = measured.attention_share * measured.flops_per_s / cost.flops_per_s

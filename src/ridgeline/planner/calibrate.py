@@ -146,11 +146,12 @@ class _Problem:
     def __init__(self, guess: CostModel, works: Sequence[StepWork], seconds: Sequence[float]) -> None:
         self._guess, self._works = guess, list(works)
         self._seconds = np.array(seconds, dtype=np.float64)
-        tokens, flops, moved, attention_flops, kv_bytes, logits, chunked = np.array(works, dtype=np.float64).T
+        tokens, flops, moved, attention_flops, kv_bytes, logits, chunked, layers = np.array(works, dtype=np.float64).T
         self._tokens, self._logits, self._chunked = tokens, logits, chunked
         self._linear = (flops - attention_flops) / guess.flops_per_s
         self._attention = attention_flops / guess.flops_per_s
         self._weights, self._cache = (moved - kv_bytes) / guess.bytes_per_s, kv_bytes / guess.bytes_per_s
+        self._experts = layers * guess.expert_s
         self._default = _values(guess)
         self._lower = np.zeros(len(FACTORS))
         self._lower[list(_SHARES)] = 1 / MAX_SHARE
@@ -250,7 +251,7 @@ class _Problem:
         linear = self._linear * compute * (1 + ramp / np.maximum(1, self._tokens))
         products = _joined(inverse_overlap, linear, self._weights * memory, self._chunked * launch)
         attended = _joined(inverse_overlap, self._attention * attention, self._cache * cache)
-        seconds: Array = products + attended + overhead + self._logits * row + self._tokens * token
+        seconds: Array = products + attended + overhead + self._experts + self._logits * row + self._tokens * token
         return seconds / self._seconds
 
     def _gradient(self, values: Array) -> Array:

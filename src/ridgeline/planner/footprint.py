@@ -15,7 +15,7 @@ from ridgeline.core.errors import ConfigError
 from ridgeline.core.sizing import GIB, Memory, Planner
 from ridgeline.core.slo import Latencies
 from ridgeline.core.spec import ModelSpec
-from ridgeline.hardware.serving import cost_model
+from ridgeline.hardware.serving import cost_model, held_on
 from ridgeline.hardware.table import Accelerator
 from ridgeline.planner.cluster import read_cluster
 from ridgeline.planner.layout_times import Times
@@ -64,6 +64,7 @@ def footprints(
     row: of the hardware table; None where only the memory is known, which suffices without a rate.
     """
     made, reason = list[Footprint](), ""
+    spec = held_on(spec, gpu.name, "cuda")
     for tensor in need.tensor:
         if tensor > gpu.per_host:
             continue

@@ -40,13 +40,17 @@ class Parts:
 
 def stage_parts(cost: CostModel, work: StepWork) -> Parts:
     """The predicted seconds of a step, divided by what binds its products and its attention."""
-    products = StepWork(
-        work.tokens, work.flops - work.attention_flops, work.bytes - work.kv_bytes, 0, 0, work.logits, work.chunked
+    empty = StepWork(work.tokens, 0, 0, 0, 0, work.logits, expert_layers=work.expert_layers)
+    products = empty._replace(
+        flops=work.flops - work.attention_flops, bytes=work.bytes - work.kv_bytes, chunked=work.chunked
     )
-    attention = StepWork(
-        work.tokens, work.attention_flops, work.kv_bytes, work.attention_flops, work.kv_bytes, work.logits
+    attention = empty._replace(
+        flops=work.attention_flops,
+        bytes=work.kv_bytes,
+        attention_flops=work.attention_flops,
+        kv_bytes=work.kv_bytes,
     )
-    extra = cost.step_s(StepWork(work.tokens, 0, 0, 0, 0, work.logits))
+    extra = cost.step_s(empty)
     compute = memory = 0.0
     for part in (products, attention):
         seconds = cost.step_s(part) - extra

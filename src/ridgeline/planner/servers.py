@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ridgeline.core.config import EngineConfig
-from ridgeline.core.cost import CostModel, StepWork, WorkMeter
+from ridgeline.core.cost import CostModel, StepWork, WorkMeter, expert_layers
 from ridgeline.core.sizing import MemoryPlan
 from ridgeline.engine.policy import Limits
 from ridgeline.kv.retention import read_retention
@@ -116,7 +116,11 @@ def _part(share: StageShare, work: StepWork, *, products: float, attention: floa
     attended, read = work.attention_flops * share.attention * attention, work.kv_bytes * share.cache * attention
     weights = (work.bytes - work.kv_bytes) * share.weights
     return work._replace(
-        flops=int(linear + attended), bytes=int(weights + read), attention_flops=int(attended), kv_bytes=int(read)
+        flops=int(linear + attended),
+        bytes=int(weights + read),
+        attention_flops=int(attended),
+        kv_bytes=int(read),
+        expert_layers=expert_layers(share.stage.spec),
     )
 
 

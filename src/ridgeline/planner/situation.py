@@ -128,7 +128,7 @@ class Situation:
 
 def slower(cost: CostModel, factor: float) -> CostModel:
     """A cost model whose steps take `factor` times as long."""
-    times = {name: getattr(cost, name) * factor for name in ("overhead_s", "row_s", "token_s", "launch_s")}
+    times = {name: getattr(cost, name) * factor for name in ("overhead_s", "expert_s", "row_s", "token_s", "launch_s")}
     return replace(cost, flops_per_s=cost.flops_per_s / factor, bytes_per_s=cost.bytes_per_s / factor, **times)
 
 

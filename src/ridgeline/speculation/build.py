@@ -84,7 +84,7 @@ def memory_of_drafters(config: EngineConfig, spec: ModelSpec, folder: Path, plac
     logits = min(LOGIT_ROWS, (config.max_num_seqs or LOGIT_ROWS) * (1 + wanted.max_nodes))
     if wanted.device == "draft":
         draft_folder, draft_config = draft_model(wanted, spec, "dummy")  # from the hub, only the small files
-        draft = served_spec(read_model(draft_folder)[0], draft_config)
+        draft = served_spec(read_model(draft_folder)[0], draft_config, spec.device_kind)
         check_draft(draft, spec)
         return wanted, DrafterMemory(draft.layers, draft.weight_bytes, logits)
     layers: tuple[LayerSpec, ...] = ()
