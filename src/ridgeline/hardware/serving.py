@@ -50,17 +50,17 @@ GPU, one token: fp8 by benchmarks/results/h200.json (8B, without the output laye
 (relative to fp8 on Qwen3-4B; int3 as int4), the others by their ratio to fp8 in products_w8a8.json. Thousands: products_w8a8.json
 (8,192 tokens), and products_int.json for int4. fp8-weight: fp8_weight.json (2,048 tokens). CPU: cpu_formats.json."""
 
-EXPERT_LAYER_S = 40e-6
+EXPERT_LAYER_S = 38e-6
 """Seconds of a layer with experts on a GPU that its bytes do not explain: the short kernels of attention and of the experts (five:
 routing, order, two products, sum), one after the other."""
 EXPERT_READS: Mapping[str, float] = {
-    "": 0.87, "fp8": 0.75, "int8": 0.75, "fp8-weight": 0.54, "fp8-block": 0.54, "int4": 0.515, "int3": 0.515,
+    "": 0.92, "fp8": 0.72, "int8": 0.72, "fp8-weight": 0.675, "fp8-block": 0.675, "int4": 0.495, "int3": 0.495,
 }  # fmt: skip
 """Share of a GPU's published bandwidth at which steps of few tokens read a model with experts, by number format. Unpacking limits
-codes of 4 bits, and products outside of experts fp8-weight.
+codes of 4 bits.
 
 Both are fitted to steps of 1 to 64 requests of a Qwen3-30B-A3B on an H200 (qwen3-30b-a3b in benchmarks/results/shapes.json), within
-6.4 %. fp8-block is as fp8-weight, int8 as fp8 and int3 as int4, whose experts take about as long (products_experts.json)."""
+7.1 %. fp8-block is as fp8-weight, int8 as fp8 and int3 as int4, whose experts take about as long (products_experts.json)."""
 
 
 def weight_formats(kind: str, row: Accelerator | None, experts: bool = False) -> tuple[str, ...]:
