@@ -43,7 +43,8 @@ SORTED_AT_ONCE, MANY_SORTED_AT_ONCE = 1024, 8192
 """Pairs that `sort_kernel` reads at once, and those of a long prompt."""
 MMA_ROWS = 16
 TMA_ROW = 16
-"""Rows of weights in 16 bits that are multiples of so many elements begin where TMA can load. Two of gate's make one of down's."""
+"""Both sizes of gate and up are multiples of it where TMA loads weights in 16 bits: a row is a multiple of 16 bytes, and a row of
+down has half as many elements as gate and up have outputs."""
 
 
 class Block(NamedTuple):
