@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 
 def keep_types(patch: pytest.MonkeyPatch, module: Any) -> None:
-    """Cache what Triton 3.6 builds anew for each operation: numpy's element type, a block's type, a tensor's shape.
+    """Cache what Triton 3.6 builds anew for each operation: numpy's element type, a block's type, a tensor's shape, the type of a
+    result. Leave out what has no effect: the broadcast of operands of one shape, and sums in 64 bits that are compared with the
+    limits of 32 bits and, without `debug`, asserted nowhere; they are a quarter of the interpreter's time.
 
     The caches live as long as `patch`. Nothing invalidates them: their keys are names of element types and shapes, their
     values are immutable. Compilers use the same classes, so nothing is patched where kernels are compiled.
@@ -20,7 +23,12 @@ def keep_types(patch: pytest.MonkeyPatch, module: Any) -> None:
     if not os.environ.get("TRITON_INTERPRET"):
         return
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
 
+    options = module.interpreter_builder.options
+    patch.setattr(module.interpreter_builder, "options", replace(options, sanitize_overflow=options.debug))
+    patch.setattr(TritonSemantic, "broadcast_impl_value", broadcast(TritonSemantic.broadcast_impl_value))
+    patch.setattr(TritonSemantic, "computation_type_impl", computation_type(TritonSemantic.computation_type_impl))
     patch.setattr(module, "_get_np_dtype", numpy_type(core, module._get_np_dtype))
     patch.setattr(core.block_type, "__init__", block_type(core, core.block_type.__init__))
     patch.setattr(core.tensor, "__init__", tensor(core))
@@ -66,3 +74,25 @@ def tensor(core: Any) -> Callable[..., None]:
 
 def same_type(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     return lambda self, other: self is other or original(self, other)
+
+
+def broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+    def impl(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block() and left.shape.values == right.shape.values:
+            return lhs, rhs
+        return original(self, lhs, rhs)
+
+    return impl
+
+
+def computation_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    types: dict[tuple[Any, ...], Any] = {}
+
+    def impl(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
+        if key not in types:
+            types[key] = original(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return types[key]
+
+    return impl

@@ -8,6 +8,7 @@ import torch
 from ridgeline.core.spec import NumberFormat
 from ridgeline.ops.reference import INT_REFERENCE, dequantized, pack_bits, unpack_bits
 from ridgeline.ops.table import IntMatrix, IntOps, Normed, Ops
+from tests.combinations import crossed
 
 BF16, F32 = torch.bfloat16, torch.float32
 # outputs, inputs, group: of one group, of many, of a last one that is shorter, of chunks inside a group.
@@ -51,9 +52,12 @@ def test_the_reference_is_the_formula() -> None:
     close(INT_REFERENCE.linear(x, INT_REFERENCE.pack(*given), bias), want, F32)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "bits", "threads"),
+    crossed([F32, BF16, torch.float16], [3, 4, 8], (1, 2), quick=lambda *at: sum(at) % 2 == 0),
+    indirect=["threads"],
+)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
-@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_products(ops: Ops, threads: int, dtype: torch.dtype, bits: int, zeros: bool) -> None:
     """Plain, normed on the way in, added to a stream, gated."""
     for outputs, inputs, group in SHAPES:

@@ -11,6 +11,7 @@ from ridgeline.ops.noise import Purpose, row_key
 from ridgeline.ops.rows import Int, Knob, RowState
 from ridgeline.ops.sample import Limits, sample
 from ridgeline.ops.table import Ops
+from tests.combinations import crossed
 from tests.decoding.chi import DRAWS, fits
 from tests.ops.test_sample import CASES, LOGITS, Case, by_the_book, columns
 
@@ -39,8 +40,11 @@ def keys(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return key, torch.arange(rows, dtype=torch.int32) * 7
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab", [4000, 1003])
+@pytest.mark.parametrize(
+    ("kind", "vocab", "threads"),
+    crossed(KINDS, [4000, 1003], (1, 2), quick=lambda *at: sum(at) % 2 == 0),
+    indirect=["threads"],
+)
 def test_draws_are_those_of_the_reference(ops: Ops, threads: int, kind: str, vocab: int) -> None:
     """None differs here; one could where a sum of chances is within its rounding of top_p."""
     temperature, limits = columns(MIX)

@@ -18,6 +18,7 @@ from ridgeline.ops.native.files import cpu_flags, library_path, sources
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import LayerParts, Matrix, Normed, Ops, QkvShape
+from tests.combinations import crossed
 
 BF16, F32 = torch.bfloat16, torch.float32
 DTYPES = [F32, BF16]
@@ -268,8 +269,11 @@ def check(ops: Ops, case: Any, dtype: torch.dtype) -> None:
             assert (out.double() - want).abs().max() < 4e-2
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    ("name", "dtype", "threads"),
+    crossed(list(CASES), DTYPES, (1, 2), quick=lambda *at: sum(at) % 2 == 0),
+    indirect=["threads"],
+)
 def test_attention(ops: Ops, threads: int, batch: Callable[..., Any], name: str, dtype: torch.dtype) -> None:
     rows, fields = CASES[name]
     check(ops, batch(rows, **fields), dtype)
@@ -372,10 +376,16 @@ def refuse(stream: torch.Tensor, views: Sequence[KvView], step: StepInputs) -> t
     raise AssertionError("these layers run in one call")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"bias": True, "norms": True, "activation": "gelu_tanh"}])
 @pytest.mark.parametrize(
-    "rows", [[(37, 1)], [(700, 1)], DECODE, [(9, 5)], [(20, 1)] * 13, MIXED], ids=lambda rows: f"{len(rows)}-rows"
+    ("rows", "dtype", "threads"),
+    crossed(
+        [[(37, 1)], [(700, 1)], DECODE, [(9, 5)], [(20, 1)] * 13, MIXED],
+        DTYPES,
+        (1, 2),
+        quick=lambda *at: sum(at) % 2 == 0,
+    ),
+    indirect=["threads"],
 )
 def test_layers_in_one_call(
     ops: Ops,

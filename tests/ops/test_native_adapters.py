@@ -17,6 +17,7 @@ from ridgeline.ops.native_adapters import NativePairs
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView, StepInputs
 from ridgeline.ops.table import LayerParts, Matrix, Normed, Ops
+from tests.combinations import crossed
 from tests.ops.test_blocks import random_blocks
 from tests.ops.test_native import BF16, DECODE, DTYPES, F32, MIXED, close, layer_parts, refuse
 
@@ -25,27 +26,38 @@ RANKS = {1: 8, 2: 16, 4: 64, 5: 256, 6: 24, 7: 40}
 """Slot 3 is empty."""
 
 
-def pairs_of(
-    adapters: AdapterOps, outputs: tuple[int, ...], inputs: int, dtype: torch.dtype, scale: float = 1.0
-) -> tuple[Pairs, Tensor]:
-    """Random factors in the slots of RANKS, and what each slot adds in float64, [slots, outputs, inputs]. Memory that no slot has
-    filled is NaN."""
-    ends, slots = tuple(accumulate(outputs)), BANK.slots + 1
+def random_pairs(
+    adapters: AdapterOps,
+    outputs: tuple[int, ...],
+    inputs: int,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    dense: Tensor | None = None,
+) -> Pairs:
+    """Random factors in the slots of RANKS. Memory that no slot has filled is NaN. dense: float64 [slots, outputs, inputs], is set
+    to what each slot adds."""
+    ends = tuple(accumulate(outputs))
     pairs = adapters.create(BANK, inputs, ends, dtype, torch.device("cpu"))
     assert pairs.most_rank == BANK.rank
     pairs.a.fill_(torch.nan)
     pairs.b.fill_(torch.nan)
-    dense = torch.zeros(slots, ends[-1], inputs, dtype=torch.float64)
     for slot, rank in RANKS.items():
         pairs.ranks[slot] = rank
         of_a, of_b = pairs.of(slot)
         of_a.copy_(torch.randn(of_a.shape) * inputs**-0.5)
         of_b.copy_(torch.randn(of_b.shape) * scale * rank**-0.5)
-        for part, (begin, end) in enumerate(zip((0, *ends), ends, strict=False)):
-            dense[slot, begin:end] = of_b[begin:end].double() @ of_a[part * rank : (part + 1) * rank].double()
+        if dense is not None:
+            for part, (begin, end) in enumerate(zip((0, *ends), ends, strict=False)):
+                dense[slot, begin:end] = of_b[begin:end].double() @ of_a[part * rank : (part + 1) * rank].double()
         pairs.pack(slot)
         pairs.device_ranks[slot] = rank
-    return pairs, dense
+    return pairs
+
+
+def pairs_of(adapters: AdapterOps, outputs: tuple[int, ...], inputs: int, dtype: torch.dtype) -> tuple[Pairs, Tensor]:
+    """`random_pairs`, and what each slot adds in float64, [slots, outputs, inputs]."""
+    dense = torch.zeros(BANK.slots + 1, sum(outputs), inputs, dtype=torch.float64)
+    return random_pairs(adapters, outputs, inputs, dtype, dense=dense), dense
 
 
 def step_of(slots: list[int]) -> StepInputs:
@@ -148,7 +160,7 @@ class Adapted:
         sizes = {"qkv": ((192, 64, 64), 96), "out": ((96,), 192), "gate_up": ((512, 512), 96), "down": ((96,), 512)}
         self.pairs = {}
         for name, (outputs, inputs) in sizes.items():
-            self.pairs[name] = pairs_of(self.adapters, outputs, inputs, dtype, 0.5)[0]
+            self.pairs[name] = random_pairs(self.adapters, outputs, inputs, dtype, 0.5)
             if name == left_out:
                 self.pairs[name].device_ranks.zero_()
         self.parts: LayerParts = replace(plain, **{name: self.matrix(plain, name) for name in sizes})
@@ -179,21 +191,32 @@ class Adapted:
         return product("down", ops.tokenwise.activate(gate_up, parts.activation), stream)
 
 
-@pytest.mark.parametrize(("dtype", "form"), [(F32, ""), (BF16, ""), (F32, "int4"), (BF16, "int8"), (F32, "q4_1")])
-@pytest.mark.parametrize("left_out", ["", "qkv", "gate_up"])
-@pytest.mark.parametrize("rows", [[(37, 1)], DECODE, [(20, 1)] * 13, MIXED], ids=lambda rows: f"{len(rows)}-rows")
+FORMS = [(F32, ""), (BF16, ""), (F32, "int4"), (BF16, "int8"), (F32, "q4_1")]
+ROWS = [[(37, 1)], DECODE, [(20, 1)] * 13, MIXED]
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "left_out"),
+    crossed(
+        FORMS,
+        ROWS,
+        ("", "qkv", "gate_up"),
+        # Each form with each number of rows once, and every other pair of values at least once.
+        quick=lambda form, rows, left_out: left_out == (form + rows) % 3,
+    ),
+)
 def test_layers_with_adapters_in_one_call(
     ops: Ops,
     threads: int,
     batch: Callable[..., Any],
     rows: list[tuple[int, int]],
     left_out: str,
-    dtype: torch.dtype,
-    form: str,
+    form: tuple[torch.dtype, str],
 ) -> None:
+    dtype, number_format = form
     case = batch(rows).to("cpu", dtype)
     torch.manual_seed(7)
-    layers = [Adapted(ops, dtype, form, left_out) for _ in range(2)]
+    layers = [Adapted(ops, dtype, number_format, left_out) for _ in range(2)]
     stream = torch.randn(len(case.q), 96).to(dtype)
     program, results = ops.programs.layers([layer.parts for layer in layers], refuse), {}
     for slots in ([5, 0, 2, 4, 2, 1], [0] * 6, [3] * 6, None):

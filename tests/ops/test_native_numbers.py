@@ -11,6 +11,7 @@ from ridgeline.ops.noise import Purpose
 from ridgeline.ops.reference import FP8, FP8_REFERENCE, FP8_WEIGHT_REFERENCE, quantize, rms_norm
 from ridgeline.ops.sample import sample
 from ridgeline.ops.table import Normed, Ops
+from tests.combinations import crossed
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -18,8 +19,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 # --- 8-bit linears --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 2, 5, 7, 8, 12, 16, 17, 40])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "threads"),
+    crossed([F32, BF16, torch.float16], [1, 2, 5, 7, 8, 12, 16, 17, 40], (1, 2), quick=lambda *at: sum(at) % 2 == 0),
+    indirect=["threads"],
+)
 @pytest.mark.parametrize("outputs, inputs", [(96, 64), (49, 33), (160, 70)])
 def test_fp8_linear(ops: Ops, threads: int, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
     """Quantized alike, values and scales, and multiplied: plain, normed on the way in, and quantized before."""

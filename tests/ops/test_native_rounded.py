@@ -12,6 +12,7 @@ import torch
 from ridgeline.ops import native_cpu
 from ridgeline.ops.reference import OUTLIER, REFERENCE, rms_norm
 from ridgeline.ops.table import IntMatrix, IntOps, Normed, Ops
+from tests.combinations import crossed
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 33, 70]
@@ -94,8 +95,11 @@ def mixed_product(x: torch.Tensor, matrix: IntMatrix, weight: torch.Tensor, batc
     return ((inner / steps).round() * steps.double() + (x * far).double()) @ weight.t()
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "threads"),
+    crossed([F32, BF16, torch.float16], ROWS, (1, 2), quick=lambda *at: sum(at) % 2 == 0),
+    indirect=["threads"],
+)
 @pytest.mark.parametrize("outputs, inputs", SIZES)
 def test_llm_int8_takes_the_outliers_of_a_batch(
     ops: Ops, threads: int, dtype: torch.dtype, rows: int, outputs: int, inputs: int

@@ -20,6 +20,7 @@ from ridgeline.ops.native.files import library_path
 from ridgeline.ops.native_cpu import NativeOps
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.table import Normed
+from tests.combinations import crossed
 
 BF16 = torch.bfloat16
 SHARES = [0.0, 0.1, 0.5, 1.0]
@@ -37,8 +38,11 @@ def pruned(outputs: int, inputs: int, share: float) -> torch.Tensor:
     return (torch.randn(outputs, inputs) * (torch.rand(outputs, inputs) < share)).to(BF16)
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 12, 16, 17, 40])
+@pytest.mark.parametrize(
+    ("share", "rows", "threads"),
+    crossed(SHARES, [1, 2, 3, 8, 12, 16, 17, 40], (1, 2), quick=lambda *at: sum(at) % 2 == 0),
+    indirect=["threads"],
+)
 @pytest.mark.parametrize("outputs, inputs", [(96, 64), (49, 33), (160, 70)])
 def test_products(library: Library, threads: int, share: float, rows: int, outputs: int, inputs: int) -> None:
     ops = NativeOps(library, Arena(library))

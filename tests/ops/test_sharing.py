@@ -17,6 +17,7 @@ from ridgeline.ops.cpu_invariant import CPU_INVARIANT
 from ridgeline.ops.reference import REFERENCE
 from ridgeline.ops.step import KvView
 from ridgeline.ops.table import LayerParts, Ops
+from tests.combinations import crossed
 from tests.ops.test_native import MIXED, close, layer_parts, refuse, run_layers
 
 ROWS = [(40, 7), (3, 1), (20, 20)]
@@ -83,8 +84,11 @@ LAYERS = [LayerSpec(6, 2, 32, 128, Rope(), share_from=source) for source in (Non
 
 
 @pytest.mark.parametrize("name", ["float32", "int8", "int4"])
-@pytest.mark.parametrize("options", [{}, {"bias": True, "norms": True}])
-@pytest.mark.parametrize("rows", [[(37, 1)], MIXED], ids=["one", "mixed"])
+@pytest.mark.parametrize(
+    ("options", "rows", "threads"),
+    crossed([{}, {"bias": True, "norms": True}], [[(37, 1)], MIXED], (1, 2), quick=lambda *at: sum(at) % 2 == 0),
+    indirect=["threads"],
+)
 def test_layers_in_one_call(
     ops: Ops,
     threads: int,

@@ -184,7 +184,7 @@ def provider(model: Path, dialect: str) -> Iterator[tuple[str, list[dict[str, An
         "asked": asked,
     }
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Here", (Provider,), facts))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked

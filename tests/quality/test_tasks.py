@@ -63,7 +63,7 @@ def scripted(likely: str = "", **answer: Any) -> Iterator[tuple[Endpoint, list[d
     asked: list[dict[str, Any]] = []
     facts = {"answer": answer, "likely": likely, "asked": asked}
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Here", (Scripted,), facts))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield Endpoint(f"http://127.0.0.1:{server.server_port}"), asked

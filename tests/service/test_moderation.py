@@ -229,7 +229,7 @@ def endpoint() -> Iterator[tuple[str, list[Any]]]:
         def log_message(self, *_: Any) -> None: ...
 
     judge = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=judge.serve_forever, daemon=True).start()
+    threading.Thread(target=judge.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{judge.server_port}/v1/moderations", received
     finally:

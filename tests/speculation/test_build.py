@@ -72,7 +72,7 @@ class Opened(NamedTuple):
 @cache
 def opened(way: str) -> Opened:
     with opened_engines() as engines, opened_controllers() as controllers:
-        llm = LLM(speculate=way, dtype="float32", device="cpu", max_model_len=512, max_num_seqs=8)
+        llm = LLM(speculate=way, dtype="float32", device="cpu", max_model_len=512, max_num_seqs=8, threads=1)
     return Opened(llm, engines[0], controllers)
 
 
