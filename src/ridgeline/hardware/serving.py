@@ -39,8 +39,8 @@ PRODUCT_TIMES: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "int3": (0.47, 1.16), "fp8-weight": (0.71, 1.16),
     },
     "cpu": {
-        "int8": (0.63, 1.20), "fp8": (1.09, 1.08), "fp8-weight": (0.99, 1.01), "llm-int8": (0.68, 0.95), "w8a8": (0.66, 0.82),
-        "int4": (0.36, 1.12), "int3": (0.35, 1.18),
+        "int8": (0.53, 1.09), "fp8": (0.71, 1.10), "fp8-weight": (0.70, 1.11), "llm-int8": (0.49, 0.80), "w8a8": (0.45, 0.68),
+        "int4": (0.33, 1.09), "int3": (0.28, 1.12),
     },
 }  # fmt: skip
 """Time of a layer's products by device type and format, relative to unquantized weights: with one token, and with thousands. Those
